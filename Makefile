@@ -1,0 +1,74 @@
+# The whole developer interface. Every target works from a clean clone, and again with what it left behind.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first python3 that is new enough; `make PYTHON=... setup` takes another one.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+EXTRAS := dev,tensorboard,tokenizers
+CORPUS := data/pytext
+WORKERS ?= 2
+
+export OMP_NUM_THREADS ?= 1
+# Nothing here may wait for a key or a browser.
+export WANDB_MODE ?= offline
+export WANDB_SILENT ?= true
+
+.PHONY: help setup data smoke test test-slow check format docs bench clean
+
+help:
+	@echo "make setup      create $(VENV) and install the pinned dependencies"
+	@echo "make smoke      train train_configs/smoke.toml on 2 ranks, on text that your machine already has"
+	@echo "make test       the test suite (make test-slow: the long ones)"
+	@echo "make check      lint, types, layers, generated docs"
+	@echo "make docs       regenerate the generated docs"
+	@echo "make bench      what the instruments cost, as ratios"
+
+setup: $(STAMP)
+
+$(STAMP): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no python3.11 or newer with venv found; set PYTHON=/path/to/python" >&2; exit 1; }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "creating $(VENV) with $$($(PYTHON) --version)" >&2; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
+	@echo "installing the dependencies that constraints.txt pins" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' >&2
+	@touch $@
+
+data: $(CORPUS)/manifest.json
+
+$(CORPUS)/manifest.json: $(STAMP)
+	@$(BIN)/train data build pytext --out $(CORPUS) --force >&2
+	@touch $@
+
+smoke: setup data
+	@$(BIN)/torchrun --nproc_per_node=2 train --config train_configs/smoke.toml
+
+test: setup
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-slow: setup
+	@$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/make_docs.py --check
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: setup
+	@$(BIN)/python scripts/make_docs.py
+
+bench: setup
+	@$(BIN)/python scripts/bench/run_all.py
+
+clean:
+	rm -rf $(VENV) data runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,65 @@
+"""Properties of slices, lanes and packing."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.lanes import assign_lanes, cut_slices, plan_lanes, plan_length
+from trainer.data.packing import pack_rows
+
+PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
+lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda values: np.array(values, dtype=np.int64))
+
+
+@PROFILE
+@given(lengths_of, st.integers(1, 5))
+def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells: np.ndarray, num_slices: int) -> None:
+    bounds = cut_slices(cells, num_slices)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(cells)
+    assert (np.diff(bounds) >= 0).all()
+    ideal = cells.sum() / num_slices
+    largest = cells.max(initial=0)
+    assert all(abs(cells[a:b].sum() - ideal) <= largest for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+
+
+@PROFILE
+@given(lengths_of, st.integers(1, 5))
+def test_lanes_are_level_to_within_the_longest_group(cells: np.ndarray, num_lanes: int) -> None:
+    lanes, loads = assign_lanes(cells, num_lanes)
+    assert np.bincount(lanes, weights=cells, minlength=num_lanes).tolist() == loads.tolist()
+    assert (np.diff(loads) <= 0).all()
+    assert plan_length(cells, num_lanes) == loads[0]
+    if len(cells):
+        # Longest-first filling is at most 4/3 of the best plan (Graham 1969), and a bound on that is known.
+        best = max(-(-cells.sum() // num_lanes), cells.max())
+        assert loads[0] * 3 <= best * 4 + cells.max()
+
+
+@PROFILE
+@given(lengths_of, st.integers(1, 5), st.integers(0, 5))
+def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells: np.ndarray, num_lanes: int, seed: int) -> None:
+    offsets = np.concatenate([[0], np.cumsum(cells)])
+    plan = plan_lanes(offsets[:-1], cells, np.random.default_rng(seed).random(len(cells)), num_lanes)
+    assert plan.num_batches == plan_length(cells, num_lanes)
+    batches = [plan.batch(i) for i in range(plan.num_batches)]
+    assert sorted(c for batch in batches for c in batch.tolist()) == list(range(offsets[-1]))
+    place = {c: (t, lane) for t, batch in enumerate(batches) for lane, c in enumerate(batch.tolist())}
+    for first, size in zip(offsets[:-1].tolist(), cells.tolist(), strict=True):
+        t, lane = place[first]
+        assert [place[first + i] for i in range(size)] == [(t + i, lane) for i in range(size)]
+    assert plan.row_ends.tolist() == np.cumsum([len(batch) for batch in batches]).tolist()
+
+
+@PROFILE
+@given(lengths_of, st.integers(12, 20))
+def test_packed_rows_fit_and_all_but_one_are_more_than_half_full(lengths: np.ndarray, capacity: int) -> None:
+    rows = pack_rows(lengths, capacity)
+    assert len(rows) == len(lengths)
+    fill = np.bincount(rows, weights=lengths) if len(rows) else np.zeros(0)
+    assert (fill <= capacity).all()
+    assert (fill * 2 <= capacity).sum() <= 1
+    firsts = [rows.tolist().index(row) for row in range(len(fill))]
+    assert firsts == sorted(firsts)

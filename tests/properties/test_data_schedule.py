@@ -1,0 +1,73 @@
+"""Properties of weight schedules: scalar and vector agree, and the all-zero search equals trying every batch."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.schedule import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero
+
+PROFILE = settings(max_examples=300, deadline=None, derandomize=True)
+HORIZON = 80  # beyond the last point in batches: constant from there on
+
+values = st.one_of(st.just(0.0), st.floats(1e-3, 100.0))
+constants = st.builds(ConstantWeight, st.one_of(st.just(0.0), st.floats(0.1, 10.0)))
+schedules = st.builds(
+    ScheduledWeight,
+    st.sampled_from(["linear", "step"]),
+    st.dictionaries(st.integers(0, 20), values, min_size=1, max_size=6),
+    scale=values,
+    unit=st.sampled_from(["batch", "step"]),
+)
+specs_of = st.lists(st.one_of(schedules, schedules, schedules, constants), min_size=1, max_size=4)
+
+
+@PROFILE
+@given(schedules)
+def test_evaluating_many_equals_evaluating_each(spec: ScheduledWeight) -> None:
+    xs = np.arange(40)
+    assert spec.evaluate_many(xs).tolist() == [spec.evaluate(int(x)) for x in xs]
+
+
+@PROFILE
+@given(schedules)
+def test_weights_stay_between_their_points(spec: ScheduledWeight) -> None:
+    low, high = min(spec.points.values()) * spec.scale, max(spec.points.values()) * spec.scale
+    slack = 1e-12 * high
+    assert all(low - slack <= spec.evaluate(x) <= high + slack for x in range(40))
+    if spec.scale:
+        assert all(spec.evaluate(x) == y * spec.scale for x, y in spec.points.items())
+
+
+@PROFILE
+@given(schedules)
+def test_zero_from_is_the_first_batch_after_which_the_weight_is_always_zero(spec: ScheduledWeight) -> None:
+    positive = [x for x in range(60) if spec.evaluate(x) > 0]
+    expected = None if 59 in positive else max(positive, default=-1) + 1
+    assert spec.zero_from() == expected
+
+
+@PROFILE
+@given(specs_of, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 50)))
+def test_first_all_zero_equals_trying_every_batch(
+    specs: list[WeightSpec], micro_batches: int, num_batches: int | None
+) -> None:
+    def is_zero(batch: int) -> bool:
+        return all(spec.evaluate(batch if spec.unit == "batch" else batch // micro_batches) == 0 for spec in specs)
+
+    limit = HORIZON if num_batches is None else num_batches
+    start = next((batch for batch in range(limit) if is_zero(batch)), None)
+    found = first_all_zero(specs, micro_batches=micro_batches, num_batches=num_batches)
+    if start is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found[0] == start
+    end = next((batch - 1 for batch in range(start, HORIZON) if not is_zero(batch)), None)
+    if end is None:
+        assert found[1] is None
+    else:
+        # Neighbouring intervals may touch; the first one ends inside the stretch of zeros.
+        assert found[1] is not None
+        assert start <= found[1] <= end

@@ -1,0 +1,235 @@
+"""The ledger against an oracle made of plain dicts: contents and every counter, after each operation, in all modes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from trainer.errors import UserError
+from trainer.ledger import COUNTER_KEYS, Ledger
+
+WIDTH = 3
+GROUPS = st.integers(-1, 9)
+
+
+@dataclass
+class Held:
+    state: list[float]
+    slot: int
+    step: int
+
+
+@dataclass
+class Oracle:
+    """What the ledger must do, written out group by group."""
+
+    mode: str
+    capacity: int
+    every: int
+    threshold: int
+    held: dict[int, Held] = field(default_factory=dict)
+    evicted: dict[int, tuple[str, int]] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    step: int | None = None
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTER_KEYS, 0))
+
+    def drop(self, group: int) -> None:
+        self.free.append(self.held.pop(group).slot)
+
+    def evict(self, groups: list[int], mode: str) -> None:
+        for group in groups:
+            self.drop(group)
+            self.evicted[group] = (mode, self.step)
+            self.counts[f"ledger/evictions/{mode}"] += 1
+        while len(self.evicted) > self.capacity:
+            del self.evicted[min(self.evicted, key=list(self.evicted).index)]
+
+    def by_age(self) -> list[int]:
+        return sorted(self.held, key=lambda g: (self.held[g].step, self.held[g].slot))
+
+    def begin_step(self, step: int) -> None:
+        previous = step - 1 if self.step is None else self.step
+        is_due = any(s % self.every == 0 for s in range(previous + 1, step + 1))
+        self.step = step
+        if self.mode == "full" and is_due:
+            for group in sorted(self.held, key=lambda g: self.held[g].slot):
+                self.drop(group)
+            self.evicted.clear()
+            self.counts["ledger_wipe_count"] += 1
+        if self.mode == "periodic_stale" and is_due:
+            self.evict([g for g in self.by_age() if self.held[g].step < step - self.threshold], "stale")
+
+    def lookup(self, groups: list[int], cells: list[int]) -> list[list[float]]:
+        rows = []
+        for group, cell in zip(groups, cells, strict=True):
+            is_known = group >= 0 and cell > 0
+            self.counts["ledger/cold_starts"] += is_known and group not in self.held
+            rows.append(self.held[group].state if is_known and group in self.held else [0.0] * WIDTH)
+        return rows
+
+    def fits(self, batch: list[tuple[int, int, bool, list[float]]]) -> bool:
+        kept = {g for g, _, last, row in batch if g >= 0 and not last and np.isfinite(row).all()}
+        gone = {g for g, _, _, _ in batch} - kept
+        return len(kept if self.mode == "lru" else (set(self.held) - gone) | kept) <= self.capacity
+
+    def store(self, batch: list[tuple[int, int, bool, list[float]]]) -> None:
+        batch = [item for item in batch if item[0] >= 0]
+        for group, cell, _, _ in batch:
+            if group not in self.held and group in self.evicted:
+                mode, _ = self.evicted.pop(group)
+                self.counts[f"ledger/false_evictions/{mode}"] += cell > 0
+        stored = []
+        for group, _, is_last, row in batch:
+            is_finite = bool(np.isfinite(row).all())
+            self.counts["ledger/refused_rows"] += not is_last and not is_finite
+            if is_last or not is_finite:
+                if group in self.held:
+                    self.drop(group)
+            else:
+                stored.append((group, row))
+        for group, row in stored:
+            if group in self.held:
+                self.held[group] = Held(row, self.held[group].slot, self.step)
+        if self.mode == "lru":
+            pinned = {group for group, _ in stored}
+            overflow = len(self.held) + sum(g not in self.held for g in pinned) - self.capacity
+            if overflow > 0:
+                self.evict([g for g in self.by_age() if g not in pinned][:overflow], "lru")
+        for group, row in stored:
+            if group not in self.held:
+                self.held[group] = Held(row, self.free.pop(), self.step)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    mode = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = 0.0
+
+    def new_ledger(self) -> Ledger:
+        return Ledger(
+            state_width=WIDTH,
+            capacity=self.oracle.capacity,
+            wipe_mode=self.mode,
+            stale_threshold=self.oracle.threshold,
+            sweep_every=self.oracle.every,
+            wipe_every=self.oracle.every,
+            keep_undo=True,
+        )
+
+    @initialize(capacity=st.integers(1, 8), every=st.integers(1, 4), threshold=st.integers(1, 4))
+    def start(self, capacity: int, every: int, threshold: int) -> None:
+        self.oracle = Oracle(self.mode, capacity, every, threshold, free=list(range(capacity - 1, -1, -1)))
+        self.ledger = self.new_ledger()
+        self.before_step: Oracle | None = None
+        self.begin_step(1)
+
+    @rule(advance=st.integers(0, 3))
+    def begin_step(self, advance: int) -> None:
+        step = (self.oracle.step or 0) + advance
+        self.before_step = copy.deepcopy(self.oracle)
+        self.oracle.begin_step(step)
+        self.ledger.begin_step(step)
+
+    @precondition(lambda self: self.before_step is not None)
+    @rule(
+        groups=st.lists(GROUPS, max_size=6, unique_by=lambda g: g if g >= 0 else object()),
+        data=st.data(),
+    )
+    def micro_batch(self, groups: list[int], data: st.DataObject) -> None:
+        cells = [data.draw(st.integers(0, 2)) for _ in groups]
+        lasts = [data.draw(st.sampled_from([False, False, False, True])) for _ in groups]
+        rows = []
+        for _ in groups:
+            self.value += 1.0
+            bad = data.draw(st.sampled_from([None, None, None, None, float("nan"), float("inf")]))
+            rows.append([self.value, self.value if bad is None else bad, -self.value])
+        ids, index = np.array(groups, np.int64), np.array(cells, np.int64)
+        is_last, states = np.array(lasts, np.bool_), torch.tensor(rows).reshape(-1, WIDTH)
+
+        found = self.ledger.lookup(ids, index)
+        assert found.tolist() == self.oracle.lookup(groups, cells)
+        batch = list(zip(groups, cells, lasts, rows, strict=True))
+        if self.oracle.fits(batch):
+            self.oracle.store(batch)
+            self.ledger.store(ids, index, is_last, states)
+        else:
+            with pytest.raises(UserError, match=r"ledger\.capacity"):
+                self.ledger.store(ids, index, is_last, states)
+
+    @precondition(lambda self: self.before_step is not None)
+    @rule(groups=st.lists(GROUPS, max_size=4))
+    def release(self, groups: list[int]) -> None:
+        for group in sorted(set(groups)):
+            if group in self.oracle.held:
+                self.oracle.drop(group)
+        self.ledger.release(np.array(groups, np.int64))
+
+    @precondition(lambda self: self.before_step is not None)
+    @rule(is_retried=st.booleans())
+    def rollback(self, is_retried: bool) -> None:
+        step = self.oracle.step
+        self.ledger.rollback()
+        self.oracle, self.before_step = self.before_step, None
+        self.agrees()
+        self.begin_step(step - (self.oracle.step or 0) + (0 if is_retried else 1))
+
+    @rule()
+    def drain(self) -> None:
+        drained = self.ledger.drain_metrics()
+        assert {key: drained[key] for key in COUNTER_KEYS} == self.oracle.counts
+        self.oracle.counts = dict.fromkeys(COUNTER_KEYS, 0)
+        if self.before_step is not None:
+            self.before_step.counts = dict.fromkeys(COUNTER_KEYS, 0)
+
+    @rule()
+    def save_and_resume(self) -> None:
+        buffer = io.BytesIO()
+        torch.save(self.ledger.state_dict(), buffer)
+        buffer.seek(0)
+        self.ledger = self.new_ledger()
+        self.ledger.load_state_dict([torch.load(buffer, weights_only=True)])
+        self.oracle.counts = dict.fromkeys(COUNTER_KEYS, 0)
+        self.begin_step(0)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        saved = self.ledger.state_dict()
+        held = {
+            int(group): Held(row, int(slot), int(step))
+            for group, row, slot, step in zip(
+                saved["groups"], saved["rows"].tolist(), saved["slots"], saved["last_step"], strict=True
+            )
+        }
+        assert held == self.oracle.held
+        assert saved["free_slots"].tolist() == self.oracle.free
+        assert list(self.ledger.recently_evicted.items()) == list(self.oracle.evicted.items())
+        assert self.ledger._counters._total == self.oracle.counts
+        metrics = self.ledger.last_extra_metrics
+        assert metrics["ledger/live_groups"] == len(self.oracle.held)
+        assert metrics["ledger/fill_fraction"] == len(self.oracle.held) / self.oracle.capacity
+
+
+def machine_for(mode: str) -> type[LedgerMachine]:
+    return type(f"LedgerMachine_{mode}", (LedgerMachine,), {"mode": mode})
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "lru", "periodic_stale"])
+def test_ledger_equals_the_oracle(mode: str) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        machine_for(mode),
+        settings=settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True),
+    )

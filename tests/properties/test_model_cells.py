@@ -1,0 +1,74 @@
+"""The central property of the model: a sequence run in cells with carried state equals the sequence run whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.model import RecurrentEncoder, build
+
+VOCAB = 13
+
+
+def model_with_strong_state(seed: int, num_layers: int, dtype: torch.dtype) -> RecurrentEncoder:
+    torch.manual_seed(seed)
+    model = build(VOCAB, 8, num_layers).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(15)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1000),
+    num_layers=st.integers(1, 3),
+    batch=st.integers(1, 3),
+    cells=st.lists(st.integers(1, 23), min_size=1, max_size=6),
+    has_resets=st.booleans(),
+)
+def test_cells_with_carried_state_equal_the_uncut_run(
+    dtype: torch.dtype, tolerance: float, seed: int, num_layers: int, batch: int, cells: list[int], has_resets: bool
+) -> None:
+    model = model_with_strong_state(seed, num_layers, dtype)
+    row = torch.randint(0, VOCAB, (batch, sum(cells)))
+    resets = torch.rand(batch, sum(cells)) < 0.1 if has_resets else None
+    initial = torch.randn(batch, model.state_width, dtype=dtype)
+
+    whole = model(row, initial, resets)
+    state, logits, start = initial, [], 0
+    for length in cells:
+        window = slice(start, start + length)
+        out = model(row[:, window], state, None if resets is None else resets[:, window])
+        state, start = out.state, start + length
+        logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), whole.logits, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state, whole.state, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1000), first=st.integers(1, 20), second=st.integers(1, 20))
+def test_gradients_of_a_cell_equal_those_of_the_uncut_run_from_a_detached_state(
+    seed: int, first: int, second: int
+) -> None:
+    model = model_with_strong_state(seed, 2, torch.float64)
+    row = torch.randint(0, VOCAB, (2, first + second))
+    weight = torch.randn(2, second, VOCAB, dtype=torch.float64)
+
+    carried = model(row[:, :first]).state
+    leaf = carried.detach().requires_grad_()
+    (model(row[:, first:], leaf).logits * weight).sum().backward()
+    in_cell = [p.grad.clone() for p in model.parameters()]
+
+    # Undetached, the chain rule through the carried state must give the uncut run's gradient exactly.
+    carried.backward(leaf.grad)
+    chained = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    (model(row).logits[:, first:] * weight).sum().backward()
+    uncut = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(chained, uncut, rtol=1e-8, atol=1e-9)
+    assert any(not torch.allclose(a, b) for a, b in zip(in_cell, uncut, strict=True))

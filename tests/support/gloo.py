@@ -1,0 +1,36 @@
+"""Runs a function on several real processes joined by gloo."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _worker(rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    os.environ["RANK"] = str(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    result = function(rank, world_size, *args)
+    Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+    # Four or more gloo ranks can abort in teardown unless they meet first.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`function(rank, world_size, *args)` on each rank; the results by rank. It must be importable by name."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, args=(function, world_size, folder, args), nprocs=world_size)
+        return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]

@@ -1,0 +1,77 @@
+"""Which document goes into which stream, and which fit under a cap."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.corpus.documents import Document
+from trainer.data.corpus.selection import cap_evenly, group_by_directory
+
+
+def document(source: str, num_bytes: int) -> Document:
+    return Document(source, "", num_bytes, source)
+
+
+def names(streams: dict[str, list[Document]]) -> dict[str, list[str]]:
+    return {name: [d.source for d in documents] for name, documents in streams.items()}
+
+
+def test_a_small_directory_joins_its_parent() -> None:
+    documents = [document("a/x", 60), document("a/b/x", 40), document("a/b/c/x", 30), document("a/d/x", 50)]
+    assert names(group_by_directory(documents, min_bytes=50)) == {
+        "a": ["a/x"],
+        "a.b": ["a/b/c/x", "a/b/x"],
+        "a.d": ["a/d/x"],
+    }
+
+
+def test_small_top_directories_make_misc() -> None:
+    documents = [document("a/x", 60), document("b/x", 30), document("c/d/x", 30), document("y", 1)]
+    assert names(group_by_directory(documents, min_bytes=50)) == {"a": ["a/x"], "misc": ["b/x", "c/d/x", "y"]}
+
+
+def test_a_misc_that_is_too_small_joins_the_smallest_stream() -> None:
+    documents = [document("a/x", 60), document("b/x", 55), document("c/x", 5)]
+    assert names(group_by_directory(documents, min_bytes=50)) == {"a": ["a/x"], "b": ["b/x", "c/x"]}
+
+
+def test_everything_too_small_is_one_stream() -> None:
+    assert names(group_by_directory([document("a/x", 1), document("b/x", 1)], min_bytes=50)) == {"misc": ["a/x", "b/x"]}
+
+
+def test_a_directory_called_misc_keeps_its_name() -> None:
+    documents = [document("misc/x", 60), document("b/x", 30), document("c/x", 30)]
+    assert names(group_by_directory(documents, min_bytes=50)) == {"misc": ["misc/x"], "misc_": ["b/x", "c/x"]}
+
+
+def test_what_a_small_stream_leaves_goes_to_the_others() -> None:
+    streams = {"s": [document("s/0", 10)], "b": [document(f"b/{k}", 10) for k in range(20)]}
+    capped = cap_evenly(streams, 100, min_bytes=0)
+    assert len(capped["s"]) == 1
+    assert len(capped["b"]) == 9
+
+
+def test_a_stream_of_large_documents_takes_its_smallest() -> None:
+    streams = {"a": [document("a/0", 80), document("a/1", 70)], "b": [document(f"b/{k}", 10) for k in range(20)]}
+    capped = cap_evenly(streams, 120, min_bytes=50)
+    assert names(capped)["a"] == ["a/1"]
+    assert len(capped["b"]) == 5
+
+
+PATHS = st.lists(st.sampled_from(["a", "b", "c"]), min_size=0, max_size=3)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(found=st.lists(st.tuples(PATHS, st.integers(1, 40)), max_size=40), cap=st.integers(0, 400))
+def test_nothing_is_lost_or_doubled_and_the_cap_holds(found: list[tuple[list[str], int]], cap: int) -> None:
+    documents = [document("/".join([*parts, f"f{k}"]), size) for k, (parts, size) in enumerate(found)]
+    streams = group_by_directory(documents, min_bytes=50)
+    placed = [d.source for members in streams.values() for d in members]
+    assert sorted(placed) == sorted(d.source for d in documents)
+    total = sum(d.num_bytes for d in documents)
+    if total >= 50:
+        assert all(sum(d.num_bytes for d in members) >= 50 for members in streams.values())
+    capped = cap_evenly(streams, cap, min_bytes=50)
+    assert sum(d.num_bytes for members in capped.values() for d in members) <= cap
+    assert cap_evenly(streams, total * (len(streams) + 1), min_bytes=50) == streams

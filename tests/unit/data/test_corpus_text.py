@@ -1,0 +1,195 @@
+"""A corpus of a user's own files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.corpus.manifest import read_manifest
+from trainer.data.corpus.text import build_text
+from trainer.errors import UserError
+
+LIMIT = 100_000
+
+
+def rows_of(out: Path, path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / path).read_text(encoding="utf-8").split("\n") if line]
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    root = tmp_path / "in"
+    for directory, size in (("a", 500), ("b", 700), ("b/deep", 20)):
+        (root / directory).mkdir(parents=True)
+        for k in range(3):
+            text = f"{directory} {k} é\n" * (size // 10)
+            (root / directory / f"{k}.txt").write_text(text, encoding="utf-8")
+    return root
+
+
+def test_a_directory_is_a_stream_and_a_file_a_document(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]}, min_stream_bytes=300)
+    assert [entry.path for entry in manifest.modalities["notes"]] == ["notes/a.jsonl", "notes/b.jsonl"]
+    rows = rows_of(out, "notes/b.jsonl")
+    assert [row["source"] for row in rows] == [f"b/{k}.txt" for k in range(3)] + [f"b/deep/{k}.txt" for k in range(3)]
+    assert rows[0]["text"] == (files / "b" / "0.txt").read_text(encoding="utf-8")
+    assert "é".encode() in (out / "notes/b.jsonl").read_bytes()
+
+
+def test_the_manifest_counts_and_digests_what_is_on_disk(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]}, min_stream_bytes=300)
+    assert read_manifest(out) == manifest
+    assert read_manifest(out / "manifest.json") == manifest
+    for entry in manifest.modalities["notes"]:
+        content = (out / entry.path).read_bytes()
+        assert (entry.file_bytes, entry.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+        rows = rows_of(out, entry.path)
+        assert entry.documents == len(rows)
+        assert entry.text_bytes == sum(len(row["text"].encode()) for row in rows)
+    totals = json.loads((out / "manifest.json").read_text())["totals"]
+    assert totals == manifest.totals()
+    assert (totals["streams"], totals["documents"]) == (2, 9)
+    assert str(tmp_path) not in (out / "manifest.json").read_text()
+
+
+def test_files_that_are_no_text_get_a_line_each_and_the_rest_goes_on(files: Path, tmp_path: Path) -> None:
+    (files / "a" / "bad.txt").write_bytes(b"good so far \xff\xfe")
+    (files / "a" / "binary.txt").write_bytes(b"x\x00y")
+    (files / "a" / "empty.txt").write_bytes(b"")
+    (files / "a" / "blank.txt").write_bytes(b" \n\n")
+    (files / "a" / "huge.txt").write_text("x" * (LIMIT + 1))
+    (files / "a" / "twin.txt").write_bytes((files / "a" / "0.txt").read_bytes())
+    lines: list[str] = []
+    out = tmp_path / "out"
+    manifest = build_text(
+        out, {"notes": [f"{files}/**/*.txt"]}, max_file_bytes=LIMIT, min_stream_bytes=300, warn=lines.append
+    )
+    reasons = {item.source: item.reason for item in manifest.skipped}
+    assert reasons == {
+        "notes/a/bad.txt": "not UTF-8: byte 0xff at offset 12",
+        "notes/a/binary.txt": "binary: a NUL character at offset 1",
+        "notes/a/blank.txt": "empty",
+        "notes/a/empty.txt": "empty",
+        "notes/a/huge.txt": f"{LIMIT + 1} bytes, more than the limit of {LIMIT}",
+        "notes/a/twin.txt": "the same text as a/0.txt",
+    }
+    assert lines == [f"{source}: skipped: {reason}" for source, reason in reasons.items()]
+    assert manifest.totals()["documents"] == 9
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfhello")
+    build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.txt"]})
+    assert rows_of(tmp_path / "out", "m/misc.jsonl") == [{"text": "hello", "source": "x.txt"}]
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a/b", "a\\b", ".hidden", "_x", "a b", "-x", "x\n"])
+def test_a_modality_that_is_no_plain_name_is_refused(name: str, files: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a plain name"):
+        build_text(tmp_path / "out", {name: [f"{files}/**/*.txt"]})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_glob_without_a_file_is_named(files: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--modality notes: the glob '.*nope/\*' matches no file"):
+        build_text(tmp_path / "out", {"notes": [f"{files}/**/*.txt", f"{files}/nope/*"]})
+
+
+def test_nothing_usable_is_an_error_with_the_first_reason(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"none of the 1 files can be used; m/x\.bin: not UTF-8"):
+        build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.bin"]})
+
+
+@pytest.mark.parametrize("modalities", [{}, {"m": []}])
+def test_nothing_asked_for_is_an_error(modalities: dict[str, list[str]], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no modality is named|no glob is given"):
+        build_text(tmp_path / "out", modalities)
+
+
+def test_the_same_inputs_again_leave_the_corpus_alone(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = build_text(out, {"notes": [f"{files}/**/*.txt"]})
+    before = os.stat(out).st_ino
+    assert build_text(out, {"notes": [f"{files}/**/*.txt"]}) == first
+    assert os.stat(out).st_ino == before
+
+
+def test_another_corpus_is_replaced_only_by_force(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build_text(out, {"notes": [f"{files}/**/*.txt"]})
+    before = tree(out)
+    with pytest.raises(UserError, match="holds another corpus"):
+        build_text(out, {"other": [f"{files}/a/*.txt"]})
+    assert tree(out) == before
+    build_text(out, {"other": [f"{files}/a/*.txt"]}, force=True)
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_damaged_corpus_is_not_taken_for_a_whole_one(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]})
+    (out / manifest.modalities["notes"][0].path).write_text("cut")
+    with pytest.raises(UserError, match="holds another corpus"):
+        build_text(out, {"notes": [f"{files}/**/*.txt"]})
+
+
+@pytest.mark.parametrize("content", [None, "{}", "not json", '{"format_version": 99}', '{"format_version": 1}'])
+def test_a_directory_that_is_no_corpus_is_never_replaced(content: str | None, files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("dear")
+    if content is not None:
+        (out / "manifest.json").write_text(content)
+    before = tree(out)
+    with pytest.raises(UserError, match=r"holds no corpus|is not ours"):
+        build_text(out, {"notes": [f"{files}/**/*.txt"]}, force=True)
+    assert tree(out) == before
+
+
+def test_an_empty_directory_may_be_there(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    build_text(tmp_path / "out", {"notes": [f"{files}/**/*.txt"]})
+    assert read_manifest(tmp_path / "out").totals()["documents"] == 9
+
+
+def test_an_interrupted_build_leaves_nothing_half_done(files: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, what: str) -> None:
+        if what.startswith("writing notes/b"):
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    build_text(out, {"other": [f"{files}/a/*.txt"]})
+    before = tree(tmp_path)
+    for target in (out, tmp_path / "fresh"):
+        with pytest.raises(KeyboardInterrupt):
+            build_text(target, {"notes": [f"{files}/**/*.txt"]}, min_stream_bytes=300, force=True, progress=interrupt)
+    assert tree(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_file_that_changes_during_the_build_is_an_error(files: Path, tmp_path: Path) -> None:
+    def meddle(done: int, total: int, what: str) -> None:
+        if what.startswith("writing"):
+            (files / "a" / "1.txt").write_text("other")
+
+    with pytest.raises(UserError, match=r"a/1\.txt: changed while the corpus was built"):
+        build_text(tmp_path / "out", {"notes": [f"{files}/**/*.txt"]}, progress=meddle)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_manifest_says_how_to_build_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no corpus here; build one with"):
+        read_manifest(tmp_path)

@@ -1,0 +1,179 @@
+"""Formats: documents come out as they were written, and damage is named with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.data.formats import open_documents
+from trainer.data.tokenizer import BytesTokenizer, load_tokenizer
+from trainer.errors import UserError
+
+BYTES = BytesTokenizer()
+
+
+def texts(path: Path, **kwargs: Any) -> list[str]:
+    documents = open_documents(path, tokenizer=BYTES, **kwargs)
+    return [
+        BYTES.decode(np.asarray(documents.read(d, 0, int(n)), dtype=np.int64)) for d, n in enumerate(documents.lengths)
+    ]
+
+
+def tokens(path: Path, **kwargs: Any) -> list[list[int]]:
+    documents = open_documents(path, tokenizer=BYTES, **kwargs)
+    return [documents.read(d, 0, int(n)).tolist() for d, n in enumerate(documents.lengths)]
+
+
+def test_a_text_file_is_one_document_or_one_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("\n\none\ntwo\n\n \t\nthree é\n\n", encoding="utf-8")
+    assert texts(path) == ["\n\none\ntwo\n\n \t\nthree é\n\n"]
+    assert texts(path, text_split="blank_line") == ["\n\none\ntwo\n\n \t\n", "three é\n\n"]
+
+
+def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "né"}\n\n{"tokens": [1, 256, 3], "id": 7}\n{"text": ""}\n', encoding="utf-8")
+    assert tokens(path) == [[110, 195, 169], [1, 256, 3], []]
+
+
+def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([5, 0, 6, 7, 0, 0, 8], dtype=np.int32))
+    np.array([5, 0, 6, 0], dtype=np.uint16).tofile(tmp_path / "b.bin")
+    assert tokens(tmp_path / "a.npy", eod=0) == [[5, 0], [6, 7, 0], [0], [8]]
+    assert tokens(tmp_path / "a.npy") == [[5, 0, 6, 7, 0, 0, 8]]
+    assert tokens(tmp_path / "b.bin", eod=0, dtype="uint16") == [[5, 0], [6, 0]]
+
+
+def test_a_scan_in_chunks_finds_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.token_arrays.CHUNK", 3)
+    ids = np.random.default_rng(0).integers(0, 3, 50)
+    np.save(tmp_path / "a.npy", ids)
+    found = tokens(tmp_path / "a.npy", eod=0)
+    assert [t for document in found for t in document] == ids.tolist()
+    assert all(0 not in document[:-1] for document in found)
+    assert all(document[-1] == 0 for document in found[:-1])
+
+
+def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
+    documents = open_documents(tmp_path / "absent.txt", tokenizer=BYTES)
+    with pytest.raises(UserError, match=r"absent\.txt: cannot be read"):
+        _ = documents.num_documents
+
+
+def test_closing_lets_go_and_reading_opens_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    documents = open_documents(tmp_path / "a.txt", tokenizer=BYTES)
+    assert documents.num_documents == 1
+    documents.close()
+    assert documents.read(0, 1, 3).tolist() == [98, 99]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kwargs", "message"),
+    [
+        ("a.txt", b"", {}, "the file is empty"),
+        ("a.jsonl", b"\n\n", {}, "no documents"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', {}, r"a\.jsonl: line 2: is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\xff\n', {}, r"line 2: is not UTF-8"),
+        ("a.jsonl", b"[1]\n", {}, "line 1: is a JSON list"),
+        ("a.jsonl", b"{}\n", {}, "line 1: has neither"),
+        ("a.jsonl", b'{"text": "a", "tokens": []}\n', {}, "line 1: has both"),
+        ("a.jsonl", b'{"text": 3}\n', {}, "text must be a string"),
+        ("a.jsonl", b'{"tokens": [1, 2.5]}\n', {}, "list of whole numbers"),
+        ("a.jsonl", b'{"tokens": [true]}\n', {}, "list of whole numbers"),
+        ("a.jsonl", b'{"tokens": [1, 257]}\n', {}, "token id 257 is outside the vocabulary of 257"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "surrogate"),
+        ("a.bin", b"abc", {"dtype": "uint16"}, "3 bytes are no multiple of 2.*byte offset 2"),
+        ("a.bin", b"abcd", {}, "needs a dtype"),
+        ("a.bin", b"abcd", {"dtype": "float32"}, "whole numbers"),
+        ("a.bin", b"abcd", {"dtype": "u17"}, "no such dtype"),
+        ("a.bin", b"\x01\x00\xff\xff", {"dtype": "uint16"}, "token id 65535 at token 1 is outside"),
+        ("a.npy", b"not numpy", {}, "not a readable .npy"),
+        ("a.xyz", b"abc", {}, "no format is known"),
+        ("a.txt", b"abc", {"format": "xml"}, "must be one of auto, text"),
+        ("a.txt", b"abc", {"text_split": "page"}, "must be one of file, blank_line"),
+    ],
+)
+def test_damage_is_refused_with_its_place(
+    tmp_path: Path, name: str, content: bytes, kwargs: dict[str, Any], message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        _ = open_documents(tmp_path / name, tokenizer=BYTES, **kwargs).lengths
+
+
+def test_a_truncated_or_wrongly_shaped_npy_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(100))
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match="not a readable"):
+        tokens(path)
+    np.save(path, np.zeros((2, 2), dtype=np.int64))
+    with pytest.raises(UserError, match="1-D array of whole numbers"):
+        tokens(path)
+    np.save(path, np.array([1.5]))
+    with pytest.raises(UserError, match="1-D array of whole numbers"):
+        tokens(path)
+    np.save(path, np.array([1, -1]))
+    with pytest.raises(UserError, match="token id -1 at token 1"):
+        tokens(path)
+
+
+def test_every_byte_has_a_type_and_text_comes_back() -> None:
+    table = BYTES.token_type_table
+    assert table is not None
+    assert len(table) == BYTES.vocab_size == 257
+    names = [BYTES.token_type_names[table[ord(c)]] for c in "a7 \n,\x00"]
+    assert names == ["letter", "digit", "space", "newline", "punctuation", "other"]
+    assert BYTES.token_type_names[table[0xC3]] == BYTES.token_type_names[table[256]] == "other"
+    assert BYTES.decode(np.append(BYTES.encode("né\n"), 256)) == "né\n"
+
+
+def make_tokenizer(path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+
+
+def test_a_tokenizer_json_encodes_text_and_begins_documents_with_an_id_of_its_own(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.token_type_table) == (4, 3, None)
+    assert tokenizer.encode("b a c").tolist() == [1, 0, 2]
+    (tmp_path / "a.txt").write_text("a b\n\nb")
+    documents = open_documents(tmp_path / "a.txt", tokenizer=tokenizer, text_split="blank_line")
+    assert [documents.read(d, 0, int(n)).tolist() for d, n in enumerate(documents.lengths)] == [[0, 1], [1]]
+    (tmp_path / "a.txt").write_bytes(b"a b \xff")
+    with pytest.raises(UserError, match="byte offset 4"):
+        _ = open_documents(tmp_path / "a.txt", tokenizer=tokenizer).lengths
+
+
+def test_ids_take_their_vocabulary_from_the_config_and_refuse_text() -> None:
+    tokenizer = load_tokenizer("ids", vocab_size=1000)
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (1001, 1000)
+    with pytest.raises(UserError, match="cannot tokenise text"):
+        tokenizer.encode("a")
+    with pytest.raises(UserError, match="must be set"):
+        load_tokenizer("ids")
+    with pytest.raises(UserError, match="knows its own"):
+        load_tokenizer("bytes", vocab_size=5)
+
+
+def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match='must be "bytes", "ids" or'):
+        load_tokenizer("words")
+    with pytest.raises(UserError, match="no such tokenizer file"):
+        load_tokenizer(str(tmp_path / "absent.json"))
+    (tmp_path / "bad.json").write_text(json.dumps({"a": 1}))
+    with pytest.raises(UserError, match="not a readable tokenizer"):
+        load_tokenizer(str(tmp_path / "bad.json"))
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"pip install 'trainer\[tokenizers\]'"):
+        load_tokenizer(str(tmp_path / "bad.json"))

@@ -1,0 +1,98 @@
+"""Discovery of streams, and the hashes that hang on their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.data.groups import build_groups, group_ids
+from trainer.data.holdout import check_split, documents_of, held_out
+from trainer.data.layout import discover_direct, discover_nested
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("b/z.txt", "b/deep/a.jsonl", "a/x.md", "a/_hidden.txt", "a/.dot.txt", "a/x.cpp", "a/manifest.json"):
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    (tmp_path / "root" / "loose.txt").write_text("not below a modality")
+    return tmp_path / "root"
+
+
+def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root: Path) -> None:
+    streams = discover_nested(root)
+    assert [(s.stream_id, s.relative_path, s.modality) for s in streams] == [
+        (0, "a/x.md", "a"),
+        (1, "b/deep/a.jsonl", "b"),
+        (2, "b/z.txt", "b"),
+    ]
+    assert all(Path(s.path).is_file() for s in streams)
+    assert [s.relative_path for s in discover_nested(root, ["b"])] == ["b/deep/a.jsonl", "b/z.txt"]
+    assert "a/x.cpp" in [s.relative_path for s in discover_nested(root, format="text")]
+
+
+def test_direct_streams_take_their_parent_directory_as_modality(root: Path) -> None:
+    streams = discover_direct([str(root / "b" / "**"), str(root / "a" / "x.cpp"), str(root / "b" / "z.txt")])
+    assert [(Path(s.path).name, s.modality) for s in streams] == [("x.cpp", "a"), ("a.jsonl", "deep"), ("z.txt", "b")]
+
+
+def test_what_is_not_there_is_refused(root: Path) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        discover_nested(root / "absent")
+    with pytest.raises(UserError, match="no modality 'c'; it has: a, b"):
+        discover_nested(root, ["c"])
+    with pytest.raises(UserError, match="names no stream file"):
+        discover_direct([str(root / "*.npy")])
+    with pytest.raises(UserError, match="is empty"):
+        discover_direct([])
+    (root / "c").mkdir()
+    with pytest.raises(UserError, match="has no stream files"):
+        discover_nested(root, ["c"])
+
+
+PINNED = [1718007921776690379, 6493836516194940290]
+
+
+def test_group_ids_are_63_bit_distinct_and_pinned() -> None:
+    documents, firsts = np.meshgrid(np.arange(300), np.arange(300))
+    ids = group_ids("source", "a/x.md", documents.ravel(), firsts.ravel())
+    assert len(set(ids.tolist())) == 90_000
+    assert (ids >= 0).all()
+    # Checkpoints hold these ids: the numbers must never change.
+    assert group_ids("source", "a/x.md", np.array([0, 1]), np.array([0, 64])).tolist() == PINNED
+    assert group_ids("other", "a/x.md", np.array([0]), np.array([0])).tolist() != PINNED[:1]
+
+
+def test_the_held_out_share_is_right_stable_and_monotone() -> None:
+    held = held_out("a/x.md", 100_000, 0.02)
+    assert abs(held.mean() - 0.02) < 5 * (0.02 * 0.98 / 100_000) ** 0.5
+    assert (held_out("a/x.md", 100, 0.02) == held[:100]).all()
+    assert (held_out("a/x.md", 100_000, 0.1) >= held).all()
+    assert (held != held_out("a/y.md", 100_000, 0.02)).any()
+    train, holdout = (documents_of(split, "a/x.md", 1000, 0.1) for split in ("train", "holdout"))
+    assert (train ^ holdout).all()
+    assert documents_of("all", "a/x.md", 1000, 0.1).all()
+    assert not documents_of("holdout", "a/x.md", 1000, 0.0).any()
+    with pytest.raises(UserError, match="less than 1"):
+        check_split("train", 1.0)
+    with pytest.raises(UserError, match="one of train, holdout, all"):
+        check_split("test", 0.1)
+
+
+def test_long_documents_become_runs_and_short_ones_share_rows() -> None:
+    lengths = np.array([25, 0, 3, 4, 5, 1, 8])
+    cut = {"namespace": "s", "relative_path": "p", "seq_len": 4, "max_group_cells": 3}
+    groups = build_groups(lengths, np.arange(7), pack=False, **cut)
+    assert groups.documents.tolist() == [0, 0, 0, 2, 3, 4, 5, 6]
+    assert groups.first_cells.tolist() == [0, 3, 6, 0, 0, 0, 0, 0]
+    assert groups.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 1, 2]
+    packed = build_groups(lengths, np.arange(7), pack=True, **cut)
+    assert packed.documents.tolist() == [0, 0, 0, 2, 3, 4, 6]
+    assert packed.segment_documents.tolist() == [2, 5]
+    assert np.diff(packed.segment_offsets).tolist() == [0, 0, 0, 2, 0, 0, 0]
+    kept = build_groups(lengths, np.array([3, 6]), pack=False, **cut)
+    assert kept.group_ids.tolist() == groups.group_ids[[4, 7]].tolist()

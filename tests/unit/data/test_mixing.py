@@ -1,0 +1,256 @@
+"""The mixing dataset: its metrics against a slow reference, its modes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.data.helpers import mixing, write_streams
+from trainer.data.mixing import StreamMixingDataset
+from trainer.errors import UserError
+
+LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9], "c": [[100], [5, 6, 7]]}
+PREFIX = "stream_mixing/active/"
+
+
+def meta(batch: dict[str, Any]) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(batch["instability_meta_json"])
+    return parsed
+
+
+class SlowReference:
+    """The table of metrics, worked out from the readers before each pick and from the whole history of picks."""
+
+    def __init__(self, dataset: StreamMixingDataset, pick_mode: str) -> None:
+        self.dataset, self.pick_mode = dataset, pick_mode
+        self.waits: dict[int, int] = {}
+        self.surprises: dict[int, float] = {}
+        self.exhausted = 0
+
+    def step(self) -> tuple[dict[str, Any], dict[str, float]]:
+        before = list(self.dataset._pool.readers)
+        if not before:
+            batch = next(self.dataset)
+            # The pool was filled by this very pick: rebuild what it looked like from what came out.
+            return batch, {}
+        remaining = {r.stream_id: r.remaining_picks for r in before}
+        fractions = [(r.slice_end - r.position) / max(r.slice_end - r.slice_start, 1) for r in before]
+        counts = Counter(r.stream.modality for r in before)
+        batch = next(self.dataset)
+        picked = next(r for r in before if r.stream.relative_path == meta(batch)["stream"])
+        for stream, left in remaining.items():
+            p = {"weighted": left / sum(remaining.values()), "uniform": 1 / len(before), "round_robin": 0.0}
+            self.waits[stream] = self.waits.get(stream, 0) + 1
+            if stream != picked.stream_id:
+                self.surprises[stream] = self.surprises.get(stream, 0.0) - math.log(1 - p[self.pick_mode])
+        self.waits[picked.stream_id], self.surprises[picked.stream_id] = 0, 0.0
+        self.exhausted += picked.remaining_picks == 0
+        expected = {
+            PREFIX + "remaining_min": min(remaining.values()),
+            PREFIX + "remaining_max": max(remaining.values()),
+            PREFIX + "remaining_fraction_min": min(fractions),
+            PREFIX + "remaining_fraction_max": max(fractions),
+            PREFIX + "steps_since_pick_max": max(self.waits[s] for s in remaining),
+            PREFIX + "pick_surprise_max": max(self.surprises.get(s, 0.0) for s in remaining),
+            **{PREFIX + f"modalities/{m}": counts[m] for m in "abc"},
+            "stream_mixing/refill/exhaust_events": self.exhausted,
+        }
+        if picked.remaining_picks == 0:
+            del self.waits[picked.stream_id], self.surprises[picked.stream_id]
+        return batch, expected
+
+
+@pytest.mark.parametrize("pick_mode", ["weighted", "uniform", "round_robin"])
+def test_metrics_equal_a_slow_reference_at_every_pick(tmp_path: Path, pick_mode: Any) -> None:
+    streams = write_streams(tmp_path, LAYOUT)
+    dataset = mixing(streams, pick_mode=pick_mode, num_streams_mixed=3, batch_size_by_modality={"b": 1})
+    assert dataset.drain_step_metrics() == {}
+    dataset._fill()
+    reference = SlowReference(dataset, pick_mode)
+    for step in range(60):
+        epoch = dataset._queue.epoch
+        _, expected = reference.step()
+        if dataset._queue.epoch > epoch or not expected:
+            break
+        if step % 3 == 2:  # several picks may come before a drain
+            assert dataset.drain_step_metrics() == pytest.approx(expected)
+            reference.exhausted = 0
+    assert step > 30
+
+
+def test_draining_twice_keeps_the_snapshot_and_clears_the_count(tmp_path: Path) -> None:
+    dataset = mixing(write_streams(tmp_path, {"a": [[4]], "b": [[4], [4]]}), num_streams_mixed=1)
+    next(dataset)
+    next(dataset)
+    first, second = dataset.drain_step_metrics(), dataset.drain_step_metrics()
+    assert first.pop("stream_mixing/refill/exhaust_events") == 2.0
+    assert second.pop("stream_mixing/refill/exhaust_events") == 0.0
+    assert first == second
+    assert {first[PREFIX + "modalities/a"], first[PREFIX + "modalities/b"]} == {0.0, 1.0}
+    assert set(first) | {"stream_mixing/refill/exhaust_events"} == set(dataset.metric_ops)
+
+
+def test_weighted_picks_follow_the_remaining_batches(tmp_path: Path) -> None:
+    """Chi-square over seeds of the first pick; 3 streams with 6, 3 and 1 batches."""
+    streams = write_streams(tmp_path, {"a": [[4] * 12], "b": [[4] * 6], "c": [[4] * 2]})
+    seen = Counter(
+        meta(next(mixing(streams, num_streams_mixed=3, seed=seed)))["stream"].split("/")[0] for seed in range(1000)
+    )
+    expected = {"a": 600, "b": 300, "c": 100}
+    assert sum((seen[m] - e) ** 2 / e for m, e in expected.items()) < 13.8  # 2 degrees of freedom, p = 0.001
+
+
+def test_round_robin_takes_the_slots_in_turn(tmp_path: Path) -> None:
+    streams = write_streams(tmp_path, {"a": [[4] * 20], "b": [[4] * 20], "c": [[4] * 20]})
+    dataset = mixing(streams, num_streams_mixed=3, pick_mode="round_robin")
+    order = [meta(next(dataset))["stream"] for _ in range(30)]
+    assert len(set(order[:3])) == 3
+    assert order == order[:3] * 10
+
+
+def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(tmp_path: Path) -> None:
+    streams = write_streams(tmp_path, {"a": [[4] * 20], "b": [[4] * 20]})
+    for batch in (next(mixing(streams, batch_size_by_modality={"b": 5}, seed=s, pack=s > 3)) for s in range(8)):
+        rows = 5 if batch["dataset_segments"][0] == "b" else 2
+        assert batch["dataset_labels"] == ["source"] * rows
+        shapes = {key: (value.dtype.name, value.shape) for key, value in batch.items() if isinstance(value, np.ndarray)}
+        wide = {"tokens": "int64", "targets": "int64", "token_types": "int8", "resets": "bool"}
+        long = {"group_ids": "int64", "cell_index": "int64", "is_last": "bool", "pack_num_samples": "int64"}
+        assert shapes == {
+            **{k: (v, (rows, 4)) for k, v in wide.items() if k != "resets" or "resets" in batch},
+            **{k: (v, (rows,)) for k, v in long.items()},
+        }
+        assert meta(batch)["group_ids"] == batch["group_ids"].tolist()
+
+
+def test_a_rank_whose_slice_has_ended_yields_a_masked_row(tmp_path: Path) -> None:
+    streams = write_streams(tmp_path, {"a": [[400]]})
+    ranks = [list(mixing(streams, rank=r, world_size=2, repeat=False, max_group_cells=1000)) for r in (0, 1)]
+    idle, busy = sorted(ranks, key=lambda rank: (rank[0]["targets"] >= 0).sum())
+    assert len(idle) == len(busy) == 100
+    assert all(b["group_ids"].tolist() == [-1] and (b["targets"] == -100).all() for b in idle)
+    assert all((b["token_types"] == -1).all() and b["pack_num_samples"].tolist() == [0] for b in idle)
+    alone = {"rank": 0, "world_size": 3, "batching_mode": "device_per_stream", "max_group_cells": 1000}
+    per_rank = [mixing(streams, **{**alone, "rank": r}) for r in range(3)]
+    assert sorted(next(dataset)["group_ids"][0] == -1 for dataset in per_rank) == [False, True, True]
+    stopping = [mixing(streams, **{**alone, "rank": r}, repeat=False) for r in range(3)]
+    assert sorted(len(list(dataset)) for dataset in stopping) == [0, 0, 100]
+
+
+def test_train_and_holdout_share_no_document_and_miss_none(tmp_path: Path) -> None:
+    streams = write_streams(tmp_path, {"a": [[4] * 300], "b": [[4] * 300]})
+
+    def groups(split: str) -> set[int]:
+        found = mixing(streams, split=split, holdout_fraction=0.1, repeat=False)
+        return {g for batch in found for g in batch["group_ids"].tolist()}
+
+    train, held = groups("train"), groups("holdout")
+    assert not train & held
+    assert train | held == groups("all")
+    assert 30 < len(held) < 95
+
+
+def test_epochs_differ_in_order_and_seeds_too(tmp_path: Path) -> None:
+    streams = write_streams(tmp_path, LAYOUT)
+    dataset = mixing(streams)
+    per_epoch: dict[int, list[str]] = {0: [], 1: []}
+    while dataset._queue.epoch < 2:
+        batch = next(dataset)
+        per_epoch[meta(batch)["epoch"]].append(batch["instability_meta_json"].split('"group_ids"')[1])
+    assert per_epoch[0] != per_epoch[1]
+    assert sorted(sum((json.loads(b[2 : b.index("]") + 1]) for b in per_epoch[0]), [])) == sorted(
+        sum((json.loads(b[2 : b.index("]") + 1]) for b in per_epoch[1]), [])
+    )
+    assert [meta(next(mixing(streams, seed=s)))["group_ids"] for s in (1, 1, 2)].count(
+        meta(next(mixing(streams, seed=1)))["group_ids"]
+    ) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 5}, "seed was 0 and is 5"),
+        ({"seq_len": 8}, "seq_len was 4 and is 8"),
+        ({"batching_mode": "device_per_stream"}, "batching_mode was"),
+        ({"holdout_fraction": 0.5}, "holdout_fraction was"),
+        ({"name": "other"}, "namespace was 'source'"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_naming_what_differs(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    streams = write_streams(tmp_path, LAYOUT)
+    dataset = mixing(streams)
+    next(dataset)
+    with pytest.raises(UserError, match=message):
+        mixing(streams, **change).load_state_dict(dataset.state_dict())
+    with pytest.raises(UserError, match="streams was '5 streams"):
+        mixing(streams[1:]).load_state_dict(dataset.state_dict())
+
+
+def test_states_of_the_wrong_ranks_are_refused(tmp_path: Path) -> None:
+    streams = write_streams(tmp_path, LAYOUT)
+    alone = {"batching_mode": "device_per_stream", "world_size": 2}
+    states = [mixing(streams, rank=r, **alone).state_dict() for r in (0, 1)]
+    fresh = mixing(streams, rank=0, **alone)
+    with pytest.raises(UserError, match="state 0 of 2 was saved by rank 1"):
+        fresh.load_state_dict(states[::-1])
+    with pytest.raises(UserError, match="rank 1's, not rank 0's"):
+        fresh.load_state_dict(states[1])
+    with pytest.raises(UserError, match="give the states of all ranks"):
+        mixing(streams, batching_mode="device_per_stream").load_state_dict(states[0])
+    with pytest.raises(UserError, match="no data state"):
+        fresh.load_state_dict([])
+    with pytest.raises(UserError, match="not one of a stream mixing dataset"):
+        fresh.load_state_dict({"a": 1})
+
+
+def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = write_streams(tmp_path, LAYOUT)
+    dataset = mixing(streams, num_streams_mixed=4)
+    next(dataset)
+    active = [reader.stream_id for reader in dataset._pool.readers]
+    smaller = mixing(streams, num_streams_mixed=1)
+    with caplog.at_level(logging.INFO, logger="trainer.data"):
+        smaller.load_state_dict(dataset.state_dict())
+    assert [record.getMessage() for record in caplog.records] == [
+        "[stream_mixing] resume reshard dropped 3 still-active readers"
+    ]
+    seen = [meta(batch)["stream"] for batch in (next(smaller) for _ in range(60))]
+    order = [streams.index(next(s for s in streams if s.relative_path == path)) for path in dict.fromkeys(seen)]
+    assert order[: len(active)] == active
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"pick_mode": "heaviest"}, "pick_mode: must be one of weighted, uniform, round_robin; got 'heaviest'"),
+        ({"batching_mode": "x"}, "batching_mode: must be one of"),
+        ({"num_streams_mixed": 0}, "num_streams_mixed: must be a whole number >= 1, got 0"),
+        ({"batch_size_by_modality": {"a": 0}}, r"batch_size_by_modality\.a"),
+        ({"holdout_fraction": 1.5}, "holdout_fraction"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
+    streams = write_streams(tmp_path, LAYOUT)
+    with pytest.raises(UserError, match=message):
+        mixing(streams, **kwargs)
+
+
+def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
+    streams = write_streams(tmp_path, {"a": [[4]]})
+    with pytest.raises(UserError, match="no document is left"):
+        next(mixing(streams, split="holdout", holdout_fraction=0.0))
+    with pytest.raises(UserError, match="has no streams"):
+        mixing([])
+    with pytest.raises(UserError, match="twice"):
+        mixing([*streams, *streams])

@@ -1,0 +1,98 @@
+"""Schedules: values by hand, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from trainer.data.schedule import (
+    ConstantWeight,
+    ScheduledWeight,
+    compose_weights,
+    first_all_zero,
+    weight_from_config,
+)
+from trainer.errors import UserError
+
+
+def test_linear_interpolates_and_clamps() -> None:
+    spec = ScheduledWeight("linear", {0: 100, 1000: 10, 5000: 0})
+    assert [spec.evaluate(x) for x in (0, 500, 1000, 3000, 5000, 9999)] == [100, 55, 10, 5, 0, 0]
+    assert spec.zero_from() == 5000
+    assert spec.evaluate(4999) > 0
+
+
+def test_step_takes_the_last_point_at_or_before_and_clamps_before_the_first() -> None:
+    spec = ScheduledWeight("step", {10: 1.0, 20: 3.0})
+    assert [spec.evaluate(x) for x in (0, 9, 10, 19, 20, 99)] == [1, 1, 1, 1, 3, 3]
+    assert spec.zero_from() is None
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 1e300, True, "3"])
+def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
+    with pytest.raises(UserError, match="must be"):
+        ConstantWeight(value)
+    with pytest.raises(UserError, match=r"points\.5"):
+        ScheduledWeight("linear", {0: 1.0, 5: value})
+    with pytest.raises(UserError, match="scale"):
+        ScheduledWeight("linear", {0: 1.0}, scale=value)
+
+
+def test_schedules_that_say_nothing_are_refused() -> None:
+    with pytest.raises(UserError, match="at least one point"):
+        ScheduledWeight("linear", {})
+    with pytest.raises(UserError, match="whole numbers"):
+        ScheduledWeight("linear", {-1: 1.0})
+    with pytest.raises(UserError, match="linear, step"):
+        ScheduledWeight("cubic", {0: 1.0})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="batch, step"):
+        ScheduledWeight("step", {0: 1.0}, unit="epoch")  # type: ignore[arg-type]
+
+
+def test_weights_multiply_down_a_nested_blend() -> None:
+    schedule = ScheduledWeight("linear", {0: 2.0, 10: 4.0}, unit="step")
+    assert compose_weights(ConstantWeight(2), ConstantWeight(3), path_a="a", path_b="b") == ConstantWeight(6)
+    for pair in ((schedule, ConstantWeight(3)), (ConstantWeight(3), schedule)):
+        product = compose_weights(*pair, path_a="a", path_b="b")
+        assert product.unit == "step"
+        assert [product.evaluate(x) for x in (0, 5, 10)] == [6, 9, 12]
+
+
+def test_schedule_times_schedule_names_both_paths() -> None:
+    schedule = ScheduledWeight("step", {0: 1.0})
+    with pytest.raises(UserError, match=r"inner\.weight.*outer\.weight"):
+        compose_weights(schedule, schedule, path_a="outer.weight", path_b="inner.weight")
+
+
+def test_a_point_where_all_touch_zero_is_found() -> None:
+    valley = ScheduledWeight("linear", {0: 1.0, 7: 0.0, 9: 1.0})
+    assert first_all_zero([valley, ScheduledWeight("step", {0: 1.0, 5: 0.0, 8: 2.0})]) == (7, 7)
+    assert first_all_zero([valley, ConstantWeight(1e-6)]) is None
+    assert first_all_zero([valley], num_batches=7) is None
+
+
+def test_steps_are_stretched_to_batches() -> None:
+    spec = ScheduledWeight("step", {0: 1.0, 3: 0.0, 5: 1.0}, unit="step")
+    assert first_all_zero([spec], micro_batches=4) == (12, 19)
+
+
+def test_config_values_become_weights() -> None:
+    assert weight_from_config(3, path="w") == ConstantWeight(3.0)
+    table = {"schedule": "linear", "unit": "step", "points": {"0": 3.0, "150": 1.0}}
+    assert weight_from_config(table, path="w") == ScheduledWeight("linear", {0: 3.0, 150: 1.0}, unit="step")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"schedule": "linear"}, "needs schedule and points"),
+        ({"schedule": "linear", "points": {"a": 1.0}}, r"w\.points\.a"),
+        ({"schedule": "linear", "points": {"0": 1.0}, "scales": 2}, r"w\.scales: unknown key"),
+        ("much", "must be a number"),
+    ],
+)
+def test_config_values_that_are_no_weights_name_their_path(value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        weight_from_config(value, path="w")

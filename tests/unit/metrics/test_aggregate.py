@@ -1,0 +1,101 @@
+"""Micro-steps become a step, and steps that do not log lose nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainer.metrics.aggregate import CounterLedger, SumCount, WindowAggregator
+from trainer.metrics.catalog import UnknownMetric
+
+
+def test_a_gauge_present_on_one_of_32_micro_steps_keeps_its_value() -> None:
+    window = WindowAggregator()
+    for micro in range(32):
+        window.add({"grad_norm": 1.0} if micro == 7 else {})
+    assert window.result() == {"grad_norm": 1.0}
+
+
+def test_a_gauge_is_averaged_over_the_micro_steps_that_reported_it() -> None:
+    window = WindowAggregator()
+    for values in ({"grad_norm": 1.0}, {}, {"grad_norm": 4.0}):
+        window.add(values)
+    assert window.result() == {"grad_norm": 2.5}
+
+
+def test_each_kind_is_put_together_in_its_own_way() -> None:
+    window = WindowAggregator()
+    window.add({"ledger/cold_starts": 2.0, "loss_spike": 1.0, "ledger/live_groups": 5.0, "loss": (6.0, 3.0)})
+    window.add({"ledger/cold_starts": 3.0, "loss_spike": 0.0, "ledger/live_groups": 4.0, "loss": (1.0, 1.0)})
+    assert window.drain() == {
+        "ledger/cold_starts": 5.0,
+        "loss_spike": 1.0,
+        "ledger/live_groups": 4.0,
+        "loss": SumCount(7.0, 4.0),
+    }
+    assert window.drain() == {}
+
+
+def test_a_plain_number_of_a_weighted_mean_counts_once() -> None:
+    window = WindowAggregator()
+    window.add({"loss": 2.0})
+    window.add({"loss": 4.0})
+    assert window.result() == {"loss": SumCount(6.0, 2.0)}
+
+
+def test_tensors_stay_tensors_and_carry_no_graph() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    window = WindowAggregator()
+    for _ in range(2):
+        window.add({"loss": (weight * 3, torch.tensor(2)), "grad_norm": weight * 1})
+    result = window.result()
+    total, count = result["loss"]  # type: ignore[misc]
+    assert isinstance(total, torch.Tensor)
+    assert not total.requires_grad
+    assert (float(total), float(count)) == (12.0, 4.0)
+    assert float(result["grad_norm"]) == 2.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_nan_is_a_value_and_not_an_absence(tensor: bool) -> None:
+    nan = torch.tensor(torch.nan) if tensor else math.nan
+    for first, second in ((nan, 1.0), (1.0, nan)):
+        window = WindowAggregator()
+        for value in (first, second):
+            window.add({"grad_norm": value, "loss_spike": value, "ledger/cold_starts": value})
+        assert all(math.isnan(float(value)) for value in window.result().values())  # type: ignore[arg-type]
+
+
+def test_keys_and_pairs_are_checked() -> None:
+    with pytest.raises(UnknownMetric, match="'grad_nrom' is not in the catalog"):
+        WindowAggregator().add({"grad_nrom": 1.0})
+    with pytest.raises(ValueError, match="grad_norm: a \\(sum, count\\) pair, but its window reduction is mean"):
+        WindowAggregator().add({"grad_norm": (1.0, 2.0)})
+
+
+def test_what_was_counted_on_silent_steps_is_in_the_next_drain() -> None:
+    ledger = CounterLedger()
+    ledger.add({"ledger/cold_starts": 2.0, "grad_norm": 9.0, "loss_spike": 1.0})
+    ledger.add({"ledger/cold_starts": torch.tensor(3.0), "loss_spike": 0.0})
+    ledger.add({"grad_norm": 1.0})
+    assert ledger.drain() == {"ledger/cold_starts": 5.0, "grad_norm": 1.0, "loss_spike": 1.0}
+    ledger.add({"ledger/cold_starts": 1.0})
+    assert ledger.drain() == {"ledger/cold_starts": 1.0}
+    assert ledger.drain() == {}
+
+
+def test_a_gauge_of_an_earlier_step_is_not_reported_as_the_latest() -> None:
+    ledger = CounterLedger()
+    ledger.add({"grad_norm": 9.0, "loss": SumCount(1.0, 2.0)})
+    ledger.add({})
+    assert ledger.drain() == {}
+
+
+def test_named_counters_are_reported_as_zero() -> None:
+    ledger = CounterLedger(("ledger/cold_starts",))
+    assert ledger.drain() == {"ledger/cold_starts": 0.0}
+    ledger.add({"ledger/cold_starts": 4.0})
+    assert ledger.drain() == {"ledger/cold_starts": 4.0}
+    assert ledger.drain() == {"ledger/cold_starts": 0.0}

@@ -1,0 +1,378 @@
+"""The hooks on one process: exact norms, the documented life of a window, and what they must not disturb."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.errors import UserError
+from trainer.metrics import noise_scale
+from trainer.metrics.gns_hooks import GradientNoiseScale, square_norm
+from trainer.metrics.noise_scale import Absent, Window
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 900), nn.Tanh(), nn.Linear(900, 3))
+
+
+def rows(seed: int, count: int = 4) -> Tensor:
+    return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_sum(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+    return (weights * model(x).square().sum(1)).sum()
+
+
+def gradient_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of the weighted mean loss, from a backward of its own."""
+    fresh = copy.deepcopy(model)
+    fresh.zero_grad()
+    loss_sum(fresh, x, weights).backward()
+    flat = torch.cat([p.grad.double().flatten() for p in fresh.parameters() if p.grad is not None])
+    return flat / float(weights.sum())
+
+
+def micro(gns: GradientNoiseScale, model: nn.Module, x: Tensor, weights: Tensor, *, last: bool = False) -> None:
+    gns.begin_micro(last)
+    (0.1 * loss_sum(model, x, weights)).backward()
+    gns.end_micro(0.1 * float(weights.sum()), weights)
+
+
+def window(gns: GradientNoiseScale, model: nn.Module, num_micros: int, first_seed: int = 0) -> None:
+    model.zero_grad()
+    gns.begin_window(num_micros)
+    for k in range(num_micros):
+        x = rows(first_seed + k)
+        micro(gns, model, x, torch.tensor([1.0, 2.0, 0.0, 5.0 + k]), last=k == num_micros - 1)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return make_model()
+
+
+@pytest.fixture
+def gns(model: nn.Module) -> Iterator[GradientNoiseScale]:
+    gns = GradientNoiseScale(model)
+    yield gns
+    gns.close()
+
+
+@pytest.mark.parametrize("num_micros", [1, 2, 4, 5])
+def test_sums_equal_separate_backwards(model: nn.Module, gns: GradientNoiseScale, num_micros: int) -> None:
+    window(gns, model, num_micros)
+    sums = gns.local_sums().tolist()
+    weights = [torch.tensor([1.0, 2.0, 0.0, 5.0 + k]) for k in range(num_micros)]
+    g = torch.stack([gradient_of(model, rows(k), weights[k]) for k in range(num_micros)])
+    kappa = torch.tensor([0.1 * float(w.sum()) for w in weights], dtype=torch.float64)
+    v = torch.stack([w.square().sum() / w.sum() ** 2 for w in weights]).double()
+    half = (num_micros + 1) // 2
+    middle = (kappa[:half, None] * g[:half]).sum(0)
+    total = float(kappa[:half].sum())
+    assert sums[noise_scale.KAPPA] == pytest.approx(float(kappa.sum()), rel=1e-6)
+    assert sums[noise_scale.SMALL_SQUARE] == pytest.approx(float((kappa * g.square().sum(1)).sum()), rel=1e-5)
+    assert sums[noise_scale.SMALL_NOISE] == pytest.approx(float((kappa * v).sum()), rel=1e-6)
+    assert sums[noise_scale.BIG_NOISE] == pytest.approx(float((kappa.square() * v).sum()), rel=1e-6)
+    assert sums[noise_scale.MIDDLE_KAPPA] == pytest.approx(total, rel=1e-6)
+    assert sums[noise_scale.MIDDLE_SQUARE] == pytest.approx(float(middle.square().sum()) / total, rel=1e-5)
+    assert sums[noise_scale.MIDDLE_NOISE] == pytest.approx(
+        float((kappa[:half].square() * v[:half]).sum()) / total, rel=1e-6
+    )
+    assert sums[noise_scale.TOKENS] == pytest.approx(float(sum(w.sum() for w in weights)))
+    assert float(gns.grad_sq()) == pytest.approx(float((kappa[:, None] * g).sum(0).square().sum()), rel=1e-5)
+
+
+def test_five_lines_in_any_loop_find_the_noise_scale() -> None:
+    """loss = -theta . x has the gradient -x, with known mean and covariance: B = 30 * 0.5 / (30 * 0.25) = 2."""
+    torch.manual_seed(1)
+    model = nn.Linear(30, 1, bias=False)
+    gns = GradientNoiseScale(model, ema=0.99)
+    for _ in range(400):
+        model.zero_grad()
+        gns.begin_window(2)
+        for k in range(2):
+            gns.begin_micro(last=k == 1)
+            x = 0.5 + 0.5**0.5 * torch.randn(3, 30)
+            (model(x).mean() / 2).backward()
+            gns.end_micro(1 / 2, 3)
+        metrics = gns.step()
+    assert abs(metrics["gns/b_simple"] - 2.0) < 4.0 * metrics["gns/b_simple_se"]
+    assert metrics["gns/b_simple_se"] < 0.2
+    assert (metrics["gns/b_small"], metrics["gns/b_big"]) == pytest.approx((3.0, 6.0))
+    assert "gns/b_simple_tokens" not in metrics
+    assert gns.reason is None
+
+
+def test_training_is_bitwise_the_same_with_and_without() -> None:
+    results = []
+    for is_measured in (False, True):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        gns = GradientNoiseScale(model) if is_measured else None
+        for step in range(5):
+            optimizer.zero_grad()
+            if gns is not None:
+                window(gns, model, 3, first_seed=10 * step)
+                gns.step()
+            else:
+                for k in range(3):
+                    weights = torch.tensor([1.0, 2.0, 0.0, 5.0 + k])
+                    (0.1 * loss_sum(model, rows(10 * step + k), weights)).backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_backwards_outside_a_micro_batch_do_not_count(model: nn.Module, gns: GradientNoiseScale) -> None:
+    window(gns, model, 2)
+    before = gns.local_sums()
+    loss_sum(model, rows(9), torch.ones(4)).backward()
+    torch.autograd.grad(loss_sum(model, rows(9), torch.ones(4)), list(model.parameters()))
+    assert torch.equal(gns.local_sums(), before)
+
+
+def test_a_micro_batch_without_tokens_carries_no_weight(model: nn.Module, gns: GradientNoiseScale) -> None:
+    window(gns, model, 2)
+    before = gns.local_sums()
+    model.zero_grad()
+    gns.begin_window(2)
+    for k in range(2):
+        micro(gns, model, rows(k), torch.tensor([1.0, 2.0, 0.0, 5.0 + k]))
+    micro(gns, model, rows(7), torch.zeros(4), last=True)
+    assert torch.equal(gns.local_sums(), before)
+
+
+def test_a_gradient_without_tokens_is_a_fault(model: nn.Module, gns: GradientNoiseScale) -> None:
+    gns.begin_window()
+    micro(gns, model, rows(0), torch.ones(4))
+    gns.begin_micro(True)
+    loss_sum(model, rows(1), torch.ones(4)).backward()
+    gns.end_micro(0.0, torch.zeros(4))
+    assert gns.step() == {"gns/skipped": 1.0}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kappa", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_is_a_counted_skip(
+    model: nn.Module, gns: GradientNoiseScale, value: float, kappa: float
+) -> None:
+    for k in range(6):
+        window(gns, model, 2, first_seed=2 * k)
+        before = gns.step()
+    model.zero_grad()
+    gns.begin_window(2)
+    micro(gns, model, rows(0), torch.ones(4))
+    gns.begin_micro(True)
+    (value * loss_sum(model, rows(1), torch.ones(4))).backward()
+    gns.end_micro(kappa, torch.ones(4))
+    after = gns.step()
+    assert after.pop("gns/skipped") == 1.0
+    before.pop("gns/skipped")
+    assert after == before
+
+
+class Twice(nn.Module):
+    """One linear layer used twice, each time through reentrant checkpointing: its hook runs twice a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def test_a_hook_that_runs_twice_is_a_skip_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = Twice()
+    gns = GradientNoiseScale(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            gns.begin_window(2)
+            for k in range(2):
+                gns.begin_micro(k == 1)
+                x = rows(k).requires_grad_()
+                model(x).square().sum().backward()
+                gns.end_micro(1.0, 4)
+            metrics = gns.step()
+    assert metrics == {"gns/skipped": 2.0}
+    assert [record.message for record in caplog.records if "use_reentrant=False" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+def test_a_tied_parameter_is_measured_as_one() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    gns = GradientNoiseScale(model)
+    window(gns, model, 1)
+    kappa = gns.local_sums()[noise_scale.KAPPA]
+    assert float(gns.local_sums()[noise_scale.SMALL_SQUARE] * kappa) == pytest.approx(float(gns.grad_sq()), rel=1e-6)
+    assert float(gns.local_sums()[noise_scale.FAULTS]) == 0.0
+
+
+def test_unused_and_frozen_parameters_contribute_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    model.register_parameter("unused", nn.Parameter(torch.ones(100)))
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    gns = GradientNoiseScale(model)
+    window(gns, model, 2)
+    assert isinstance(gns.finish(gns.local_sums().tolist(), float(gns.grad_sq())), Window)
+    expected = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    assert float(gns.grad_sq()) == pytest.approx(expected)
+
+
+class Switch(nn.Module):
+    """Uses the second layer only for some micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.use_second = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if self.use_second else x
+
+
+def test_the_middle_is_left_out_if_a_used_parameter_was_not_seen_in_it() -> None:
+    model = Switch()
+    gns = GradientNoiseScale(model)
+    gns.begin_window(4)
+    for k in range(4):
+        model.use_second = k == 0
+        micro(gns, model, rows(k), torch.ones(4), last=k == 3)
+    result = gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
+    assert isinstance(result, Window)
+    assert (result.between, result.within) == (None, None)
+
+
+def test_a_backward_between_micro_batches_does_not_disturb_the_middle() -> None:
+    model = Switch()
+    gns = GradientNoiseScale(model)
+    gns.begin_window(4)
+    for k in range(4):
+        model.use_second = True
+        torch.autograd.grad(loss_sum(model, rows(k), torch.ones(4)), list(model.parameters()))
+        model.use_second = False
+        micro(gns, model, rows(k), torch.ones(4), last=k == 3)
+    result = gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
+    assert isinstance(result, Window)
+    assert result.between is not None
+
+
+def test_without_the_number_of_micro_batches_one_rank_has_no_consistency(
+    model: nn.Module, gns: GradientNoiseScale
+) -> None:
+    gns.begin_window()
+    for k in range(4):
+        micro(gns, model, rows(k), torch.ones(4), last=k == 3)
+    result = gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
+    assert isinstance(result, Window)
+    assert result.between is None
+
+
+def test_a_window_that_is_not_finished_is_forgotten(model: nn.Module, gns: GradientNoiseScale) -> None:
+    window(gns, model, 3)
+    expected = gns.local_sums()
+    window(gns, model, 2, first_seed=50)
+    window(gns, model, 3)
+    assert torch.equal(gns.local_sums(), expected)
+
+
+def test_hooks_that_never_run_are_a_fault_and_closing_removes_them(model: nn.Module, gns: GradientNoiseScale) -> None:
+    gns.close()
+    window(gns, model, 2)
+    assert gns.step() == {"gns/skipped": 1.0}
+
+
+def test_one_micro_batch_a_step_is_absent_with_advice(model: nn.Module, gns: GradientNoiseScale) -> None:
+    window(gns, model, 1)
+    result = gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
+    assert isinstance(result, Absent)
+    assert "halve the micro-batch" in result.reason
+
+
+def test_the_gradient_may_be_divided_before_it_is_measured(model: nn.Module, gns: GradientNoiseScale) -> None:
+    window(gns, model, 2)
+    sums = gns.local_sums().tolist()
+    before = gns.finish(sums, float(gns.grad_sq()))
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= sums[noise_scale.KAPPA]
+    after = gns.finish(sums, float(gns.grad_sq()), grad_factor=1.0)
+    assert isinstance(before, Window)
+    assert isinstance(after, Window)
+    assert after.tr_sigma == pytest.approx(before.tr_sigma, rel=1e-4)
+
+
+def test_state_survives_json_and_continues_exactly() -> None:
+    def run(first: int, stop: int, state: dict[str, dict[str, float]] | None) -> GradientNoiseScale:
+        model = make_model()
+        gns = GradientNoiseScale(model)
+        if state is not None:
+            gns.load_state_dict(json.loads(json.dumps(state)))
+        for k in range(first, stop):
+            window(gns, model, 4, first_seed=4 * k)
+            gns.step()
+        return gns
+
+    assert run(5, 9, run(0, 5, None).state_dict()).metrics() == run(0, 9, None).metrics()
+
+
+def test_no_float_leaves_the_device_inside_a_micro_batch(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    gns = GradientNoiseScale(model)
+
+    def refuse(self: Tensor, *args: object) -> None:
+        raise AssertionError("a value was read back to the host")
+
+    for name in ("item", "__float__", "__bool__", "tolist", "cpu"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    gns.begin_window(2)
+    for k in range(2):
+        gns.begin_micro(k == 1)
+        weights = torch.ones(4)
+        (0.1 * loss_sum(model, rows(k), weights)).backward()
+        gns.end_micro(0.1 * weights.sum(), weights)
+    gns.local_sums()
+    gns.grad_sq()
+
+
+def test_a_model_without_trained_parameters_is_refused() -> None:
+    with pytest.raises(UserError, match="no parameter that is trained"):
+        GradientNoiseScale(nn.Tanh())
+
+
+SHAPES = [(), (3,), (0,), (1024,), (1025,), (1_000_003,), (300, 257), (2, 3, 5000)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_square_norm_is_exact_for_every_shape_and_type(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = (1.0 + torch.rand(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+    assert float(square_norm(x)) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+    assert square_norm(x).dtype == torch.float64
+
+
+def test_square_norm_is_accurate_where_fp32_is_not() -> None:
+    x = torch.full((20_000_000,), 1.1)
+    exact = 20_000_000 * float(torch.tensor(1.1).double()) ** 2
+    assert float(square_norm(x)) == pytest.approx(exact, rel=1e-6)
+
+
+def test_square_norm_of_strided_and_sparse_tensors() -> None:
+    x = torch.randn(70, 130)
+    assert float(square_norm(x.t())) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
+    assert float(square_norm(twice)) == pytest.approx(25.0)

@@ -1,0 +1,105 @@
+"""The catalog: every key that the design names is described, and look-up resolves patterns, prefixes and siblings."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trainer.metrics.catalog import CATALOG, UnknownMetric, is_known, lookup
+from trainer.metrics.catalog_docs import render_catalog_markdown
+
+KEY_LIST = """
+loss accuracy grad_norm lr tokens_per_sec tokens_in_step tokens_seen mfu step_time_sec perplexity bits_per_byte
+time/data_sec time/forward_backward_sec time/optimizer_sec time/data_share time/forward_backward_share
+time/optimizer_share gpu/allocated_gb gpu/peak_gb gpu/reserved_gb gpu/total_gb gpu/mem_utilization
+smoothed/loss smoothed/tokens_per_sec smoothed/mfu smoothed/step_time non_finite_steps checkpoint/save_sec
+stream_mixing/active/remaining_min stream_mixing/active/remaining_max
+stream_mixing/active/remaining_fraction_min stream_mixing/active/remaining_fraction_max
+stream_mixing/active/modalities/python stream_mixing/active/steps_since_pick_max
+stream_mixing/active/pick_surprise_max stream_mixing/refill/exhaust_events
+ledger/evictions/lru ledger/evictions/stale ledger/false_evictions/lru ledger/false_evictions/stale
+ledger/cold_starts ledger/refused_rows ledger_wipe_count ledger/live_groups ledger/fill_fraction
+ledger/evictions/lru_max ledger/evictions/stale_max ledger/false_evictions/lru_max ledger/false_evictions/stale_max
+ledger/cold_starts_max ledger/refused_rows_max ledger_wipe_count_max
+gns/b_simple gns/b_simple_se gns/b_simple_tokens gns/tr_sigma gns/grad_sq gns/consistency gns/b_small gns/b_big
+gns/skipped gns/gns_mu gns/Bsimple_from_mu gns/batch_ratio
+blend/max_share_error blend/share/my-source objective/token_ce token_type/letter/loss token_type/letter/accuracy
+"""
+
+
+@pytest.mark.parametrize("key", KEY_LIST.split())
+def test_each_designed_key_is_known_in_training_and_evaluation(key: str) -> None:
+    assert lookup(key).name == key
+    assert lookup(f"eval_{key}").name == f"eval_{key}"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "los", "eval_", "eval_eval_loss", "loss_max", "objective/", "objective/a/b", "objective/<name>x/y",
+     "token_type/letter", "stream_mixing/refill/exhaust_events_max", "gns/skipped_max", "ledger/live_groups_max",
+     "train/loss", "eval_los"],
+)  # fmt: skip
+def test_an_unknown_key_is_refused(key: str) -> None:
+    assert not is_known(key)
+    with pytest.raises(UnknownMetric, match="is not in the catalog"):
+        lookup(key)
+
+
+def test_an_unknown_key_names_the_nearest_one() -> None:
+    with pytest.raises(KeyError, match=re.escape("metric 'grad_nrom' is not in the catalog; did you mean grad_norm?")):
+        lookup("grad_nrom")
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks"),
+    [
+        ("stream_mixing/active/remaining_min", "min"),
+        ("stream_mixing/active/remaining_max", "max"),
+        ("stream_mixing/active/remaining_fraction_min", "min"),
+        ("stream_mixing/active/remaining_fraction_max", "max"),
+        ("stream_mixing/active/modalities/cpp", "sum"),
+        ("stream_mixing/active/steps_since_pick_max", "max"),
+        ("stream_mixing/active/pick_surprise_max", "max"),
+        ("stream_mixing/refill/exhaust_events", "sum"),
+        ("ledger/false_evictions/lru", "sum_and_worst"),
+        ("ledger/false_evictions/lru_max", "max"),
+        ("loss", "weighted_mean"),
+        ("gns/skipped", "max"),
+    ],
+)
+def test_rank_reductions_are_those_of_the_design(key: str, ranks: str) -> None:
+    assert lookup(key).ranks == ranks
+
+
+def test_names_are_unique_and_rows_complete() -> None:
+    assert len({spec.name for spec in CATALOG}) == len(CATALOG)
+    for spec in CATALOG:
+        for text in (spec.description, spec.healthy, spec.pathological):
+            assert text.endswith("."), f"{spec.name}: {text!r} is not a sentence"
+        assert spec.title
+        assert spec.group
+        assert spec.precision >= 0
+
+
+def test_kinds_and_reductions_fit_together() -> None:
+    for spec in CATALOG:
+        if spec.kind == "counter":
+            assert spec.window == "sum", spec.name
+        if spec.kind == "flag":
+            assert (spec.window, spec.ranks) == ("max", "max"), spec.name
+        if spec.ranks == "sum_and_worst":
+            assert spec.kind == "counter", spec.name
+            assert spec.name + "_max" not in {other.name for other in CATALOG}
+        if spec.ranks == "weighted_mean":
+            assert spec.window == "weighted_mean", spec.name
+
+
+def test_the_page_has_one_row_for_each_key_and_is_reproducible() -> None:
+    page = render_catalog_markdown()
+    assert page == render_catalog_markdown()
+    assert page.endswith("|\n")
+    for spec in CATALOG:
+        rows = [line for line in page.splitlines() if line.startswith(f"| `{spec.name}` |")]
+        assert len(rows) == 1, spec.name
+        assert len(re.findall(r"(?<!\\)\|", rows[0])) == 7, "a bar in a cell must be escaped"

@@ -1,0 +1,189 @@
+"""Sinks that write lines: metrics.jsonl, events.jsonl and stdout, with the faults that they must survive."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.metrics.display import display_key
+from trainer.metrics.events import EventWriter
+from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
+from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.sinks.stdout import StdoutSink, resolve_stdout_mode
+
+
+def payload(step: int, **metrics: float) -> dict[str, Any]:
+    return build_payload("train", step, metrics or {"loss": 1.0})
+
+
+def test_each_payload_is_on_disk_at_once_and_reopening_appends(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log(payload(1))
+    assert path.read_text().count("\n") == 1, "a line must not wait in a buffer"
+    sink.close()
+    sink.close()
+    again = JsonlSink(path)
+    again.event(build_restart(0))
+    again.event({"event": "signal"})
+    again.log(payload(1, loss=float("nan")))
+    again.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    assert list(validate_stream(lines)) == []
+
+
+@pytest.mark.parametrize("cut", [1, 20, 70_000])
+def test_a_cut_last_line_is_mended_on_reopening(tmp_path: Path, cut: int, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log(payload(1))
+    long = {**payload(2), "context": {"text": "x" * 100_000}}
+    sink.log(long)
+    sink.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    again = JsonlSink(path)
+    again.event(build_restart(1))
+    again.log(payload(2))
+    again.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert list(validate_stream(lines)) == []
+    # Only the line end was missing (cut = 1): the row is whole and stays.
+    assert len(lines) == (4 if cut == 1 else 3)
+    assert ("cut off" in capsys.readouterr().err) == (cut != 1)
+
+
+def test_a_file_that_holds_one_fragment_alone_is_emptied(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"schema_ver')
+    sink = JsonlSink(path)
+    sink.log(payload(1))
+    sink.close()
+    assert list(validate_stream(path.read_bytes().splitlines())) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_that_names_the_file() -> None:
+    sink = JsonlSink(Path("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device.*/dev/full"):
+        sink.log(payload(1))
+    sink.close()
+
+
+def test_events_are_strict_json_with_their_time(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path, clock=lambda: 12.3456)
+    writer.write({"event": "spike", "loss": float("inf"), "batches": [{"x": float("nan")}], "path": tmp_path})
+    with pytest.raises(ValueError, match="needs its name under 'event'"):
+        writer.write({"kind": "x"})
+    writer.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"time": 12.346, "event": "spike", "loss": "inf", "batches": [{"x": "nan"}], "path": str(tmp_path)}
+    ]
+
+
+class CountingStream(io.StringIO):
+    """Keeps each write apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+        self.num_flushes = 0
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+
+def test_a_payload_is_one_write_and_one_flush() -> None:
+    stream = CountingStream()
+    sink = StdoutSink("json", stream=stream)
+    sink.log(payload(1))
+    sink.event(build_restart(1))
+    assert len(stream.writes) == stream.num_flushes == 2
+    assert list(validate_stream(stream.writes)) == []
+    assert all(text.endswith("}\n") for text in stream.writes)
+
+
+def test_people_get_a_line_and_nothing_when_off() -> None:
+    stream = CountingStream()
+    sink = StdoutSink("line", stream=stream)
+    sink.log(payload(10, loss=float("nan"), lr=3e-4))
+    sink.log(build_payload("eval", 10, {"eval_loss": 1.5}))
+    sink.event(build_restart(1))
+    StdoutSink("off", stream=stream).log(payload(1))
+    assert stream.writes == ["[step 10] loss=nan | lr=3.00e-04\n", "[step 10] eval_loss=1.5000\n"]
+
+
+def test_auto_is_a_line_on_a_terminal_and_json_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    assert resolve_stdout_mode("auto", stream) == "json"
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert resolve_stdout_mode("auto", stream) == "line"
+    assert resolve_stdout_mode("json", stream) == "json"
+    with pytest.raises(ValueError, match="must be one of auto, json, line, off, got 'loud'"):
+        resolve_stdout_mode("loud", stream)
+
+
+PROGRAM = """
+import sys
+from trainer.metrics.payload_contract import build_payload
+from trainer.metrics.sinks.stdout import StdoutSink
+sink = StdoutSink("json")
+for step in range(1, 20000):
+    sink.log(build_payload("train", step, {"loss": 1.0}))
+print("done", file=sys.stderr)
+"""
+
+
+def test_a_reader_that_goes_away_costs_one_warning_and_no_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert json.loads(process.stdout.readline())["global_step"] == 1
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 0, errors
+    warning = "[rank 0] WARNING stdout cannot be written any more and is off: BrokenPipeError: [Errno 32] Broken pipe"
+    assert errors == f"{warning}\ndone\n"
+
+
+def test_a_closed_stdout_costs_one_warning() -> None:
+    program = PROGRAM.replace("import sys", "import os, sys\nsys.stdout.close()", 1)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is off: ValueError") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        ("loss", "train/loss"),
+        ("tokens_per_sec", "train/tokens_per_sec"),
+        ("ledger_wipe_count", "train/ledger_wipe_count"),
+        ("eval_loss", "eval/loss"),
+        ("eval_objective/token_ce", "eval/objective/token_ce"),
+        ("gpu/peak_gb", "gpu/peak_gb"),
+        ("stream_mixing/active/modalities/cpp", "stream_mixing/active/modalities/cpp"),
+    ],
+)
+def test_names_for_display(key: str, shown: str) -> None:
+    assert display_key(key) == shown
+
+
+def test_the_working_directory_is_left_clean() -> None:
+    assert not os.path.exists("wandb")

@@ -1,0 +1,172 @@
+"""Real wandb (offline) and real TensorBoard, read back from the files that they write."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
+from trainer.metrics.payload_contract import build_payload, build_restart
+from trainer.metrics.sinks.tensorboard import TensorboardSink
+from trainer.metrics.sinks.wandb import WandbSink
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    hidden = ("_runtime", "_timestamp", "_step")
+    rows = read_history(find_wandb_file(run_dir))
+    return [{key: value for key, value in row.items() if key not in hidden} for row in rows]
+
+
+def train(step: int, loss: float = 1.0) -> dict[str, Any]:
+    return build_payload("train", step, {"loss": loss, "gpu/peak_gb": 2.0})
+
+
+def test_wandb_offline_gets_one_row_a_step_with_training_and_evaluation_together(tmp_path: Path) -> None:
+    sink = WandbSink(mode="offline", project="p", run_dir=tmp_path, name="n", run_id="abc123", config={"a": {"b": 1}})
+    assert sink.run_id == "abc123"
+    sink.log(train(1))
+    sink.log(train(10, math.nan))
+    sink.log(build_payload("eval", 10, {"eval_loss": 3.0, "eval_objective/token_ce": 2.5}))
+    sink.log(build_payload("eval", 10, {"eval_accuracy": 0.5}))
+    assert sink.last_step == 1, "the row of step 10 waits until the step is over"
+    sink.log(train(20))
+    sink.close()
+    sink.close()
+    assert sink.last_step == 20
+    first, second, third = rows_of(tmp_path)
+    assert first == {"train/loss": 1.0, "gpu/peak_gb": 2.0, "global_step": 1}
+    assert math.isnan(second.pop("train/loss"))
+    assert second == {
+        "gpu/peak_gb": 2.0,
+        "global_step": 10,
+        "eval/loss": 3.0,
+        "eval/objective/token_ce": 2.5,
+        "eval/accuracy": 0.5,
+    }
+    assert third["global_step"] == 20
+    steps = [row["_step"] for row in read_history(find_wandb_file(tmp_path))]
+    assert steps == [1, 10, 20], "wandb's own step is the optimizer step"
+
+
+def test_wandb_keeps_rows_after_a_rewind(tmp_path: Path) -> None:
+    sink = WandbSink(mode="offline", project="p", run_dir=tmp_path)
+    for step in (10, 20, 11, 12, 30):
+        sink.log(train(step, float(step)))
+    sink.close()
+    assert [(row["global_step"], row["train/loss"]) for row in rows_of(tmp_path)] == [
+        (10, 10.0),
+        (20, 20.0),
+        (11, 11.0),
+        (12, 12.0),
+        (30, 30.0),
+    ]
+    own = [row["_step"] for row in read_history(find_wandb_file(tmp_path))]
+    assert own == sorted(set(own)), "wandb drops rows whose own step does not grow"
+
+
+def test_wandb_charts_everything_over_global_step(tmp_path: Path) -> None:
+    sink = WandbSink(mode="offline", project="p", run_dir=tmp_path)
+    sink.log(train(1))
+    sink.close()
+    path = find_wandb_file(tmp_path)
+    wait_for_end(path)
+    metrics = [record.metric for record in read_records(path) if record.WhichOneof("record_type") == "metric"]
+    (everything,) = [metric for metric in metrics if metric.glob_name == "*"]
+    assert everything.step_metric == "global_step"
+    assert everything.options.step_sync
+
+
+def test_wandb_writes_nothing_to_stdout_and_swallows_no_line_of_ours(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from trainer.metrics.payload_contract import build_payload
+from trainer.metrics.sinks.stdout import StdoutSink
+from trainer.metrics.sinks.wandb import WandbSink
+out, sink = StdoutSink("json"), WandbSink(mode="offline", project="p", run_dir=Path({str(tmp_path)!r}))
+for step in (1, 2, 3):
+    for each in (out, sink):
+        each.log(build_payload("train", step, {{"loss": 1.0}}))
+sink.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["global_step"] for line in done.stdout.splitlines()] == [1, 2, 3]
+    assert len(rows_of(tmp_path)) == 3
+
+
+def test_wandb_disabled_writes_nothing(tmp_path: Path) -> None:
+    sink = WandbSink(mode="disabled", project="p", run_dir=tmp_path)
+    sink.log(train(1))
+    sink.close()
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
+def test_wandb_that_cannot_start_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    events: list[dict[str, Any]] = []
+    sink = WandbSink(mode="online", project="p", run_dir=tmp_path, init_timeout_sec=5, on_event=events.append)
+    sink.log(train(1))
+    sink.log(train(2))
+    sink.close()
+    assert sink.run_id is None
+    assert capsys.readouterr().err.count("wandb failed and is off from now on") == 1
+    assert [event["name"] for event in events] == ["wandb"]
+
+
+def scalars(log_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(log_dir))
+    accumulator.Reload()
+    names = accumulator.Tags()["scalars"]
+    return {name: [(event.step, event.value) for event in accumulator.Scalars(name)] for name in names}
+
+
+def test_tensorboard_gets_each_metric_under_its_display_name(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorboardSink(tmp_path)
+    sink.log(train(1, 4.0))
+    sink.log(build_payload("eval", 1, {"eval_loss": 5.0}))
+    sink.log(train(10, math.inf))
+    sink.close()
+    sink.close()
+    assert scalars(tmp_path) == {
+        "train/loss": [(1, 4.0), (10, math.inf)],
+        "gpu/peak_gb": [(1, 2.0), (10, 2.0)],
+        "eval/loss": [(1, 5.0)],
+    }
+
+
+def test_tensorboard_hides_what_a_restart_repeats(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorboardSink(tmp_path)
+    for step in (1, 10, 20):
+        sink.log(train(step, 1.0))
+    sink.close()
+    again = TensorboardSink(tmp_path)
+    again.event(build_restart(10))
+    again.log(train(11, 2.0))
+    again.close()
+    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (10, 1.0), (11, 2.0)]
+
+
+def test_a_missing_tensorboard_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    sink = TensorboardSink(tmp_path)
+    sink.log(train(1))
+    sink.close()
+    assert capsys.readouterr().err.count("tensorboard failed and is off from now on") == 1

@@ -1,0 +1,114 @@
+"""Log lines for people and the numbers in them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.metrics.logger import add_log_file, format_metrics, format_number, format_train_line, get_logger
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.0k"),
+        (125_000, "125.0k"),
+        (999_949, "999.9k"),
+        (999_951, "1.0M"),
+        (2_500_000, "2.5M"),
+        (3_000_000_000, "3.0B"),
+        (-1500, "-1.5k"),
+        (2.34, "2.3400"),
+        (0.01, "0.0100"),
+        (0.00999, "9.99e-03"),
+        (3e-4, "3.00e-04"),
+        (-3e-4, "-3.00e-04"),
+        (1e6, "1000000.0000"),
+        (1.5e6, "1.50e+06"),
+        (0.0, "0.0000"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        ("52.3%", "52.3%"),
+    ],
+)
+def test_numbers_are_written_for_people(value: float | str, text: str) -> None:
+    assert format_number(value) == text
+
+
+def test_the_line_of_a_step() -> None:
+    assert format_metrics(10, {"loss": 2.34, "n": 1200, "mem": "1/2GB"}) == "[step 10] loss=2.3400 | n=1.2k | mem=1/2GB"
+
+
+def test_the_tracker_line_is_exactly_the_documented_one() -> None:
+    metrics = {
+        "loss": 2.34, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_sec": 125_000.0, "mfu": 0.523,
+        "gpu/allocated_gb": 10.0, "gpu/peak_gb": 71.2, "gpu/total_gb": 80.1, "step_time_sec": 1.25,
+    }  # fmt: skip
+    assert format_train_line(1000, metrics) == (
+        "[step 1000] loss=2.3400 | lr=3.00e-04 | grad_norm=1.250 | tok/s=125,000 | mfu=52.3% | mem=71.2/80GB"
+        " | step_time=1.25s"
+    )
+
+
+def test_parts_that_do_not_exist_are_left_out() -> None:
+    assert format_train_line(1, {"loss": 2, "step_time_sec": 0.0031}) == "[step 1] loss=2.0000 | step_time=0.0031s"
+
+
+def test_records_go_to_stderr_with_rank_and_level(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    get_logger("some.part").info("hello %d", 3)
+    get_logger("trainer.other").warning("look")
+    assert capsys.readouterr() == ("", "[rank 0] INFO hello 3\n[rank 0] WARNING look\n")
+    assert get_logger("some.part").name == "trainer.some.part"
+
+
+def test_other_ranks_are_silent_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "2")
+    get_logger("quiet").error("unheard")
+    get_logger("loud", rank_zero_only=False).info("heard")
+    assert capsys.readouterr().err == "[rank 2] INFO heard\n"
+    get_logger("loud").info("unheard again")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_colour_unless_no_color_is_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    handler = next(h for h in logging.getLogger("trainer").handlers if type(h).__name__ == "_StderrHandler")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for no_color, wanted in ((None, r"\x1b\[33mWARNING\x1b\[0m"), ("1", "WARNING")):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        if no_color:
+            monkeypatch.setenv("NO_COLOR", no_color)
+        handler.setFormatter(None)  # as with a stream that it has not seen yet
+        get_logger("tint").warning("x")
+        assert re.fullmatch(rf"\[rank 0\] {wanted} x\n", capsys.readouterr().err)
+    handler.setFormatter(None)
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "logs" / "rank_001.log"
+    handler = add_log_file(path)
+    yield path
+    logging.getLogger("trainer").removeHandler(handler)
+    handler.close()
+
+
+def test_a_log_file_holds_the_records_of_every_rank(log_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    get_logger("part").info("kept")
+    assert log_file.read_text() == "[rank 1] INFO kept\n"

@@ -1,0 +1,202 @@
+"""The payload contract by example: what is built, what is refused and with which words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.metrics.payload_contract import (
+    Payload,
+    PayloadError,
+    Restart,
+    build_payload,
+    build_restart,
+    encode_payload,
+    parse_line,
+    parse_payload,
+    validate_payload,
+    validate_stream,
+)
+from trainer.metrics.payload_schema import json_schema
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    return {"schema_version": 1, "mode": "train", "global_step": 3, "metrics": {"loss": 1.5}, **changes}
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in good().items() if name != key}
+
+
+def test_a_built_payload_has_the_minimum_fields_and_no_empty_sections() -> None:
+    assert build_payload("train", 3, {"loss": 1.5}) == good()
+
+
+def test_non_finite_metrics_move_to_words() -> None:
+    payload = build_payload("train", 1, {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 2})
+    assert payload["metrics"] == {"d": 2}
+    assert payload["non_finite"] == {"a": "nan", "b": "inf", "c": "-inf"}
+    line = encode_payload(payload)
+    json.loads(line, parse_constant=lambda token: pytest.fail(token))
+    assert parse_payload(line).values()["b"] == float("inf")
+
+
+def test_a_payload_of_non_finite_metrics_alone_is_valid() -> None:
+    assert parse_payload(encode_payload(build_payload("train", 1, {"loss": float("nan")}))).metrics == {}
+
+
+def test_numpy_numbers_become_plain_numbers() -> None:
+    payload = build_payload("eval", 1, {"a": np.float32(0.5), "b": np.int64(7), "c": np.float64(0.25)})
+    assert json.loads(encode_payload(payload))["metrics"] == {"a": 0.5, "b": 7, "c": 0.25}
+
+
+def test_optional_sections_pass_through() -> None:
+    sections: dict[str, Any] = {"context": {"run": "x"}, "batch_extras": {}, "token_summary": {"n": 3}}
+    payload = build_payload("train", 1, {"a": 1.0}, **sections)
+    assert parse_payload(encode_payload(payload)) == Payload("train", 1, {"a": 1.0}, {}, sections)
+
+
+@pytest.mark.parametrize("value", [True, "1", None, [1], 1j, np.bool_(True)])
+def test_what_is_not_a_number_cannot_be_built(value: Any) -> None:
+    with pytest.raises(PayloadError, match=r"metrics\.x: must be a number"):
+        build_payload("train", 1, {"x": value})
+
+
+@pytest.mark.parametrize(
+    ("obj", "key", "reason"),
+    [
+        (without("schema_version"), "schema_version", "missing; this reader knows version 1"),
+        (good(schema_version="1"), "schema_version", "must be an integer, got '1'; this reader knows 1"),
+        (good(schema_version=True), "schema_version", "must be an integer, got True"),
+        (good(schema_version=1.0), "schema_version", "must be an integer, got 1.0"),
+        (good(schema_version=None), "schema_version", "must be an integer, got None"),
+        (good(schema_version=2), "schema_version", "version 2 is not supported; this reader knows 1"),
+        (good(schema_version=0), "schema_version", "version 0 is not supported"),
+        (without("mode"), "mode", "missing"),
+        (good(mode="test"), "mode", "must be one of train, eval, got 'test'"),
+        (good(mode=["train"]), "mode", "must be one of train, eval"),
+        (without("global_step"), "global_step", "missing"),
+        (good(global_step=-1), "global_step", "at least 0, got -1"),
+        (good(global_step=False), "global_step", "must be an integer"),
+        (good(global_step=3.0), "global_step", "must be an integer"),
+        (without("metrics"), "metrics", "missing"),
+        (good(metrics={}), "metrics", "must not be empty"),
+        (good(metrics=[1]), "metrics", "must be an object, got list"),
+        (good(metrics={"": 1}), "metrics", "keys must be non-empty strings"),
+        (good(metrics={"a": True}), "metrics.a", "must be a finite number, got True"),
+        (good(metrics={"a": "1"}), "metrics.a", "must be a finite number, got '1'"),
+        (good(metrics={"a": None}), "metrics.a", "must be a finite number"),
+        (good(metrics={"a": float("nan")}), "metrics.a", "must be a finite number, got nan"),
+        (good(metrics={"a": 10**400}), "metrics.a", "must be a finite number"),
+        (good(non_finite=3), "non_finite", "must be an object"),
+        (good(non_finite={"b": "NaN"}), "non_finite.b", "must be one of nan, inf, -inf"),
+        (good(non_finite={"b": ["nan"]}), "non_finite.b", "must be one of nan, inf, -inf"),
+        (good(non_finite={"loss": "nan"}), "non_finite.loss", "stands in metrics as well"),
+        ([], "line", "must be an object, got list"),
+    ],
+)  # fmt: skip
+def test_a_breach_is_named_by_key_and_reason(obj: Any, key: str, reason: str) -> None:
+    with pytest.raises(PayloadError) as caught:
+        validate_payload(obj)
+    assert caught.value.key == key
+    assert reason in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":NaN}}', "NaN is not JSON"),
+        (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":-Infinity}}', "-Infinity is not JSON"),
+        (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":1e999}}', "finite number, got inf"),
+        (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":1,"a":2}}', "stands twice"),
+        (b'{"schema_version":1,"schema_version":1,"mode":"train"}', "stands twice"),
+        (b'{"schema_version":1,"mode":"tr', "not one JSON object"),
+        (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":1}} {}', "not one JSON object"),
+        (b'{"schema_version":1,"mode":"\xff"}', "not UTF-8 at byte"),
+        (b"", "not one JSON object"),
+        (b"null", "must be an object, got NoneType"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' + b"9" * 5000 + b"}", "not one JSON object"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_reason(line: bytes, reason: str) -> None:
+    with pytest.raises(PayloadError) as caught:
+        parse_payload(line)
+    assert reason in str(caught.value)
+
+
+def test_a_section_that_json_cannot_say_is_refused_when_encoded() -> None:
+    with pytest.raises(PayloadError, match="not representable in JSON"):
+        encode_payload(build_payload("train", 1, {"a": 1.0}, context={"x": float("nan")}))
+
+
+def test_a_restart_event_round_trips_and_is_no_payload() -> None:
+    line = encode_payload(build_restart(50, reason="resume"))
+    assert parse_line(line) == Restart(50, {"reason": "resume"})
+    with pytest.raises(PayloadError, match="missing"):
+        parse_payload(line)
+    with pytest.raises(PayloadError, match="event: must be restart"):
+        parse_line('{"schema_version":1,"event":"other","global_step":1}')
+    with pytest.raises(PayloadError, match="global_step: must be an integer"):
+        parse_line('{"schema_version":1,"event":"restart"}')
+
+
+def lines_of(*steps: int) -> list[str]:
+    return [encode_payload(good(global_step=step)) for step in steps]
+
+
+def test_a_stream_may_repeat_a_step_but_not_fall() -> None:
+    assert list(validate_stream(lines_of(1, 10, 10, 20))) == []
+    (violation,) = validate_stream(lines_of(1, 20, 10, 20))
+    assert str(violation) == "line 3: global_step: falls from 20 to 10 without a restart"
+
+
+def test_a_stream_may_fall_after_a_restart_but_not_below_it() -> None:
+    restart = encode_payload(build_restart(50))
+    assert list(validate_stream([*lines_of(60), restart, *lines_of(51, 60)])) == []
+    (violation,) = validate_stream([*lines_of(60), restart, *lines_of(40)])
+    assert violation.reason == "falls from 50 to 40 without a restart"
+
+
+def test_launcher_prefixes_and_line_ends_are_tolerated() -> None:
+    (line,) = lines_of(1)
+    stream: list[str | bytes] = [
+        f"[default0]:{line}\n",
+        f"[default0]: {line}\r\n",
+        f"[trainer12]:{line}".encode(),
+        line,
+    ]
+    assert list(validate_stream(stream)) == []
+
+
+def test_every_breach_of_a_stream_is_reported_with_its_line() -> None:
+    stream: list[str | bytes] = ["hello\n", *lines_of(1), b"\xff\n", "\n", "[1]", '{"schema_version":2}']
+    found = [(violation.line, violation.key) for violation in validate_stream(stream)]
+    assert found == [(1, "line"), (3, "line"), (4, "line"), (5, "line"), (6, "schema_version")]
+
+
+def test_contract_modules_need_the_standard_library_alone() -> None:
+    program = """
+import sys
+for name in ("torch", "numpy", "pydantic", "wandb", "rich", "typer"):
+    sys.modules[name] = None
+from trainer.metrics import batch_extras, catalog, catalog_docs, display, payload_contract, payload_schema
+line = payload_contract.encode_payload(payload_contract.build_payload("train", 1, {"loss": 1.0}))
+assert payload_contract.parse_payload(line).global_step == 1
+assert catalog.lookup("loss").unit == "nats/token"
+assert batch_extras.pop_extras({"token_types": 1}) == {"token_types": 1}
+from trainer.metrics import lookup
+assert lookup is catalog.lookup
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_schema_is_json_and_names_the_version() -> None:
+    schema = json.loads(json.dumps(json_schema()))
+    assert schema["$defs"]["payload"]["properties"]["schema_version"]["const"] == 1
+    assert schema["$defs"]["payload"]["required"] == ["schema_version", "mode", "global_step", "metrics"]

@@ -1,0 +1,115 @@
+"""Smoothing on and off the device, MFU and memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainer.metrics.memory import MemoryStats, read_memory
+from trainer.metrics.mfu import compute_mfu, lookup_peak_tflops, resolve_peak_tflops
+from trainer.metrics.smoothing import Ema
+
+
+def test_the_first_sample_bootstraps_and_the_rest_is_mixed_in() -> None:
+    ema = Ema(0.1)
+    assert ema.read() is None
+    for sample, expected in ((10.0, 10.0), (20.0, 11.0), (0.0, 9.9)):
+        ema.update(sample)
+        assert ema.read() == pytest.approx(expected, rel=1e-15)
+
+
+def test_tensors_are_averaged_as_numbers_are() -> None:
+    on_host, on_device, mixed = Ema(0.3), Ema(0.3), Ema(0.3)
+    for index, sample in enumerate([3.0, math.nan, -1.0, math.inf, 0.5, 8.0]):
+        on_host.update(sample)
+        on_device.update(torch.tensor(sample))
+        mixed.update(torch.tensor(sample) if index % 2 else sample)
+    assert on_device.read() == pytest.approx(on_host.read(), rel=1e-12)
+    assert mixed.read() == pytest.approx(on_host.read(), rel=1e-12)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_sample_that_is_not_finite_is_passed_over(tensor: bool) -> None:
+    ema = Ema(0.5)
+    for sample in (math.nan, 4.0, math.inf, 2.0):
+        ema.update(torch.tensor(sample) if tensor else sample)
+    assert ema.read() == 3.0
+    empty = Ema(0.5)
+    empty.update(torch.tensor(math.nan) if tensor else math.nan)
+    assert empty.read() is None
+
+
+def test_the_average_keeps_no_hold_on_the_callers_tensor() -> None:
+    sample = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    ema = Ema(0.5)
+    ema.update(sample)
+    with torch.no_grad():
+        sample.fill_(100.0)
+    assert ema.read() == 1.0
+
+
+def test_update_never_reads_a_tensor() -> None:
+    # A meta tensor has no value: whatever needs one raises.
+    ema = Ema(0.1)
+    for _ in range(3):
+        ema.update(torch.empty((), device="meta"))
+
+
+@pytest.mark.parametrize("alpha", [0.0, -0.1, 1.1, math.nan])
+def test_alpha_must_make_an_average(alpha: float) -> None:
+    with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
+        Ema(alpha)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("Tesla V100-SXM2-16GB", None),
+        ("NVIDIA H1000", None),
+        ("", None),
+    ],
+)
+def test_peaks_are_of_the_very_card_or_unknown(name: str, peak: float | None) -> None:
+    assert lookup_peak_tflops(name) == peak
+
+
+def test_an_override_counts_and_the_cpu_has_no_peak() -> None:
+    assert resolve_peak_tflops("cpu") is None
+    assert resolve_peak_tflops("cpu", 2.5) == 2.5
+
+
+def test_mfu_is_the_share_of_the_peak_of_all_devices() -> None:
+    # 6 PFLOP/s of arithmetic on 8 devices of 1.5 PFLOP/s.
+    mfu = compute_mfu(tokens_per_sec=1e6, flops_per_token=6e9, num_devices=8, peak_tflops=1500.0)
+    assert mfu == pytest.approx(0.5)
+    assert compute_mfu(tokens_per_sec=1e6, flops_per_token=6e9, num_devices=8, peak_tflops=None) is None
+    assert compute_mfu(tokens_per_sec=1e6, flops_per_token=0.0, num_devices=8, peak_tflops=1.0) is None
+
+
+def test_the_cpu_has_no_device_memory() -> None:
+    assert read_memory("cpu") is None
+    assert MemoryStats(1.0, 60.0, 70.0, 80.0).mem_utilization == 0.75
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_a_cuda_device_is_that_of_the_allocator() -> None:
+    before = read_memory("cuda")
+    held = torch.empty(250_000_000, dtype=torch.uint8, device="cuda")
+    after = read_memory("cuda")
+    assert before is not None
+    assert after is not None
+    assert after.allocated_gb - before.allocated_gb == pytest.approx(0.25, rel=0.02)
+    assert after.allocated_gb <= after.peak_gb <= after.reserved_gb <= after.total_gb
+    del held

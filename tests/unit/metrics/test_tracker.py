@@ -1,0 +1,285 @@
+"""The tracker: timing, MFU, memory, smoothing, logging, in that order, and nothing lost between logged steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.metrics.catalog import UnknownMetric
+from trainer.metrics.payload_contract import Restart, encode_payload, parse_line, parse_payload
+from trainer.metrics.tracker import MetricsTracker, StepMetrics
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.payloads: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.num_closed = 0
+
+    def log(self, payload: Mapping[str, Any]) -> None:
+        parse_payload(encode_payload(payload))
+        self.payloads.append(dict(payload))
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self.events.append(dict(event))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class Run:
+    """A tracker with a clock and a recorder, and a step in one call."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = Clock()
+        self.sink = Recorder()
+        defaults = {"log_interval": 10, "num_devices": 2, "device": "cpu", "strict_keys": True}
+        self.tracker = MetricsTracker(**{**defaults, "clock": self.clock, "sinks": [self.sink], **options})
+
+    def step(self, step: int, *, seconds: float = 0.5, **values: Any) -> StepMetrics | None:
+        self.tracker.start_step()
+        self.clock.now += seconds
+        defaults = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_in_step": 1000}
+        return self.tracker.end_step(step, **{**defaults, **values})
+
+    def metrics(self, index: int = -1) -> dict[str, float]:
+        return dict(self.sink.payloads[index]["metrics"])
+
+
+def test_the_first_step_and_every_interval_are_logged() -> None:
+    run = Run(log_interval=10)
+    logged = [step for step in range(1, 31) if run.step(step) is not None]
+    assert logged == [1, 10, 20, 30]
+    assert [payload["global_step"] for payload in run.sink.payloads] == logged
+    assert [step for step in range(1, 31) if run.tracker.will_log(step)] == logged
+
+
+def test_a_step_can_be_logged_out_of_turn() -> None:
+    run = Run()
+    assert run.step(7, force_log=True) is not None
+    assert run.sink.payloads[0]["global_step"] == 7
+
+
+def test_timing_comes_from_the_injected_clock() -> None:
+    run = Run()
+    metrics = run.step(1, seconds=0.25, tokens_in_step=500)
+    assert metrics is not None
+    assert metrics.step_time_sec == 0.25
+    assert metrics.tokens_per_sec == 2000.0
+    run.clock.now += 1000.0  # evaluation and checkpoints between two steps do not count
+    assert run.step(10, seconds=0.5).step_time_sec == 0.5  # type: ignore[union-attr]
+
+
+def test_on_the_cpu_memory_and_mfu_are_absent_and_not_zero() -> None:
+    run = Run(flops_per_token=1e6)
+    metrics = run.step(1)
+    assert metrics is not None
+    assert (metrics.mfu, metrics.allocated_gb, metrics.peak_gb) == (None, None, None)
+    assert (metrics.reserved_gb, metrics.total_gb, metrics.mem_utilization) == (None, None, None)
+    assert not [key for key in run.metrics() if key.startswith("gpu/") or "mfu" in key]
+
+
+def test_mfu_counts_all_devices() -> None:
+    run = Run(flops_per_token=1e9, peak_tflops=2.0, num_devices=2)
+    metrics = run.step(1, tokens_in_step=1000, seconds=0.5)
+    assert metrics is not None
+    assert metrics.mfu == pytest.approx(2000 * 1e9 / (2 * 2e12))
+    assert run.metrics()["smoothed/mfu"] == pytest.approx(metrics.mfu)
+
+
+def test_smoothing_sees_steps_that_do_not_log() -> None:
+    run = Run(log_interval=3, smoothing_alpha=0.1)
+    expected = {"loss": 0.0, "step_time": 0.0, "tokens_per_sec": 0.0}
+    for step in range(1, 7):
+        samples = {"loss": 1.0 / step, "step_time": 0.1 * step, "tokens_per_sec": 1000 / (0.1 * step)}
+        for name, sample in samples.items():
+            expected[name] = sample if step == 1 else 0.1 * sample + 0.9 * expected[name]
+        run.step(step, loss=torch.tensor(1.0 / step, dtype=torch.float64), seconds=0.1 * step)
+        if step in (1, 3, 6):
+            for name, value in expected.items():
+                assert run.metrics()[f"smoothed/{name}"] == pytest.approx(value)
+    assert run.metrics()["loss"] == pytest.approx(1 / 6), "raw values are not smoothed"
+
+
+def test_the_payload_holds_the_documented_keys() -> None:
+    run = Run(peak_tflops=1.0, flops_per_token=1e6)
+    run.step(1)
+    plain = {"loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "step_time_sec", "tokens_in_step", "tokens_seen"}
+    smoothed = {f"smoothed/{name}" for name in ("loss", "tokens_per_sec", "mfu", "step_time")}
+    assert set(run.metrics()) == plain | smoothed
+    assert run.sink.payloads[0]["mode"] == "train"
+
+
+def test_tensors_are_read_on_logging_steps_only() -> None:
+    run = Run(log_interval=10)
+    unreadable = {"loss": torch.empty((), device="meta"), "grad_norm": torch.empty((), device="meta"),
+                  "tokens_in_step": torch.empty((), device="meta", dtype=torch.int64)}  # fmt: skip
+    assert run.step(2, **unreadable, extra={"ledger/cold_starts": torch.empty((), device="meta")}) is None
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        run.step(10, **unreadable)
+
+
+def test_tensor_values_are_logged_as_numbers() -> None:
+    run = Run()
+    metrics = run.step(1, loss=torch.tensor(2.5), grad_norm=torch.tensor(0.5), tokens_in_step=torch.tensor(800))
+    assert metrics is not None
+    assert (metrics.loss, metrics.grad_norm, metrics.tokens_per_sec) == (2.5, 0.5, 1600.0)
+    assert run.metrics()["tokens_seen"] == 800
+
+
+def test_counters_of_silent_steps_are_in_the_next_logged_one() -> None:
+    run = Run(log_interval=5, counters=("ledger/refused_rows",))
+    for step in range(1, 11):
+        extra = {"ledger/cold_starts": 1.0, "ledger/cold_starts_max": 1.0} if step != 10 else None
+        run.step(step, extra=extra)
+    found = [payload["metrics"].get("ledger/cold_starts") for payload in run.sink.payloads]
+    assert found == [1.0, 4.0, 4.0]
+    assert [payload["metrics"]["ledger/refused_rows"] for payload in run.sink.payloads] == [0.0, 0.0, 0.0]
+
+
+def test_sections_name_the_slow_part_of_this_step() -> None:
+    run = Run()
+    for step, seconds in ((9, 7.0), (10, 1.0)):
+        run.tracker.start_step()
+        for _ in range(2):
+            with run.tracker.section("data"):
+                run.clock.now += seconds
+        with run.tracker.section("optimizer"):
+            run.clock.now += 2.0
+        run.tracker.end_step(step, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1)
+    found = run.metrics()
+    assert (found["time/data_sec"], found["time/optimizer_sec"], found["step_time_sec"]) == (2.0, 2.0, 4.0)
+    assert (found["time/data_share"], found["time/optimizer_share"]) == (0.5, 0.5)
+    assert "time/forward_backward_sec" not in found
+    assert "grad_norm" not in found
+
+
+def test_a_non_finite_loss_is_said_and_does_not_spoil_the_average() -> None:
+    run = Run(log_interval=1)
+    run.step(1, loss=2.0)
+    run.step(2, loss=torch.tensor(math.nan))
+    assert run.sink.payloads[-1]["non_finite"] == {"loss": "nan"}
+    assert run.metrics()["smoothed/loss"] == 2.0
+
+
+def test_a_step_in_no_time_has_no_speed() -> None:
+    run = Run()
+    metrics = run.step(1, seconds=0.0)
+    assert metrics is not None
+    assert metrics.tokens_per_sec is None
+    assert "tokens_per_sec" not in run.metrics()
+
+
+def test_evaluation_is_prefixed_and_leaves_the_smoothing_alone() -> None:
+    run = Run()
+    run.step(1, loss=2.0)
+    run.tracker.log_eval({"loss": torch.tensor(9.0), "eval_accuracy": 0.5, "token_type/letter/loss": (6.0, 3.0)}, 1)
+    payload = run.sink.payloads[-1]
+    assert (payload["mode"], payload["global_step"]) == ("eval", 1)
+    assert payload["metrics"] == {"eval_loss": 9.0, "eval_accuracy": 0.5, "eval_token_type/letter/loss": 2.0}
+    run.step(10, loss=2.0)
+    assert run.metrics()["smoothed/loss"] == 2.0
+
+
+def test_an_unknown_key_raises_when_strict() -> None:
+    with pytest.raises(UnknownMetric, match="'eval_ledger/colds' is not in the catalog"):
+        Run().tracker.log_eval({"ledger/colds": 1.0}, 1)
+
+
+def test_an_unknown_key_warns_once_and_is_still_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(strict_keys=False)
+    for step in (1, 2):
+        run.tracker.log_eval({"my/own": 1.0}, step)
+    assert run.metrics() == {"eval_my/own": 1.0}
+    assert capsys.readouterr().err.count("'eval_my/own' is not in the catalog") == 1
+
+
+def test_step_metrics_cannot_be_changed() -> None:
+    metrics = Run().step(1)
+    assert metrics is not None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        metrics.loss = 0.0  # type: ignore[misc]
+
+
+def test_other_ranks_time_and_return_but_hold_no_sinks() -> None:
+    run = Run(rank=1, sinks=[])
+    assert run.step(1) is not None
+    with pytest.raises(ValueError, match="sinks belong to rank 0, this is rank 1"):
+        run.tracker.init_backends([Recorder()])
+
+
+def test_backends_may_come_later() -> None:
+    run = Run(sinks=[])
+    late = Recorder()
+    run.tracker.init_backends([late])
+    run.step(1)
+    assert len(late.payloads) == 1
+
+
+def test_a_restart_is_told_to_every_sink() -> None:
+    run = Run()
+    run.tracker.log_restart(50, reason="resume")
+    assert parse_line(encode_payload(run.sink.events[0])) == Restart(50, {"reason": "resume"})
+
+
+def test_a_resumed_tracker_goes_on_where_the_other_stopped() -> None:
+    whole, first, second = Run(log_interval=4), Run(log_interval=4), Run(log_interval=4)
+    for step in range(1, 9):
+        whole.step(step, loss=float(step))
+        if step == 5:
+            second.tracker.load_state_dict(first.tracker.state_dict())
+        (first if step < 5 else second).step(step, loss=float(step))
+    assert second.metrics() == whole.metrics()
+    assert second.metrics()["tokens_seen"] == 8000
+
+
+def test_end_without_start_is_an_error_of_the_loop() -> None:
+    run = Run()
+    run.step(1)
+    with pytest.raises(RuntimeError, match="end_step without start_step"):
+        run.tracker.end_step(2, loss=1.0, grad_norm=1.0, lr=1.0, tokens_in_step=1)
+
+
+def test_the_interval_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="log_interval must be >= 1, got 0"):
+        Run(log_interval=0)
+
+
+def test_close_reaches_every_sink_even_if_one_fails() -> None:
+    class Broken(Recorder):
+        def close(self) -> None:
+            raise OSError("disk gone")
+
+    first, last = Recorder(), Recorder()
+    run = Run(sinks=[first, Broken(), last])
+    with pytest.raises(OSError, match="disk gone"):
+        run.tracker.close()
+    assert (first.num_closed, last.num_closed) == (1, 1)
+    run.tracker.close()
+    assert (first.num_closed, last.num_closed) == (1, 1)
+
+
+def test_what_an_essential_sink_cannot_write_stops_the_run() -> None:
+    class Full(Recorder):
+        def log(self, payload: Mapping[str, Any]) -> None:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        Run(sinks=[Full()]).step(1)

@@ -1,0 +1,124 @@
+"""The scan against a step-by-step oracle, and the gate coefficients at their limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.model.recurrence import gated_coefficients, linear_scan
+
+
+def sequential_scan(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
+    """The definition: one position after the other."""
+    h, states = h0, []
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+        states.append(h)
+    return torch.stack(states, dim=1)
+
+
+def inputs(num_steps: int, dtype: torch.dtype, batch: int = 2, dim: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_steps)
+    a = torch.rand(batch, num_steps, dim, generator=generator, dtype=dtype)
+    b = torch.randn(batch, num_steps, dim, generator=generator, dtype=dtype)
+    h0 = torch.randn(batch, dim, generator=generator, dtype=dtype)
+    return a.requires_grad_(), b.requires_grad_(), h0.requires_grad_()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 61, 64, 127, 256])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_scan_and_its_gradients_equal_the_sequential_recurrence(
+    num_steps: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    args = inputs(num_steps, dtype)
+    weight = torch.randn(2, num_steps, 3, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    got, expected = linear_scan(*args), sequential_scan(*args)
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    got_grads = torch.autograd.grad((got * weight).sum(), args)
+    expected_grads = torch.autograd.grad((expected * weight).sum(), args)
+    torch.testing.assert_close(got_grads, expected_grads, rtol=tolerance, atol=tolerance)
+
+
+def test_scan_passes_gradcheck_and_opcheck() -> None:
+    args = inputs(7, torch.float64)
+    assert torch.autograd.gradcheck(linear_scan, args)
+    torch.library.opcheck(torch.ops.trainer.linear_scan.default, args)
+
+
+def test_scan_takes_non_contiguous_inputs() -> None:
+    a, b, h0 = inputs(12, torch.float64)
+    expected = sequential_scan(a, b, h0)
+    strided = [x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in (a, b)]
+    torch.testing.assert_close(linear_scan(strided[0], strided[1], h0.detach()), expected.detach())
+
+
+def test_zero_decay_is_exactly_a_restart() -> None:
+    a, b, h0 = (x.detach() for x in inputs(30, torch.float32))
+    a[:, 11] = 0.0
+    h0[:] = 1e30
+    after = linear_scan(a, b, h0)[:, 11:]
+    torch.testing.assert_close(after, linear_scan(a[:, 11:], b[:, 11:], torch.zeros_like(h0)), rtol=1e-5, atol=1e-6)
+    assert (after.abs() < 1e3).all()
+
+
+def test_decays_that_underflow_stay_finite() -> None:
+    a = torch.full((1, 4096, 2), 1e-20).requires_grad_()
+    b = torch.ones(1, 4096, 2).requires_grad_()
+    h = linear_scan(a, b, torch.ones(1, 2))
+    h.sum().backward()
+    torch.testing.assert_close(h, torch.ones_like(h))
+    assert torch.isfinite(a.grad).all()
+    assert torch.isfinite(b.grad).all()
+
+
+def test_decay_of_one_sums_without_loss_over_a_long_row() -> None:
+    b = torch.ones(1, 5000, 1)
+    h = linear_scan(torch.ones_like(b), b, torch.zeros(1, 1))
+    assert h[0, -1, 0] == 5000.0
+
+
+def test_coefficients_equal_the_papers_formula() -> None:
+    r, i, x = torch.randn(3, 2, 5, 4, dtype=torch.float64).unbind(0)
+    decay = torch.randn(4, dtype=torch.float64)
+    a, b = gated_coefficients(r, i, x, decay, None)
+    # The paper writes a = sigmoid(-Lambda)^(c * sigmoid(r)) with the other sign of Lambda.
+    expected_a = torch.sigmoid(-decay) ** (8.0 * torch.sigmoid(r))
+    torch.testing.assert_close(a, expected_a, rtol=1e-12, atol=0)
+    torch.testing.assert_close(b, torch.sqrt(1 - expected_a**2) * torch.sigmoid(i) * x, rtol=1e-9, atol=1e-12)
+
+
+def test_input_scale_is_accurate_where_the_decay_is_almost_one() -> None:
+    decay = torch.tensor([-16.0])
+    ones = torch.ones(1, 1, 1)
+    _, b = gated_coefficients(torch.zeros_like(ones), ones * 100, ones, decay, None)
+    log_a = -4.0 * math.log1p(math.exp(-16.0))
+    assert b.item() == pytest.approx(math.sqrt(-math.expm1(2 * log_a)), rel=1e-5)
+
+
+@pytest.mark.parametrize("gate", [-200.0, -100.0, 100.0])
+def test_saturated_gates_have_finite_gradients(gate: float) -> None:
+    r = torch.full((1, 3, 2), gate, requires_grad=True)
+    x = torch.ones(1, 3, 2, requires_grad=True)
+    decay = torch.zeros(2, requires_grad=True)
+    a, b = gated_coefficients(r, r, x, decay, None)
+    (a.sum() + b.sum()).backward()
+    assert all(torch.isfinite(leaf.grad).all() for leaf in (r, x, decay))
+
+
+def test_resets_zero_the_decay_and_leave_the_input() -> None:
+    r, i, x = torch.randn(3, 1, 4, 2).unbind(0)
+    resets = torch.tensor([[False, True, False, True]])
+    plain_a, plain_b = gated_coefficients(r, i, x, torch.zeros(2), None)
+    a, b = gated_coefficients(r, i, x, torch.zeros(2), resets)
+    assert torch.equal(b, plain_b)
+    assert torch.equal(a, plain_a * ~resets.unsqueeze(-1))
+    assert (a[0, 1] == 0).all()
+
+
+def test_half_precision_gates_give_float32_coefficients() -> None:
+    half = torch.randn(1, 2, 3, dtype=torch.bfloat16)
+    a, b = gated_coefficients(half, half, half, torch.zeros(3), None)
+    assert a.dtype == b.dtype == torch.float32

@@ -1,0 +1,1 @@
+"""A reference trainer for recurrent-state sequence models on mixed data streams."""

@@ -1,0 +1,50 @@
+"""`train --nproc N`: start N ranks on this machine with torchrun's own elastic launcher, in standalone mode."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from trainer.errors import UserError
+
+
+def launch_ranks(nproc: int, arguments: list[str]) -> int:
+    """Run `trainer <arguments>` on `nproc` ranks and return the exit code of the run.
+
+    torchrun turns every failure into 1; here the first failed rank's own code is returned.
+
+    Raises:
+        UserError: this process is itself a rank of a launcher.
+    """
+    if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError("--nproc", "this process is a rank of torchrun already", "give --nproc to one of them alone")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    package_parent = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+    own = ["--standalone", f"--nproc-per-node={nproc}", "-m", "trainer", *arguments]
+    try:
+        run(get_args_parser().parse_args(own))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        print(f"train: stopped by {error.sigval.name}", file=sys.stderr)  # noqa: T201 - a message for people
+        return 128 + error.sigval
+    return 0
+
+
+def without_nproc(arguments: list[str]) -> list[str]:
+    """The command line without `--nproc N` (or `--nproc=N`), for the ranks."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--nproc":
+            next(rest, None)
+        elif not argument.startswith("--nproc="):
+            kept.append(argument)
+    return kept

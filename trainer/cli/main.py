@@ -1,0 +1,168 @@
+"""The program `train`: its options, its verbs, its exit codes.
+
+Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 1 anything else.
+Nothing here imports torch at the top, so that `train --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from trainer.errors import UserError
+
+EXIT_USER_ERROR = 2
+# torchrun ends all ranks when one fails. The others wait this long for that, so that rank 0 can say what is wrong.
+WAIT_FOR_RANK_0_SEC = 10.0
+# What typer raises for a wrong command line. It has no public name of its own: newer releases carry click inside.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="train",
+    help="Train recurrent-state sequence models on mixed data streams, from a TOML config.",
+    epilog="Several ranks: torchrun --nproc_per_node=8 train --config x.toml, or train --nproc 8 --config x.toml.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Make, look at and check data.", no_args_is_help=True)
+build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
+payload_app = typer.Typer(help="Metrics payloads, as another program would read them.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(payload_app, name="payload")
+data_app.add_typer(build_app, name="build")
+
+ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a value of the config; repeatable.", metavar="TABLE.KEY=VALUE"),
+]
+
+
+@app.callback(invoke_without_command=True)
+def train(
+    context: typer.Context,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps (train.steps).")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Directory of the run.", metavar="DIR")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="off, auto, or a checkpoint's path (checkpoint.resume).", metavar="off|auto|PATH")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Start this many ranks on this machine.")] = None,
+    stdout: Annotated[
+        str | None, typer.Option(help="What stdout carries: json, line or off (metrics.stdout).", metavar="json|line|off")
+    ] = None,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Train recurrent-state sequence models on mixed data streams, from a TOML config."""
+    if version:
+        from trainer.cli.version import print_version
+
+        print_version()
+        return
+    if context.invoked_subcommand is not None:
+        if config is not None or overrides:
+            problem = f"stands before {context.invoked_subcommand}"
+            raise UserError("--config", problem, f"write it after: train {context.invoked_subcommand} --config x.toml")
+        return
+    if config is None:
+        raise UserError("--config", "is required", "train --config train_configs/smoke.toml")
+    options = {"train.steps": steps, "checkpoint.resume": resume, "metrics.stdout": stdout}
+    from trainer.cli.run import run_training
+
+    run_training(config, [*(overrides or []), *_as_overrides(options)], run_dir=run_dir, nproc=nproc)
+
+
+@app.command()
+def check(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks to reckon with.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Validate a config; print it with every default, and what follows from it."""
+    if config is None:
+        raise UserError("--config", "is required", "train check --config train_configs/smoke.toml")
+    from trainer.cli.check import run_check
+
+    run_check(config, overrides or [], world_size=nproc, as_json=as_json)
+
+
+@build_app.command()
+def pytext(
+    out: Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")] = "data/pytext",
+    force: Annotated[bool, typer.Option("--force", help="Replace another corpus there.")] = False,
+) -> None:
+    """Real text that every installation has: Python sources, C++ headers and prose of the installed packages."""
+    from trainer.cli.data_build import build_pytext_corpus
+
+    build_pytext_corpus(out, force=force)
+
+
+@build_app.command()
+def text(
+    out: Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")],
+    modality: Annotated[
+        list[str], typer.Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace another corpus there.")] = False,
+) -> None:
+    """Your own text files, one document a file."""
+    from trainer.cli.data_build import build_text_corpus
+
+    build_text_corpus(out, modality, force=force)
+
+
+@payload_app.command()
+def validate(
+    file: Annotated[str, typer.Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
+    count_all: Annotated[bool, typer.Option("--all", help="Go on after the first violation, and count them.")] = False,
+) -> None:
+    """Check that every line is a payload of a schema version that is understood."""
+    from trainer.cli.payload import validate_file
+
+    validate_file(file, count_all=count_all)
+
+
+def _as_overrides(options: dict[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in options.items() if value is not None]
+
+
+def main() -> None:
+    """Run the program and exit."""
+    try:
+        result = app(standalone_mode=False)
+    except UserError as error:
+        _refuse(error.message)
+    except UsageError as error:
+        _refuse(_usage_message(error))
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our stdout has gone; there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _usage_message(error: Exception) -> str:
+    """A wrong command line in one line; empty where typer has shown the help already."""
+    message = str(getattr(error, "format_message", lambda: str(error))())
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "train"
+    return f"{command}: {message.rstrip('.')}; see {command} --help" if message else ""
+
+
+def _refuse(message: str) -> None:
+    """Say what is wrong, once for all ranks, and exit with the code for users' mistakes."""
+    if os.environ.get("RANK", "0") == "0":
+        if message:
+            print(message, file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
+    else:
+        time.sleep(WAIT_FOR_RANK_0_SEC)
+    sys.exit(EXIT_USER_ERROR)

@@ -1,0 +1,155 @@
+"""Making a micro-batch, a plain dict of arrays, from cells of one stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.documents import TokenArray
+from trainer.data.keyed import IntArray
+from trainer.data.reader import OpenStream, StreamReader
+from trainer.data.tokenizer import Tokenizer
+
+IGNORE = -100  # what a target is where there is nothing to predict
+Batch = dict[str, Any]
+
+
+def _type_table(tokenizer: Tokenizer) -> npt.NDArray[np.int8] | None:
+    """The tokenizer's table with -1 at index IGNORE (counted from the end), so that one take serves all targets."""
+    if tokenizer.token_type_table is None:
+        return None
+    return np.concatenate([tokenizer.token_type_table, np.full(-IGNORE, -1, dtype=np.int8)])
+
+
+class Collator:
+    """Builds the micro-batches of one source.
+
+    Keys (B rows of T tokens): `tokens`, `targets` int64 [B, T]; `resets` bool [B, T] (only with `pack`); `group_ids`,
+    `cell_index` int64 [B]; `is_last` bool [B]; `token_types` int8 [B, T] (only if the tokenizer knows types);
+    `dataset_labels`, `dataset_segments` lists of B names; `pack_num_samples` int64 [B]; `instability_meta_json`.
+    """
+
+    def __init__(self, *, name: str, tokenizer: Tokenizer, seq_len: int, pack: bool) -> None:
+        self._name = name
+        self._bos = tokenizer.bos_id
+        self._types = _type_table(tokenizer)
+        self._seq_len = seq_len
+        self._pack = pack
+        self._name_json = json.dumps(name)
+
+    def batch(self, reader: StreamReader, cells: IntArray, *, epoch: int, position: int) -> Batch:
+        """The micro-batch of these cells; without any, one fully masked row.
+
+        Args:
+            reader: whose stream the cells are of.
+            cells: the stream's cell of each row, int64 [B].
+            epoch, position: where the reader stood before the pick (for `instability_meta_json`).
+        """
+        source = reader.source
+        if not len(cells):
+            return self.masked(reader.stream.modality, source.path_json, epoch, position)
+        groups = source.groups
+        owners = groups.cell_offsets.searchsorted(cells, side="right") - 1
+        cell_index = cells - groups.cell_offsets[owners]
+        batch: Batch = {
+            "group_ids": groups.group_ids[owners],
+            "cell_index": cell_index,
+            "is_last": cell_index == groups.num_cells[owners] - 1,
+        }
+        if self._pack or source.windows is None:
+            self._fill_one_by_one(batch, source, owners, cell_index)
+        else:
+            self._fill_together(batch, source, source.windows, owners, cell_index)
+        self._add_extras(batch, reader.stream.modality, source.path_json, epoch, position)
+        return batch
+
+    def masked(self, modality: str, path_json: str, epoch: int, position: int) -> Batch:
+        """One row without any target, for a rank that has nothing to read while others do."""
+        batch: Batch = {
+            **self._blank(1),
+            "group_ids": np.full(1, -1, dtype=np.int64),
+            "cell_index": np.zeros(1, dtype=np.int64),
+            "is_last": np.zeros(1, dtype=np.bool_),
+            "pack_num_samples": np.zeros(1, dtype=np.int64),
+        }
+        self._add_extras(batch, modality, path_json, epoch, position)
+        return batch
+
+    def _blank(self, rows: int) -> Batch:
+        shape = (rows, self._seq_len)
+        blank: Batch = {
+            "tokens": np.zeros(shape, dtype=np.int64),
+            "targets": np.full(shape, IGNORE, dtype=np.int64),
+            "pack_num_samples": np.ones(rows, dtype=np.int64),
+        }
+        if self._pack:
+            blank["resets"] = np.zeros(shape, dtype=np.bool_)
+        return blank
+
+    def _add_extras(self, batch: Batch, modality: str, path_json: str, epoch: int, position: int) -> None:
+        rows = len(batch["group_ids"])
+        if self._types is not None:
+            batch["token_types"] = self._types.take(batch["targets"])
+        batch["dataset_labels"] = [self._name] * rows
+        batch["dataset_segments"] = [modality] * rows
+        # Lists of whole numbers print as JSON; the two strings are the only parts that need quoting.
+        batch["instability_meta_json"] = (
+            f'{{"source": {self._name_json}, "stream": {path_json}, "epoch": {epoch}, "position": {position}, '
+            f'"group_ids": {batch["group_ids"].tolist()}, "cell_indices": {batch["cell_index"].tolist()}}}'
+        )
+
+    def _fill_together(
+        self, batch: Batch, source: OpenStream, windows: TokenArray, owners: IntArray, cell_index: IntArray
+    ) -> None:
+        """All rows in one gather; then the rows that begin or end a document are put right."""
+        size = self._seq_len
+        starts = source.group_starts[owners] + cell_index * size
+        wanted = starts - 1  # a window begins with the token before the first target
+        taken = wanted.clip(0, len(windows) - 1)
+        block = windows[taken]  # [B, T + 1]
+        tokens, targets = block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
+        is_first = (cell_index == 0) & (source.groups.first_cells[owners] == 0)
+        tokens[is_first, 0] = self._bos
+        sizes = source.group_ends[owners] - starts
+        for row in ((sizes < size) | (taken != wanted)).nonzero()[0].tolist():
+            tokens[row], targets[row] = 0, IGNORE
+            cell = int(source.groups.first_cells[owners[row]] + cell_index[row])
+            self._fill_row(source, int(source.groups.documents[owners[row]]), cell, tokens[row], targets[row])
+        batch["tokens"], batch["targets"] = tokens, targets
+        batch["pack_num_samples"] = np.ones(len(owners), dtype=np.int64)
+
+    def _fill_one_by_one(self, batch: Batch, source: OpenStream, owners: IntArray, cell_index: IntArray) -> None:
+        """Row by row: for packed rows, and for documents that are not one array."""
+        groups = source.groups
+        batch.update(self._blank(len(owners)))
+        cells = (groups.first_cells[owners] + cell_index).tolist()
+        for row, (owner, cell) in enumerate(zip(owners.tolist(), cells, strict=True)):
+            packed = groups.segment_documents[groups.segment_offsets[owner] : groups.segment_offsets[owner + 1]]
+            tokens, targets = batch["tokens"][row], batch["targets"][row]
+            if not len(packed):
+                self._fill_row(source, int(groups.documents[owner]), cell, tokens, targets)
+                continue
+            batch["pack_num_samples"][row] = len(packed)
+            at = 0
+            for document in packed.tolist():
+                size = int(source.documents.lengths[document])
+                self._fill_row(source, document, 0, tokens[at : at + size], targets[at : at + size])
+                batch["resets"][row, at] = at > 0
+                at += size
+
+    def _fill_row(self, source: OpenStream, document: int, cell: int, tokens: IntArray, targets: IntArray) -> None:
+        start = cell * self._seq_len
+        stop = min(start + self._seq_len, int(source.documents.lengths[document]))
+        size = stop - start
+        if cell == 0:
+            read = source.documents.read(document, 0, stop)
+            tokens[0] = self._bos
+            tokens[1:size] = read[:-1]
+            targets[:size] = read
+        else:
+            read = source.documents.read(document, start - 1, stop)
+            tokens[:size] = read[:-1]
+            targets[:size] = read[1:]

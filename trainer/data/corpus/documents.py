@@ -1,0 +1,96 @@
+"""Documents before they are written: found, checked, and known by size and content, with the text left on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.corpus.manifest import Skipped
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what is being done)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that may become a document: its text is a file's, or is given."""
+
+    source: str
+    """Where it comes from, relative to its package or root, with forward slashes; the directory decides the stream."""
+    origin: Path | str
+    """A file, or the text itself."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A candidate that passed: size and digest of its text as UTF-8."""
+
+    source: str
+    origin: Path | str
+    num_bytes: int
+    digest: str
+
+    def text(self) -> str:
+        """Read it (again)."""
+        return _raw(self.origin).decode("utf-8-sig")
+
+
+def _raw(origin: Path | str) -> bytes:
+    return origin.encode("utf-8", "surrogatepass") if isinstance(origin, str) else origin.read_bytes()
+
+
+def check(candidate: Candidate, *, max_bytes: int, forbidden: Iterable[str] = ()) -> Document | Skipped:
+    """Read a candidate once and say whether it is text.
+
+    Args:
+        candidate: what to read.
+        max_bytes: a larger file is skipped unread.
+        forbidden: strings that must not get into the corpus, such as absolute paths of this machine.
+    """
+    try:
+        size = len(candidate.origin) if isinstance(candidate.origin, str) else candidate.origin.stat().st_size
+        if size > max_bytes:
+            return Skipped(candidate.source, f"{size} bytes, more than the limit of {max_bytes}")
+        text = _raw(candidate.origin).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Skipped(candidate.source, f"not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}")
+    except OSError as error:
+        return Skipped(candidate.source, f"cannot be read: {error.strerror or type(error).__name__}")
+    if "\0" in text:
+        return Skipped(candidate.source, f"binary: a NUL character at offset {text.index(chr(0))}")
+    if not text.strip():
+        return Skipped(candidate.source, "empty")
+    if any(word in text for word in forbidden):
+        return Skipped(candidate.source, "holds an absolute path of this machine")
+    encoded = text.encode("utf-8")
+    return Document(candidate.source, candidate.origin, len(encoded), hashlib.sha256(encoded).hexdigest())
+
+
+def check_all(
+    candidates: Iterable[Candidate],
+    *,
+    what: str,
+    max_bytes: int,
+    forbidden: Iterable[str] = (),
+    progress: Progress | None = None,
+) -> tuple[list[Document], list[Skipped]]:
+    """Check candidates in the order of their sources and drop exact duplicates; the first one stays."""
+    ordered = sorted(candidates, key=lambda candidate: candidate.source)
+    words = tuple(forbidden)
+    documents: list[Document] = []
+    skipped: list[Skipped] = []
+    first_source: dict[str, str] = {}
+    for done, candidate in enumerate(ordered):
+        if progress is not None and done % 100 == 0:
+            progress(done, len(ordered), f"reading {what}")
+        result = check(candidate, max_bytes=max_bytes, forbidden=words)
+        if isinstance(result, Document) and result.digest in first_source:
+            result = Skipped(result.source, f"the same text as {first_source[result.digest]}")
+        if isinstance(result, Skipped):
+            skipped.append(result)
+            continue
+        first_source[result.digest] = result.source
+        documents.append(result)
+    return documents, skipped

@@ -1,0 +1,74 @@
+"""Which document goes into which stream, and which ones fit under a cap; no files, no randomness."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+from trainer.data.corpus.documents import Document
+
+MISC = "misc"
+Streams = dict[str, list[Document]]
+
+
+def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
+    """One stream per directory of the sources; a directory with less than `min_bytes` goes into its parent.
+
+    What is left of a top directory below `min_bytes` goes into the stream `misc`; if that is too small itself it joins
+    the smallest other stream. Streams are named by the directory with dots: `numpy.linalg`.
+    """
+    by_directory: dict[tuple[str, ...], list[Document]] = {}
+    for document in documents:
+        by_directory.setdefault(PurePosixPath(document.source).parts[:-1], []).append(document)
+    deepest = max((len(parts) for parts in by_directory), default=0)
+    for depth in range(deepest, 0, -1):
+        for parts in sorted(key for key in by_directory if len(key) == depth):
+            if _size(by_directory[parts]) < min_bytes:
+                small = by_directory.pop(parts)
+                by_directory.setdefault(parts[:-1], []).extend(small)
+    streams = {".".join(parts): members for parts, members in by_directory.items() if parts}
+    left_over = by_directory.get((), [])
+    if left_over and streams and _size(left_over) < min_bytes:
+        smallest = min(streams, key=lambda name: (_size(streams[name]), name))
+        streams[smallest] = streams[smallest] + left_over
+    elif left_over:
+        streams[_free_name(MISC, streams)] = left_over
+    return {name: sorted(streams[name], key=lambda document: document.source) for name in sorted(streams)}
+
+
+def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
+    """At most `max_bytes` of text in all, in even shares; what a small stream leaves of its share goes to the others.
+
+    Within a stream documents are tried in the order of the SHA-256 of their source, and those that fit are taken. A
+    stream that stays below `min_bytes` because its documents are larger than its share takes its smallest ones too.
+    """
+    chosen: Streams = {}
+    left = max_bytes
+    by_size = sorted(streams, key=lambda name: (_size(streams[name]), name))
+    for position, name in enumerate(by_size):
+        room = left // (len(by_size) - position)
+        taken: list[Document] = []
+        rest: list[Document] = []
+        for document in sorted(streams[name], key=lambda d: hashlib.sha256(d.source.encode()).digest()):
+            fits = document.num_bytes <= room
+            (taken if fits else rest).append(document)
+            room -= document.num_bytes if fits else 0
+        left -= _size(taken)
+        for document in sorted(rest, key=lambda d: (d.num_bytes, d.source)):
+            if _size(taken) < min_bytes and document.num_bytes <= left:
+                taken.append(document)
+                left -= document.num_bytes
+        if taken:
+            chosen[name] = sorted(taken, key=lambda document: document.source)
+    return {name: chosen[name] for name in sorted(chosen)}
+
+
+def _size(documents: Sequence[Document]) -> int:
+    return sum(document.num_bytes for document in documents)
+
+
+def _free_name(name: str, taken: Mapping[str, object]) -> str:
+    while name in taken:
+        name += "_"
+    return name

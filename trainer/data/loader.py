@@ -1,0 +1,123 @@
+"""Loader: micro-batches on the device, made ahead by one thread, each with the state and the metrics it left behind."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+TENSOR_KEYS = ("tokens", "targets", "resets", "token_types")
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """One micro-batch, and what goes with it.
+
+    Args:
+        batch: the dataset's dict; `tokens`, `targets`, `resets` and `token_types` are tensors on the device.
+        state: the dataset's state after this batch: resuming from it gives the next one, however far the loader had
+            read ahead. None if the dataset has no `state_dict`.
+        metrics: what the dataset had to say right after it made this batch; {} if it has no `drain_step_metrics`.
+    """
+
+    batch: dict[str, Any]
+    state: dict[str, Any] | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+class Loader:
+    """Iterates a dataset of micro-batch dicts as `LoadedBatch`es.
+
+    Args:
+        dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
+        device: where tensors go; to a CUDA device through pinned memory, without waiting for the copy.
+        prefetch: batches that a thread makes ahead; 0: none, and no thread.
+
+    An exception in the thread is raised from `next()`, after the batches made before it. While a thread runs, nobody
+    else may touch the dataset. `close()` ends the thread; the loader is also a context manager.
+    """
+
+    def __init__(self, dataset: Any, *, device: torch.device | str, prefetch: int = 2) -> None:
+        assert prefetch >= 0, prefetch
+        self._dataset = dataset
+        self._iterator = iter(dataset)
+        self._device = torch.device(device)
+        self._state_dict = getattr(dataset, "state_dict", None)
+        self._drain = getattr(dataset, "drain_step_metrics", None)
+        self._queue: queue.Queue[LoadedBatch | _Failure] = queue.Queue(maxsize=max(prefetch, 1))
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if prefetch:
+            self._thread = threading.Thread(target=self._run, name="data-loader", daemon=True)
+            self._thread.start()
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        return self
+
+    def __next__(self) -> LoadedBatch:
+        """The next micro-batch.
+
+        Raises:
+            StopIteration: the dataset has ended, or the loader was closed.
+            Exception: what the dataset raised.
+        """
+        if self._stop.is_set():
+            raise StopIteration
+        if self._thread is None:
+            return self._load()
+        if self._failure is None:
+            item = self._queue.get()
+            if isinstance(item, LoadedBatch):
+                return item
+            self._failure = item.error
+        raise self._failure
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread and drop what it made ahead; may be called twice."""
+        self._stop.set()
+        while self._thread is not None and self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.01)
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                item: LoadedBatch | _Failure = self._load()
+            except BaseException as error:  # noqa: BLE001 - carried to the consumer, who raises it
+                item = _Failure(error)
+            self._queue.put(item)
+            if isinstance(item, _Failure):
+                return
+
+    def _load(self) -> LoadedBatch:
+        batch = next(self._iterator)
+        state = None if self._state_dict is None else self._state_dict()
+        metrics = {} if self._drain is None else self._drain()
+        for key in TENSOR_KEYS:
+            if key in batch:
+                batch[key] = self._to_device(batch[key])
+        return LoadedBatch(batch, state, metrics)
+
+    def _to_device(self, array: Any) -> torch.Tensor:
+        tensor = torch.as_tensor(array)
+        if self._device.type == "cuda":
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device)

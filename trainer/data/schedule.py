@@ -1,0 +1,237 @@
+"""Weights of a blend over time: constants and schedules, pure functions of the batch index or the optimizer step."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.keyed import IntArray
+from trainer.errors import UserError
+
+# Far inside float64's range: no sum of weights overflows and no interpolated weight underflows to zero, so a weight
+# is zero exactly where its schedule says so.
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-100, 1e100
+Interval: TypeAlias = tuple[int, int | None]  # first and last x, both included; None: without end
+
+
+def _checked(value: object, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(path, f"must be a number, got {value!r}", "give a weight such as 2.0")
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise UserError(path, f"must be finite and not negative, got {value!r}", "use 0 to switch a source off")
+    if number != 0 and not SMALLEST_WEIGHT <= number <= LARGEST_WEIGHT:
+        raise UserError(path, f"must be 0 or within [1e-100, 1e100], got {value!r}", "scale all the weights")
+    return number
+
+
+@dataclass(frozen=True)
+class ConstantWeight:
+    """The same weight at every batch. Raises UserError unless finite and not negative."""
+
+    value: float
+    path: str = field(default="weight", compare=False)
+    unit: Literal["batch"] = field(default="batch", init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _checked(self.value, self.path))
+
+    def evaluate(self, x: int) -> float:
+        """The weight at x."""
+        return self.value
+
+    def evaluate_many(self, xs: IntArray) -> npt.NDArray[np.float64]:
+        """The weights at all xs, equal to `evaluate` at each."""
+        return np.full(len(xs), self.value)
+
+    def zero_from(self) -> int | None:
+        """The first x from which the weight stays zero, None if there is none."""
+        return 0 if self.value == 0 else None
+
+    def zero_intervals(self) -> list[Interval]:
+        """Where the weight is zero: disjoint, ascending intervals of whole x >= 0."""
+        return [(0, None)] if self.value == 0 else []
+
+
+@dataclass(frozen=True)
+class ScheduledWeight:
+    """A weight that follows points (x -> value), clamped outside them.
+
+    Args:
+        kind: `linear` interpolates between points; `step` takes the last point at or before x.
+        points: x (whole, >= 0) to value (finite, >= 0; zero is allowed). At least one.
+        scale: a factor on every value.
+        unit: what x counts: micro-batches, or completed optimizer steps.
+        path: how messages name this weight.
+    """
+
+    kind: Literal["linear", "step"]
+    points: Mapping[int, float]
+    scale: float = 1.0
+    unit: Literal["batch", "step"] = "batch"
+    path: str = field(default="weight", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "step"):
+            raise UserError(f"{self.path}.schedule", f"must be one of linear, step; got {self.kind!r}")
+        if self.unit not in ("batch", "step"):
+            raise UserError(f"{self.path}.unit", f"must be one of batch, step; got {self.unit!r}")
+        if not self.points:
+            raise UserError(f"{self.path}.points", "must have at least one point", "write points = { 0 = 1.0 }")
+        for x in self.points:
+            if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**53:
+                raise UserError(f"{self.path}.points", f"points must be whole numbers >= 0, got {x!r}")
+        points = {x: _checked(self.points[x], f"{self.path}.points.{x}") for x in sorted(self.points)}
+        object.__setattr__(self, "points", points)
+        object.__setattr__(self, "scale", _checked(self.scale, f"{self.path}.scale"))
+
+    def __hash__(self) -> int:
+        return hash((self.kind, tuple(self.points.items()), self.scale, self.unit))
+
+    def evaluate(self, x: int) -> float:
+        """The weight at x."""
+        xs, ys = list(self.points), list(self.points.values())
+        after = bisect.bisect_right(xs, x)
+        if after == 0:
+            return ys[0] * self.scale
+        if after == len(xs) or self.kind == "step":
+            return ys[after - 1] * self.scale
+        left, right = xs[after - 1], xs[after]
+        share = (x - left) / (right - left)
+        return (ys[after - 1] * (1.0 - share) + ys[after] * share) * self.scale
+
+    def evaluate_many(self, xs: IntArray) -> npt.NDArray[np.float64]:
+        """The weights at all xs, equal (to the bit) to `evaluate` at each."""
+        knots = np.fromiter(self.points, np.int64)
+        values = np.fromiter(self.points.values(), np.float64)
+        after = np.searchsorted(knots, xs, side="right")
+        left = np.maximum(after - 1, 0)
+        if self.kind == "step":
+            return values[left] * self.scale
+        right = np.minimum(after, len(knots) - 1)
+        share = np.where(right > left, (xs - knots[left]) / np.maximum(knots[right] - knots[left], 1), 0.0)
+        share = np.where(after == 0, 0.0, share)
+        return (values[left] * (1.0 - share) + values[right] * share) * self.scale
+
+    def zero_from(self) -> int | None:
+        """The first x from which the weight stays zero, None if there is none."""
+        intervals = self.zero_intervals()
+        return intervals[-1][0] if intervals and intervals[-1][1] is None else None
+
+    def zero_intervals(self) -> list[Interval]:
+        """Where the weight is zero: disjoint, ascending intervals of whole x >= 0 (single points included)."""
+        if self.scale == 0:
+            return [(0, None)]
+        xs, ys = list(self.points), list(self.points.values())
+        found: list[Interval] = []
+        for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+            if y != 0:
+                continue
+            start = 0 if i == 0 else x
+            if i + 1 == len(xs):
+                end: int | None = None
+            elif self.kind == "step" or ys[i + 1] == 0:
+                end = xs[i + 1] - 1
+            else:
+                end = x
+            if found and found[-1][1] is not None and found[-1][1] + 1 >= start:
+                found[-1] = (found[-1][0], end)
+            else:
+                found.append((start, end))
+        return found
+
+
+WeightSpec: TypeAlias = ConstantWeight | ScheduledWeight
+
+
+def weight_from_config(value: object, *, path: str) -> WeightSpec:
+    """Turn what a config says (a number, or a table with schedule, points and unit) into a weight.
+
+    Raises:
+        UserError: naming `path`, for anything else.
+    """
+    if not isinstance(value, Mapping):
+        return ConstantWeight(_checked(value, path), path)
+    unknown = sorted(set(value) - {"schedule", "points", "unit"})
+    if unknown:
+        raise UserError(f"{path}.{unknown[0]}", "unknown key", "a schedule has schedule, points and unit")
+    points = value.get("points")
+    if "schedule" not in value or not isinstance(points, Mapping):
+        raise UserError(
+            path, "a schedule needs schedule and points", 'write { schedule = "linear", points = { 0 = 1.0 } }'
+        )
+    parsed: dict[int, float] = {}
+    for x, y in points.items():
+        if not str(x).isdecimal():
+            raise UserError(f"{path}.points.{x}", "points must be whole numbers >= 0")
+        parsed[int(x)] = y
+    return ScheduledWeight(value["schedule"], parsed, unit=value.get("unit", "batch"), path=path)
+
+
+def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -> WeightSpec:
+    """The product of two weights on one path of a nested blend.
+
+    Raises:
+        UserError: both are schedules; the message names both paths.
+    """
+    if isinstance(a, ScheduledWeight) and isinstance(b, ScheduledWeight):
+        raise UserError(
+            path_b,
+            f"is a schedule, and so is {path_a} above it; the two cannot be multiplied",
+            "make one of them a constant",
+        )
+    if isinstance(a, ScheduledWeight):
+        a, b = b, a
+    assert isinstance(a, ConstantWeight)
+    if isinstance(b, ScheduledWeight):
+        return replace(b, scale=a.value * b.scale)
+    return ConstantWeight(a.value * b.value, path_b)
+
+
+def _in_batches(spec: WeightSpec, micro_batches: int) -> list[Interval]:
+    if spec.unit == "batch":
+        return spec.zero_intervals()
+    return [
+        (start * micro_batches, None if end is None else (end + 1) * micro_batches - 1)
+        for start, end in spec.zero_intervals()
+    ]
+
+
+def _intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    for start_a, end_a in left:
+        for start_b, end_b in right:
+            start = max(start_a, start_b)
+            ends = [end for end in (end_a, end_b) if end is not None]
+            end = min(ends) if ends else None
+            if end is None or start <= end:
+                found.append((start, end))
+    return sorted(found, key=lambda interval: interval[0])
+
+
+def first_all_zero(
+    specs: Sequence[WeightSpec], *, micro_batches: int = 1, num_batches: int | None = None
+) -> Interval | None:
+    """The first interval of batches in which every weight is zero, or None.
+
+    Exact: works on the schedules' zero sets, not on samples. A spec in steps is at step `batch // micro_batches`.
+
+    Args:
+        specs: the weights of one blend.
+        micro_batches: micro-batches per optimizer step.
+        num_batches: only intervals that begin before this batch count; None: all.
+    """
+    if not specs:
+        return None
+    common = _in_batches(specs[0], micro_batches)
+    for spec in specs[1:]:
+        common = _intersect(common, _in_batches(spec, micro_batches))
+    if not common or (num_batches is not None and common[0][0] >= num_batches):
+        return None
+    return common[0]

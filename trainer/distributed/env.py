@@ -1,0 +1,100 @@
+"""Who this process is among the ranks, and the life of the process group."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Identity of a process in the run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+
+def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
+    """The identity that torchrun gives in the environment; a single process without it.
+
+    Raises:
+        UserError: the variables are there but are no numbers, or do not fit together.
+    """
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return RankInfo()
+    values = {}
+    for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", environ.get("RANK"))):
+        text = environ.get(name, default)
+        if text is None or not text.isascii() or not text.isdigit():
+            raise UserError(name, f"must be a whole number in the environment, got {text!r}", "launch with torchrun")
+        values[name] = int(text)
+    if values["RANK"] >= values["WORLD_SIZE"]:
+        raise UserError("RANK", f"{values['RANK']} is not below WORLD_SIZE {values['WORLD_SIZE']}", "launch with torchrun")
+    return RankInfo(values["RANK"], values["LOCAL_RANK"], values["WORLD_SIZE"])
+
+
+def pick_device(wanted: str, info: RankInfo) -> torch.device:
+    """The device of this rank: `auto` is CUDA where there is one.
+
+    Raises:
+        UserError: CUDA is asked for and absent, or the node has fewer devices than ranks.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("train.device", '"cuda" is asked for, and torch sees no CUDA device', 'use "auto" or "cpu"')
+    if info.local_rank >= torch.cuda.device_count():
+        problem = f"local rank {info.local_rank} has no device; this node has {torch.cuda.device_count()}"
+        raise UserError("train.device", problem, "lower --nproc_per_node")
+    device = torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def pick_backend(wanted: str, device: torch.device) -> str:
+    """nccl on CUDA and gloo on the CPU, unless the config says otherwise."""
+    if wanted != "auto":
+        return wanted
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: torch.device) -> Iterator[None]:
+    """The process group of the run, from rendezvous to teardown; nothing at all for a single process.
+
+    Leaving it in peace, all ranks meet in a barrier before anyone destroys the group: a rank that tears down its
+    connections while another still waits on them aborts the other (gloo, four ranks or more). Objects that hold on to
+    the group (DDP's reducer) are collected first. After an error the others may be gone, so there is no barrier.
+    """
+    if info.world_size == 1:
+        yield
+        return
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout_sec),
+        rank=info.rank,
+        world_size=info.world_size,
+        device_id=device if backend == "nccl" else None,
+    )
+    try:
+        yield
+        gc.collect()
+        dist.barrier()
+    finally:
+        gc.collect()
+        dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""A ledger shard as plain tensors and numbers for a checkpoint, and back, for the same or another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.errors import UserError
+from trainer.ledger.eviction import EVICTION_MODES
+from trainer.ledger.shard import LedgerShard
+from trainer.ledger.store import Ints
+
+Flags = NDArray[np.bool_]
+Shard = Mapping[str, Any]
+
+FORMAT = 1
+
+
+def save_shard(shard: LedgerShard, *, ownership: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Copy a shard into tensors, numbers and strings, which `torch.load(weights_only=True)` accepts."""
+    store = shard.data
+    slots = store.live_slots()
+    ghosts = list(shard.ghosts.items())
+    return {
+        "format": FORMAT,
+        "ownership": ownership,
+        "rank": rank,
+        "world_size": world_size,
+        "capacity": store.capacity,
+        "width": store.width,
+        "step": -1 if shard.step is None else shard.step,
+        "slots": torch.from_numpy(slots),
+        "groups": torch.from_numpy(store.group_of[slots]),
+        "last_step": torch.from_numpy(store.last_step[slots]),
+        "rows": store.read(slots).cpu(),
+        "free_slots": torch.tensor(store.free_slots, dtype=torch.int64),
+        "evicted_groups": torch.tensor([group for group, _ in ghosts], dtype=torch.int64),
+        "evicted_modes": torch.tensor([EVICTION_MODES.index(ghost.mode) for _, ghost in ghosts], dtype=torch.int64),
+        "evicted_steps": torch.tensor([ghost.step for _, ghost in ghosts], dtype=torch.int64),
+    }
+
+
+def load_shards(
+    shard: LedgerShard,
+    saved: Sequence[Shard],
+    *,
+    ownership: str,
+    rank: int,
+    world_size: int,
+    keeps: Callable[[Ints], Flags] | None,
+) -> None:
+    """Fill `shard` from the shards of a checkpoint; see `Ledger.load_state_dict`."""
+    for other in saved:
+        if other["format"] != FORMAT:
+            raise UserError("ledger", f"checkpoint format must be {FORMAT}, got {other['format']}")
+        if other["width"] != shard.data.width:
+            raise UserError(
+                "ledger",
+                f"the checkpoint's states are {other['width']} wide, the model's {shard.data.width}",
+                "resume with the model that was saved, or drop the ledger from the checkpoint",
+            )
+    shard.data.clear()
+    shard.ghosts.reset()
+    shard.step = max((int(other["step"]) for other in saved if other["step"] >= 0), default=None)
+    own = saved[rank] if len(saved) == world_size else None
+    if own is not None and (own["ownership"], own["capacity"], own["world_size"]) == (
+        ownership,
+        shard.data.capacity,
+        world_size,
+    ):
+        _fill_exactly(shard, own)
+    else:
+        _fill_anew(shard, saved, keeps)
+    if shard.data.recency is not None:
+        shard.data.recency.rebuild()
+
+
+def _fill_exactly(shard: LedgerShard, own: Shard) -> None:
+    slots = own["slots"].numpy()
+    shard.data.place(own["groups"].numpy(), slots, own["last_step"].numpy(), own["free_slots"].tolist())
+    shard.data.write(slots, own["rows"].to(shard.data.device, shard.data.slab.dtype))
+    for group, mode, step in _ghosts(own):
+        shard.ghosts.add([group], EVICTION_MODES[mode], step)
+    shard.data.commit()
+
+
+def _fill_anew(shard: LedgerShard, saved: Sequence[Shard], keeps: Callable[[Ints], Flags] | None) -> None:
+    groups = _joined(saved, "groups").numpy()
+    last_step = _joined(saved, "last_step").numpy()
+    # Oldest first, and of a group that several shards hold only the newest entry.
+    order = np.argsort(last_step, kind="stable")
+    _, from_end = np.unique(groups[order][::-1], return_index=True)
+    order = order[np.sort(order.size - 1 - from_end)]
+    if keeps is not None:
+        order = order[keeps(groups[order])]
+    if order.size > shard.data.capacity:
+        raise UserError(
+            "ledger.capacity",
+            f"must hold the checkpoint's {order.size} groups, got {shard.data.capacity}",
+            f"set it to at least {order.size}",
+        )
+    slots = shard.data.acquire(groups[order])
+    shard.data.last_step[slots] = last_step[order]
+    rows = _joined(saved, "rows")[torch.from_numpy(order)]
+    shard.data.write(slots, rows.to(shard.data.device, shard.data.slab.dtype))
+    ghosts = [ghost for other in saved for ghost in _ghosts(other) if ghost[0] not in shard.data.slot_of]
+    if keeps is not None:
+        is_kept = keeps(np.array([group for group, _, _ in ghosts], np.int64))
+        ghosts = [ghost for ghost, kept in zip(ghosts, is_kept, strict=True) if kept]
+    for group, mode, step in sorted(ghosts, key=lambda ghost: ghost[2]):
+        shard.ghosts.add([group], EVICTION_MODES[mode], step)
+    shard.data.commit()
+
+
+def _ghosts(saved: Shard) -> list[tuple[int, int, int]]:
+    columns = (saved[key].tolist() for key in ("evicted_groups", "evicted_modes", "evicted_steps"))
+    return list(zip(*columns, strict=True))
+
+
+def _joined(saved: Sequence[Shard], key: str) -> Tensor:
+    return torch.cat([other[key] for other in saved])

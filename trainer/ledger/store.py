@@ -1,0 +1,171 @@
+"""The rows of one ledger shard: a slab of states, the index from groups to rows, and a journal to undo changes.
+
+Nothing here knows why a group is stored or dropped; that is the shard's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.ledger.recency import RecencyBuckets
+
+Ints = NDArray[np.int64]
+
+NO_SLOT = -1
+
+
+class StateStore:
+    """A preallocated slab `[capacity + 1, width]` whose last row is never written and reads as zeros.
+
+    Args:
+        width: numbers per state.
+        capacity: most groups that can be held.
+        device, dtype: of the slab.
+        has_recency: keep the order of the stores, which `recency` then answers for.
+        keep_undo: journal every change, so that `undo()` can take them back up to the last `commit()`.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        has_recency: bool,
+        keep_undo: bool,
+    ) -> None:
+        self.width = width
+        self.capacity = capacity
+        self.device = device
+        self.slab = torch.zeros(capacity + 1, width, device=device, dtype=dtype)
+        self.slot_of: dict[int, int] = {}
+        self.group_of: Ints = np.full(capacity, -1, np.int64)
+        self.last_step: Ints = np.full(capacity, -1, np.int64)
+        self.free_slots: list[int] = list(range(capacity - 1, -1, -1))
+        self._journal: list[Callable[[], object]] | None = [] if keep_undo else None
+        self.recency = RecencyBuckets(self.last_step, self.on_undo if keep_undo else None) if has_recency else None
+
+    @property
+    def num_live(self) -> int:
+        """Number of groups held."""
+        return len(self.slot_of)
+
+    def find(self, groups: Ints) -> Ints:
+        """The slot of each group, `NO_SLOT` where it is not held."""
+        slot_of = self.slot_of
+        return np.array([slot_of.get(group, NO_SLOT) for group in groups.tolist()], np.int64)
+
+    def read(self, slots: Ints) -> Tensor:
+        """The rows of `slots`, [len(slots), width], copied; zeros for `NO_SLOT`."""
+        return self.slab.index_select(0, self._index(np.where(slots == NO_SLOT, self.capacity, slots)))
+
+    def write(self, slots: Ints, rows: Tensor) -> None:
+        """Copy `rows` into the distinct `slots`."""
+        if not slots.size:
+            return
+        index = self._index(slots)
+        if self._journal is not None:
+            old = self.slab.index_select(0, index)
+            self.on_undo(lambda: self.slab.index_copy_(0, index, old))
+        self.slab.index_copy_(0, index, rows)
+
+    def touch(self, slots: Ints, step: int) -> None:
+        """Note that the distinct live `slots` are stored at `step`."""
+        if self._journal is not None:
+            old = self.last_step[slots]
+            self.on_undo(lambda: self.last_step.__setitem__(slots, old))
+        self.last_step[slots] = step
+        if self.recency is not None:
+            self.recency.add(step, slots)
+
+    def acquire(self, groups: Ints) -> Ints:
+        """Give each of the distinct groups that are not held a free slot; there must be enough of them."""
+        count = groups.size
+        taken = [self.free_slots.pop() for _ in range(count)]
+        self.slot_of.update(zip(groups.tolist(), taken, strict=True))
+        slots = np.array(taken, np.int64)
+        self.group_of[slots] = groups
+        if self._journal is not None:
+            self.on_undo(lambda: self._drop(groups, slots))
+        return slots
+
+    def vacate(self, slots: Ints) -> Ints:
+        """Free the distinct live `slots`; returns their groups."""
+        groups = self.group_of[slots]
+        if self._journal is not None:
+            steps = self.last_step[slots]
+            self.on_undo(lambda: self._restore(groups, slots, steps))
+        for group in groups.tolist():
+            del self.slot_of[group]
+        self.free_slots.extend(slots.tolist())
+        self.group_of[slots] = -1
+        self.last_step[slots] = -1
+        return groups
+
+    def clear(self) -> None:
+        """Empty the store, with nothing left to undo."""
+        self.place(
+            np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), range(self.capacity - 1, -1, -1)
+        )
+
+    def place(self, groups: Ints, slots: Ints, steps: Ints, free_slots: Iterable[int]) -> None:
+        """Set the whole index at once, with nothing left to undo; the rows are to be written next."""
+        self.slot_of = dict(zip(groups.tolist(), slots.tolist(), strict=True))
+        self.free_slots = list(free_slots)
+        self.group_of.fill(-1)
+        self.last_step.fill(-1)
+        self.group_of[slots] = groups
+        self.last_step[slots] = steps
+        if self.recency is not None:
+            self.recency.rebuild()
+        if self._journal is not None:
+            self._journal.clear()
+
+    def live_slots(self) -> Ints:
+        """The slots in use, ascending."""
+        return np.flatnonzero(self.group_of >= 0)
+
+    def on_undo(self, inverse: Callable[[], object]) -> None:
+        """Add the inverse of a change to the journal, if one is kept."""
+        if self._journal is not None:
+            self._journal.append(inverse)
+
+    def commit(self) -> None:
+        """Keep all changes so far for good."""
+        if self._journal is not None:
+            self._journal.clear()
+        # An entry is kept per store; dropping the outdated ones once they outnumber the rows costs O(1) per store.
+        if self.recency is not None and len(self.recency) > 2 * self.capacity + 1024:
+            self.recency.rebuild()
+
+    def undo(self) -> None:
+        """Take back all changes since the last commit. Needs `keep_undo`."""
+        if self._journal is None:
+            raise RuntimeError("the ledger keeps no undo journal: construct it with keep_undo=True")
+        while self._journal:
+            self._journal.pop()()
+
+    def _index(self, slots: Ints) -> Tensor:
+        return torch.from_numpy(slots).to(self.device, non_blocking=True)
+
+    def _drop(self, groups: Ints, slots: Ints) -> None:
+        """Inverse of `acquire`."""
+        for group in groups.tolist():
+            del self.slot_of[group]
+        self.free_slots.extend(reversed(slots.tolist()))
+        self.group_of[slots] = -1
+        self.last_step[slots] = -1
+
+    def _restore(self, groups: Ints, slots: Ints, steps: Ints) -> None:
+        """Inverse of `vacate`."""
+        if slots.size:
+            del self.free_slots[-slots.size :]
+        self.slot_of.update(zip(groups.tolist(), slots.tolist(), strict=True))
+        self.group_of[slots] = groups
+        self.last_step[slots] = steps

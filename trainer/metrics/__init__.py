@@ -1,0 +1,65 @@
+"""Metrics: catalog, payload contract, aggregation, tracker and sinks.
+
+Names are loaded on first use, so that `trainer.metrics.payload_contract` and the other contract modules can be imported
+without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from trainer.metrics.aggregate import CounterLedger, SumCount, WindowAggregator
+    from trainer.metrics.best_effort import BestEffort, Diagnostics, SkipBatch
+    from trainer.metrics.catalog import CATALOG, UnknownMetric, lookup
+    from trainer.metrics.gns_hooks import GradientNoiseScale
+    from trainer.metrics.logger import format_metrics, get_logger
+    from trainer.metrics.rank_reduction import MetricPlan, reduce_loss_metrics, reduce_over_ranks
+    from trainer.metrics.tracker import MetricsTracker, StepMetrics
+
+_HOMES: Final = {
+    "BestEffort": "best_effort",
+    "CATALOG": "catalog",
+    "CounterLedger": "aggregate",
+    "Diagnostics": "best_effort",
+    "GradientNoiseScale": "gns_hooks",
+    "MetricPlan": "rank_reduction",
+    "MetricsTracker": "tracker",
+    "SkipBatch": "best_effort",
+    "StepMetrics": "tracker",
+    "SumCount": "aggregate",
+    "UnknownMetric": "catalog",
+    "WindowAggregator": "aggregate",
+    "format_metrics": "logger",
+    "get_logger": "logger",
+    "lookup": "catalog",
+    "reduce_loss_metrics": "rank_reduction",
+    "reduce_over_ranks": "rank_reduction",
+}
+
+__all__ = [
+    "CATALOG",
+    "BestEffort",
+    "CounterLedger",
+    "Diagnostics",
+    "GradientNoiseScale",
+    "MetricPlan",
+    "MetricsTracker",
+    "SkipBatch",
+    "StepMetrics",
+    "SumCount",
+    "UnknownMetric",
+    "WindowAggregator",
+    "format_metrics",
+    "get_logger",
+    "lookup",
+    "reduce_loss_metrics",
+    "reduce_over_ranks",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,144 @@
+"""Puts the values of several micro-steps, and of several steps between two logged ones, together on one rank.
+
+How values combine comes from the catalog's `window` column. Tensors stay on their device and nothing is read: a value
+is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `rank_reduction` goes on over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from trainer.metrics.catalog import lookup
+from trainer.metrics.catalog_spec import WindowReduction
+
+Scalar = float | torch.Tensor
+
+
+class SumCount(NamedTuple):
+    """A mean on its way: a sum and the number, or total weight, of what was summed."""
+
+    total: Scalar
+    weight: Scalar
+
+
+Value = Scalar | SumCount
+# What callers may pass: a component's own pair counts as a SumCount.
+Input = Scalar | tuple[Scalar, Scalar]
+
+
+def _larger(a: Scalar, b: Scalar, sign: int) -> Scalar:
+    """The larger of two scalars (`sign` 1) or the smaller (-1); NaN wins over any number, on the device and off it."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        like = a if isinstance(a, torch.Tensor) else b
+        assert isinstance(like, torch.Tensor)
+        first, second = (x if isinstance(x, torch.Tensor) else like.new_full((), x) for x in (a, b))
+        return torch.maximum(first, second) if sign > 0 else torch.minimum(first, second)
+    if a != a or b != b:
+        return float("nan")
+    return max(a, b) if sign > 0 else min(a, b)
+
+
+@dataclass
+class _Entry:
+    """Running aggregate of one key."""
+
+    how: WindowReduction
+    total: Scalar
+    count: Scalar
+
+    def merge(self, total: Scalar, count: Scalar) -> None:
+        if self.how in ("mean", "weighted_mean", "sum"):
+            self.total = self.total + total
+            self.count = self.count + count
+        elif self.how == "last":
+            self.total = total
+        else:
+            self.total = _larger(self.total, total, 1 if self.how == "max" else -1)
+
+    def value(self) -> Value:
+        if self.how == "weighted_mean":
+            return SumCount(self.total, self.count)
+        return self.total / self.count if self.how == "mean" else self.total
+
+
+def _detached(value: Scalar) -> Scalar:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+class WindowAggregator:
+    """Aggregate of the values that the micro-steps of one optimizer step report.
+
+    A key that some micro-steps lack is aggregated over those that reported it: a gauge present once with 1.0 stays 1.0.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def add(self, values: Mapping[str, Input]) -> None:
+        """Take in one micro-step's values; a pair is (sum, count).
+
+        Raises:
+            UnknownMetric: a key is not in the catalog.
+            ValueError: a pair for a key whose mean is not weighted.
+        """
+        for key, value in values.items():
+            how = lookup(key).window
+            if isinstance(value, tuple):
+                if how != "weighted_mean":
+                    raise ValueError(f"{key}: a (sum, count) pair, but its window reduction is {how}")
+                total, count = value
+            else:
+                total, count = value, 1.0
+            total, count = _detached(total), _detached(count)
+            if key in self._entries:
+                self._entries[key].merge(total, count)
+            else:
+                self._entries[key] = _Entry(how, total, count)
+
+    def result(self) -> dict[str, Value]:
+        """The aggregates so far; weighted means still as `SumCount`."""
+        return {key: entry.value() for key, entry in self._entries.items()}
+
+    def drain(self) -> dict[str, Value]:
+        """The aggregates so far; starts anew."""
+        result = self.result()
+        self._entries = {}
+        return result
+
+
+class CounterLedger:
+    """Keeps what was counted on steps that did not log, so that the next one that does reports it.
+
+    Counters add up and flags stay raised; of any other key only the latest step's value is handed on. Counters that
+    must be reported from the first logged step on are named as `counters` and start at zero.
+    """
+
+    def __init__(self, counters: tuple[str, ...] = ()) -> None:
+        self._counters = counters
+        self._kept: dict[str, Scalar] = dict.fromkeys(counters, 0.0)
+        self._latest: dict[str, Value] = {}
+
+    def add(self, values: Mapping[str, Value]) -> None:
+        """Take in one step's values."""
+        self._latest = {}
+        for key, value in values.items():
+            kind = lookup(key).kind
+            if kind == "gauge" or isinstance(value, tuple):
+                self._latest[key] = value
+            elif key not in self._kept:
+                self._kept[key] = _detached(value)
+            elif kind == "counter":
+                self._kept[key] = self._kept[key] + _detached(value)
+            else:
+                self._kept[key] = _larger(self._kept[key], _detached(value), 1)
+
+    def drain(self) -> dict[str, Value]:
+        """Everything counted since the last drain, and the latest step's other values; starts anew."""
+        drained: dict[str, Value] = {**self._kept, **self._latest}
+        self._kept = dict.fromkeys(self._counters, 0.0)
+        self._latest = {}
+        return drained

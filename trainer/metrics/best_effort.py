@@ -1,0 +1,102 @@
+"""The one guard for diagnostics: a failure costs that diagnostic, never the run.
+
+    diagnostics = Diagnostics(on_event=events.write)
+    token_types = diagnostics.best_effort("token_type")
+    token_types.run(measure, batch)          # or:  with token_types: measure(batch)
+
+A collective must not stand inside a guard: other ranks would wait for it. Guard the local part, and let what is missing
+enter the reduction as the identity.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from trainer.metrics.logger import get_logger
+
+P = ParamSpec("P")
+R = TypeVar("R")
+EventCallback = Callable[[dict[str, Any]], None]
+
+logger = get_logger(__name__, rank_zero_only=False)
+
+
+class SkipBatch(Exception):
+    """Raised by a diagnostic that cannot measure this batch, for an expected reason; the next batch is tried again."""
+
+
+class BestEffort:
+    """Guard of one diagnostic.
+
+    Attributes:
+        name: the diagnostic's name in warnings and events.
+        enabled: False after an unexpected exception.
+        num_skipped: batches passed over by `SkipBatch`.
+    """
+
+    def __init__(self, name: str, *, on_event: EventCallback | None = None) -> None:
+        self.name = name
+        self.enabled = True
+        self.num_skipped = 0
+        self._on_event = on_event
+
+    def run(self, diagnostic: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """Call the diagnostic; None if it is off, skipped this batch or failed."""
+        if not self.enabled:
+            return None
+        with self:
+            return diagnostic(*args, **kwargs)
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, SkipBatch):
+            self.num_skipped += 1
+            return True
+        if not isinstance(error, Exception):
+            return False
+        if self.enabled:
+            self.enabled = False
+            self._report(error)
+        return True
+
+    def _report(self, error: Exception) -> None:
+        logger.warning("%s failed and is off from now on: %s: %s", self.name, type(error).__name__, error)
+        if self._on_event is None:
+            return
+        event = {
+            "event": "diagnostic_disabled",
+            "name": self.name,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        try:
+            self._on_event(event)
+        except Exception as failure:  # noqa: BLE001 - a diagnostic must not stop the run by way of its report either
+            logger.warning("could not record that %s is off: %s", self.name, failure)
+
+
+class Diagnostics:
+    """All guards of a run, one for each name."""
+
+    def __init__(self, *, on_event: EventCallback | None = None) -> None:
+        self._on_event = on_event
+        self._guards: dict[str, BestEffort] = {}
+
+    def best_effort(self, name: str) -> BestEffort:
+        """The guard of that name, always the same object."""
+        if name not in self._guards:
+            self._guards[name] = BestEffort(name, on_event=self._on_event)
+        return self._guards[name]
+
+    @property
+    def disabled(self) -> list[str]:
+        """Names of the diagnostics that have failed."""
+        return [name for name, guard in self._guards.items() if not guard.enabled]

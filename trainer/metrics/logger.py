@@ -1,0 +1,151 @@
+"""Log lines for people, on stderr, and the way numbers are written for them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, TextIO
+
+ROOT: Final = "trainer"
+_COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
+_COLOUR_INFO: Final = "\033[32m"
+_RESET: Final = "\033[0m"
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK") or 0)
+
+
+class _RankFormatter(logging.Formatter):
+    """`[rank N] LEVEL message`, with the level coloured if asked for."""
+
+    def __init__(self, *, colour: bool = False) -> None:
+        super().__init__("%(message)s")
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = record.levelname
+        if self._colour:
+            level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
+        return f"[rank {_rank()}] {level} {super().format(record)}"
+
+
+class _RankFilter(logging.Filter):
+    """Drops the records of ranks other than 0, except those of loggers that speak for every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every_rank: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.name in self.every_rank or _rank() == 0
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at the time of the record, so that redirections are honoured."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.rank_filter = _RankFilter()
+        self.addFilter(self.rank_filter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not sys.stderr or self.formatter is None:
+            # Not setStream: it would flush the old stream, which may be closed.
+            self.stream = sys.stderr
+            colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+            self.setFormatter(_RankFormatter(colour=colour))
+        super().emit(record)
+
+
+def _stderr_handler() -> _StderrHandler:
+    root = logging.getLogger(ROOT)
+    for handler in root.handlers:
+        if isinstance(handler, _StderrHandler):
+            return handler
+    handler = _StderrHandler()
+    root.addHandler(handler)
+    if root.level == logging.NOTSET:
+        root.setLevel(logging.INFO)
+    return handler
+
+
+def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
+    """A logger below `trainer` that writes to stderr with `[rank N] LEVEL` in front.
+
+    Args:
+        name: usually `__name__`; `trainer.` is put in front where it is missing.
+        rank_zero_only: drop this logger's records on other ranks (the rank is the environment's RANK, 0 if unset).
+            The latest call for a name decides.
+    """
+    full_name = name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}"
+    every_rank = _stderr_handler().rank_filter.every_rank
+    if rank_zero_only:
+        every_rank.discard(full_name)
+    else:
+        every_rank.add(full_name)
+    return logging.getLogger(full_name)
+
+
+def add_log_file(path: Path) -> logging.Handler:
+    """Also append this rank's records, whoever asked for them, to a file; close the returned handler at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_RankFormatter())
+    logging.getLogger(ROOT).addHandler(handler)
+    return handler
+
+
+def _format_int(value: int) -> str:
+    for size, suffix in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        # 999,950 would be written as 1000.0k by its own unit.
+        if abs(value) >= size * 0.99995 and abs(value) >= 1000:
+            return f"{value / size:.1f}{suffix}"
+    return str(value)
+
+
+def format_number(value: float | str) -> str:
+    """A number for people: integers as k/M/B, floats with 4 decimals.
+
+    Floats below 0.01 or above 1e6 stand in scientific notation, except zero. Ready strings stay as they are.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return _format_int(value)
+    if not math.isfinite(value) or value == 0:
+        return f"{value:.4f}"
+    if abs(value) < 0.01 or abs(value) > 1e6:
+        return f"{value:.2e}"
+    return f"{value:.4f}"
+
+
+def format_metrics(step: int, values: Mapping[str, float | str]) -> str:
+    """`[step 10] loss=2.3400 | tokens=1.2M`."""
+    parts = " | ".join(f"{name}={format_number(value)}" for name, value in values.items())
+    return f"[step {step}] {parts}"
+
+
+def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
+    """The line of a training step, from the payload's metrics; parts that do not exist are left out."""
+    parts: dict[str, float | str] = {}
+    if "loss" in metrics:
+        parts["loss"] = float(metrics["loss"])
+    if "lr" in metrics:
+        parts["lr"] = f"{metrics['lr']:.2e}"
+    if "grad_norm" in metrics:
+        parts["grad_norm"] = f"{metrics['grad_norm']:.3f}"
+    if "tokens_per_sec" in metrics:
+        parts["tok/s"] = f"{metrics['tokens_per_sec']:,.0f}"
+    if "mfu" in metrics:
+        parts["mfu"] = f"{metrics['mfu']:.1%}"
+    if "gpu/peak_gb" in metrics and "gpu/total_gb" in metrics:
+        parts["mem"] = f"{metrics['gpu/peak_gb']:.1f}/{metrics['gpu/total_gb']:.0f}GB"
+    if "step_time_sec" in metrics:
+        seconds = metrics["step_time_sec"]
+        parts["step_time"] = f"{seconds:.2f}s" if seconds >= 0.1 else f"{seconds:.4f}s"
+    return format_metrics(step, parts)

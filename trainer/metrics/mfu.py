@@ -1,0 +1,61 @@
+"""Model FLOPs utilisation: the share of the devices' peak that the model's own arithmetic reaches.
+
+`mfu = tokens_per_sec * flops_per_token / (num_devices * peak)` (Chowdhery et al. 2022, appendix B): recomputed
+activations do not count. Without a known peak there is no MFU; a guessed peak would be a wrong number.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import torch
+
+from trainer.metrics.aggregate import Scalar
+
+# Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse figure, twice as
+# large). The first pattern that matches the whole device name counts; a MIG slice or an unlisted card has no peak.
+PEAK_TFLOPS: Final[tuple[tuple[str, float], ...]] = (
+    (r"NVIDIA B200.*", 2250.0),  # HGX B200: 36 PFLOPS sparse for eight
+    (r"NVIDIA (H200 NVL|H100 NVL)", 835.5),  # H100 NVL, H200 NVL: 1,671 sparse
+    (r"NVIDIA H100 PCIe", 756.5),  # H100 PCIe: 1,513 sparse
+    (r"NVIDIA (H100 80GB HBM3|H200|GH200 .*)", 989.5),  # H100 SXM, H200 SXM, GH200: 1,979 sparse
+    (r"(NVIDIA )?A100[- ].*", 312.0),
+    (r"NVIDIA A40", 149.7),
+    (r"NVIDIA A30", 165.0),
+    (r"NVIDIA A10", 125.0),
+    (r"NVIDIA L40S", 362.05),
+    (r"NVIDIA L4", 121.0),  # 242 sparse
+    (r"AMD Instinct MI300X.*", 1307.4),
+)
+
+
+def lookup_peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak of a device by the name that its driver gives, None if unknown."""
+    if " MIG " in device_name:
+        return None
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.fullmatch(pattern, device_name)), None)
+
+
+def resolve_peak_tflops(device: torch.device | str, override: float = 0.0) -> float | None:
+    """The peak to count with: the override if it is positive, else the device's own, None where it is unknown."""
+    if override > 0.0:
+        return override
+    device = torch.device(device)
+    return lookup_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def compute_mfu(
+    *, tokens_per_sec: Scalar, flops_per_token: float, num_devices: int, peak_tflops: float | None
+) -> Scalar | None:
+    """MFU as a fraction, None where the peak or the model's FLOPs are unknown.
+
+    Args:
+        tokens_per_sec: over all devices.
+        flops_per_token: forward and backward of the model, real FLOPs; 0 if unknown.
+        num_devices: devices that share the work.
+        peak_tflops: peak of one device in 1e12 FLOP/s.
+    """
+    if peak_tflops is None or flops_per_token <= 0.0:
+        return None
+    return tokens_per_sec * (flops_per_token / (num_devices * peak_tflops * 1e12))

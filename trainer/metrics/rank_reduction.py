@@ -1,0 +1,174 @@
+"""Puts the values of all ranks together, every key of a logged step in one collective.
+
+The plan (keys, order, operations) comes from the config and is the same on all ranks; a rank without a value
+contributes the identity. The collective is one all-gather of a float64 vector, two numbers a key, from which every rank
+computes the same minima, maxima, sums and means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from trainer.metrics.aggregate import Scalar, SumCount, Value
+from trainer.metrics.catalog import WORST_SUFFIX, lookup
+from trainer.metrics.catalog_spec import RankReduction
+
+_MEANS = ("mean", "weighted_mean")
+_Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MetricPlan:
+    """Keys in a fixed order with the operation of each."""
+
+    entries: tuple[tuple[str, RankReduction], ...]
+
+    @classmethod
+    def from_keys(cls, keys: Iterable[str]) -> Self:
+        """The plan of these keys, with the catalog's operations.
+
+        The order is the sorted one, so that ranks agree however they collect their keys.
+
+        Raises:
+            UnknownMetric: a key is not in the catalog.
+        """
+        return cls(tuple((key, lookup(key).ranks) for key in sorted(set(keys))))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys in their order."""
+        return tuple(key for key, _ in self.entries)
+
+
+def _pack(
+    local: Mapping[str, Value], entries: Sequence[tuple[str, RankReduction]], device: torch.device | str
+) -> torch.Tensor:
+    """The vector [2K] float64: for each key its value (or sum) and its count; count 0 where the rank has none."""
+    unplanned = sorted(local.keys() - {key for key, _ in entries})
+    if unplanned:
+        raise KeyError(f"not in the plan of the reduction: {', '.join(unplanned)}")
+    numbers = np.zeros(2 * len(entries))
+    places: list[int] = []
+    tensors: list[torch.Tensor] = []
+
+    def put(place: int, scalar: Scalar) -> None:
+        if isinstance(scalar, torch.Tensor):
+            places.append(place)
+            tensors.append(scalar.detach().to(device=device, dtype=torch.float64).reshape(()))
+        else:
+            numbers[place] = scalar
+
+    for index, (key, _) in enumerate(entries):
+        value = local.get(key)
+        if value is not None:
+            total, count = value if isinstance(value, tuple) else SumCount(value, 1.0)
+            put(2 * index, total)
+            put(2 * index + 1, count)
+    vector = torch.from_numpy(numbers).to(device)
+    if tensors:
+        vector[torch.tensor(places, device=device)] = torch.stack(tensors)
+    return vector
+
+
+def _gather(vector: torch.Tensor, group: dist.ProcessGroup | None, world_size: int) -> _Matrix:
+    """[W, 2K]: the vectors of all ranks."""
+    if world_size == 1:
+        return vector.cpu().numpy()[None]
+    gathered = [torch.empty_like(vector) for _ in range(world_size)]
+    dist.all_gather(gathered, vector, group=group)
+    return torch.stack(gathered).cpu().numpy()
+
+
+def _combine(gathered: _Matrix, entries: Sequence[tuple[str, RankReduction]]) -> dict[str, float]:
+    values, counts = gathered[:, 0::2], gathered[:, 1::2]  # [W, K] each
+    present = counts != 0
+    totals = np.where(present, values, 0.0).sum(0)
+    weights = counts.sum(0)
+    least = np.where(present, values, np.inf).min(0)
+    most = np.where(present, values, -np.inf).max(0)
+    reduced: dict[str, float] = {}
+    for index, (key, operation) in enumerate(entries):
+        if not present[:, index].any():
+            continue
+        if operation in _MEANS:
+            reduced[key] = float(totals[index] / weights[index])
+        elif operation == "min":
+            reduced[key] = float(least[index])
+        elif operation == "max":
+            reduced[key] = float(most[index])
+        else:
+            reduced[key] = float(totals[index])
+            if operation == "sum_and_worst":
+                reduced[key + WORST_SUFFIX] = float(most[index])
+    return reduced
+
+
+def reduce_over_ranks(
+    local: Mapping[str, Value],
+    plan: MetricPlan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str,
+    world_size: int,
+) -> dict[str, float]:
+    """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
+
+    Args:
+        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count.
+        plan: the same on every rank.
+        device: where the collective runs (the CPU for gloo, this rank's device for nccl).
+
+    Returns:
+        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside
+        counters that ask for it. A NaN on any rank makes the result NaN; a key that no rank has is absent.
+
+    Raises:
+        KeyError: a local key is not in the plan.
+    """
+    gathered = _gather(_pack(local, plan.entries, device), group, world_size)
+    return _combine(gathered, plan.entries)
+
+
+def _weighted(value: Scalar, count: Scalar) -> SumCount:
+    """A local mean as a sum and count; a mean over nothing (count 0, value perhaps NaN) contributes nothing."""
+    if isinstance(value, torch.Tensor) or isinstance(count, torch.Tensor):
+        product = torch.as_tensor(value * count)
+        return SumCount(torch.where(torch.as_tensor(count == 0, device=product.device), 0.0, product), count)
+    return SumCount(0.0 if count == 0 else value * count, count)
+
+
+def reduce_loss_metrics(
+    values: Mapping[str, Scalar],
+    counts: Mapping[str, Scalar] | None = None,
+    sum_keys: Iterable[str] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str,
+    world_size: int,
+) -> dict[str, float]:
+    """Means and totals over ranks in one collective. Every rank must call it with the same names.
+
+    Args:
+        values: this rank's numbers. The names in `values`, `counts` and `sum_keys` together must be the same on all
+            ranks; a rank that has no value for a name in `counts` or `sum_keys` leaves it out of `values`.
+        counts: weight of this rank's mean, by name; names without a count weigh the same on every rank.
+        sum_keys: names that are totals: the cluster's total under the name, the worst rank's under `<name>_max`.
+
+    Returns:
+        The same on every rank; a mean over nothing is absent, a total over nothing is 0.
+    """
+    counts = counts or {}
+    totals = frozenset(sum_keys or ())
+    names = sorted(values.keys() | counts.keys() | totals)
+    entries: list[tuple[str, RankReduction]] = [(name, "sum_and_worst" if name in totals else "mean") for name in names]
+    local: dict[str, Value] = dict.fromkeys(totals, 0.0)
+    for name, value in values.items():
+        local[name] = _weighted(value, counts[name]) if name in counts and name not in totals else value
+    return _combine(_gather(_pack(local, entries, device), group, world_size), entries)

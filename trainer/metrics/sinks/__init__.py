@@ -1,0 +1,1 @@
+"""Where payloads go. Import the sinks from their modules."""

@@ -1,0 +1,82 @@
+"""A file to which whole lines are appended, each in one write."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from trainer.metrics.logger import get_logger
+
+logger = get_logger(__name__)
+
+
+class LineFile:
+    """Appends lines to a file; a line is handed to the system in full before `append` returns.
+
+    The lines are JSON objects. On opening, a last line without its end (the writer was killed, the disk was full) is
+    mended: a whole object gets its line end, a fragment is cut off, so that the file holds nothing but whole lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._is_open = True
+        try:
+            self._mend_last_line()
+        except BaseException:
+            self.close()
+            raise
+
+    def _mend_last_line(self) -> None:
+        end = os.lseek(self._fd, 0, os.SEEK_END)
+        tail = self._unfinished_tail(end)
+        if not tail:
+            return
+        if _is_json_object(tail):
+            self._write(b"\n")
+        else:
+            os.ftruncate(self._fd, end - len(tail))
+            logger.warning("%s: cut off %d bytes of a last line that was not written in full", self.path, len(tail))
+
+    def _unfinished_tail(self, end: int) -> bytes:
+        """What follows the last line end."""
+        tail = b""
+        while end > 0:
+            start = max(0, end - 65536)
+            chunk = os.pread(self._fd, end - start, start)
+            newline = chunk.rfind(b"\n")
+            tail = chunk[newline + 1 :] + tail
+            if newline >= 0:
+                break
+            end = start
+        return tail
+
+    def append(self, line: str) -> None:
+        """Write one line.
+
+        Raises:
+            OSError: the line could not be written in full (disk full, quota); the error names the file.
+        """
+        self._write(line.encode("utf-8") + b"\n")
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._fd)
+
+
+def _is_json_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False

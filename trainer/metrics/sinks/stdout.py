@@ -1,0 +1,76 @@
+"""Payloads on standard output: JSON lines for programs, or one short line a step for people."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final, Literal, TextIO
+
+from trainer.metrics.logger import format_metrics, format_train_line, get_logger
+from trainer.metrics.payload_contract import RESTART, encode_payload
+
+logger = get_logger(__name__)
+StdoutMode = Literal["json", "line", "off"]
+STDOUT_MODES: Final = ("json", "line", "off")
+
+
+def resolve_stdout_mode(mode: str, stream: TextIO | None = None) -> StdoutMode:
+    """`auto` becomes `line` on a terminal and `json` elsewhere; the other modes stay."""
+    if mode == "auto":
+        return "line" if (stream or sys.stdout).isatty() else "json"
+    if mode not in STDOUT_MODES:
+        raise ValueError(f"stdout mode must be one of auto, {', '.join(STDOUT_MODES)}, got {mode!r}")
+    return mode  # type: ignore[return-value]
+
+
+def render_line(payload: Mapping[str, Any]) -> str:
+    """The payload as a line for people."""
+    step = payload["global_step"]
+    values = {**payload["metrics"], **{key: float(word) for key, word in payload.get("non_finite", {}).items()}}
+    return format_train_line(step, values) if payload["mode"] == "train" else format_metrics(step, values)
+
+
+class StdoutSink:
+    """Writes one line a payload, in one write, flushed at once.
+
+    A reader that goes away (`| head`) or a stream that cannot be written ends the output with one warning, not the run.
+    """
+
+    def __init__(self, mode: StdoutMode, *, stream: TextIO | None = None) -> None:
+        self._mode: StdoutMode = mode
+        self._stream = stream or sys.stdout
+
+    def log(self, payload: Mapping[str, Any]) -> None:
+        """Write one payload."""
+        if self._mode != "off":
+            self._write(encode_payload(payload) if self._mode == "json" else render_line(payload))
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Write a restart event, in JSON mode only."""
+        if self._mode == "json" and event.get("event") == RESTART:
+            self._write(encode_payload(event))
+
+    def _write(self, line: str) -> None:
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._mode = "off"
+            logger.warning("stdout cannot be written any more and is off: %s: %s", type(error).__name__, error)
+            self._discard_rest()
+
+    def _discard_rest(self) -> None:
+        # What the stream still buffers would fail again when the interpreter flushes it at exit, with a traceback.
+        try:
+            target = self._stream.fileno()
+        except (OSError, ValueError):
+            return
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, target)
+        finally:
+            os.close(null)
+
+    def close(self) -> None:
+        """Nothing is held back."""

@@ -1,0 +1,52 @@
+"""TensorBoard event files (needs the extra `tensorboard`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.metrics.best_effort import BestEffort, EventCallback
+from trainer.metrics.display import display_key
+from trainer.metrics.payload_contract import RESTART
+
+
+class TensorboardSink:
+    """Writes each metric as a scalar at its step; failures cost one warning and the sink, never the run."""
+
+    def __init__(self, log_dir: Path, *, on_event: EventCallback | None = None) -> None:
+        self._log_dir = log_dir
+        self._guard = BestEffort("tensorboard", on_event=on_event)
+        self._writer: Any = None
+        self._guard.run(self._open, None)
+
+    def _open(self, purge_step: int | None) -> None:
+        # Imported here: tensorboard is an extra, and it takes seconds.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._log_dir), purge_step=purge_step, flush_secs=30)
+
+    def log(self, payload: Mapping[str, Any]) -> None:
+        """Write one payload."""
+        self._guard.run(self._log, payload)
+
+    def _log(self, payload: Mapping[str, Any]) -> None:
+        step = payload["global_step"]
+        for key, value in payload["metrics"].items():
+            self._writer.add_scalar(display_key(key), value, step)
+        for key, word in payload.get("non_finite", {}).items():
+            self._writer.add_scalar(display_key(key), float(word), step)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """After a restart, hide what earlier rows say about the steps that are repeated."""
+        if event.get("event") == RESTART:
+            self._guard.run(self._purge, event["global_step"] + 1)
+
+    def _purge(self, first_step: int) -> None:
+        self._writer.close()
+        self._open(first_step)
+
+    def close(self) -> None:
+        """Write out and close the files."""
+        if self._writer is not None:
+            self._guard.run(self._writer.close)

@@ -1,0 +1,108 @@
+"""Weights & Biases: one row a step, best effort, offline unless told otherwise.
+
+How wandb behaves and what follows: a second `log` of a committed step is dropped with a mere warning, so the training
+and evaluation payloads of a step are held back until the step is over and go out as one row; a step below the run's own
+counter is dropped too, so after a rewind (resume from an older checkpoint) rows go out without a step and the axis is
+the logged `global_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.metrics.best_effort import BestEffort, EventCallback
+from trainer.metrics.display import display_key
+
+WandbMode = Literal["offline", "online", "disabled"]
+STEP_KEY = "global_step"
+
+
+class WandbSink:
+    """Sends payloads to a wandb run.
+
+    Attributes:
+        run_id: the run's id, to be kept in checkpoints; None if the run could not be opened.
+        last_step: the last step that was sent; None before the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: WandbMode,
+        project: str,
+        run_dir: Path,
+        name: str | None = None,
+        run_id: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        entity: str | None = None,
+        base_url: str | None = None,
+        init_timeout_sec: float = 60.0,
+        finish_timeout_sec: float = 60.0,
+        on_event: EventCallback | None = None,
+    ) -> None:
+        """Open the run.
+
+        Args:
+            mode: explicit, because wandb would ask on the terminal.
+            run_dir: wandb's files go to `<run_dir>/wandb`.
+            run_id: continue this run; None starts a new one.
+            config: shown with the run.
+            entity: team or user; None: the account's default.
+            base_url: a server of one's own; None: what the environment says.
+            init_timeout_sec, finish_timeout_sec: how long an unreachable server may hold up start and end.
+            on_event: gets an event if the sink fails.
+        """
+        self.run_id: str | None = None
+        self.last_step: int | None = None
+        self._guard = BestEffort("wandb", on_event=on_event)
+        self._run: Any = None
+        self._row: dict[str, float] = {}
+        self._row_step = 0
+        settings = {"console": "off", "init_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
+        options = {"mode": mode, "project": project, "name": name, "id": run_id, "config": dict(config or {})}
+        self._guard.run(self._open, run_dir, options, settings)
+
+    def _open(self, run_dir: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
+        # Imported here: it takes most of a second, and only rank 0 needs it.
+        import wandb
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        known = {key: value for key, value in settings.items() if key in wandb.Settings.model_fields}
+        self._run = wandb.init(**options, resume="allow", dir=str(run_dir), settings=wandb.Settings(**known))
+        self.run_id = self._run.id
+        self._run.define_metric(STEP_KEY, hidden=True)
+        self._run.define_metric("*", step_metric=STEP_KEY, step_sync=True)
+
+    def log(self, payload: Mapping[str, Any]) -> None:
+        """Take one payload; it goes out with the next step's or at `close`."""
+        self._guard.run(self._log, payload)
+
+    def _log(self, payload: Mapping[str, Any]) -> None:
+        step = payload["global_step"]
+        if self._row and step != self._row_step:
+            self._send()
+        self._row_step = step
+        for key, value in payload["metrics"].items():
+            self._row[display_key(key)] = value
+        for key, word in payload.get("non_finite", {}).items():
+            self._row[display_key(key)] = float(word)
+
+    def _send(self) -> None:
+        row, self._row = {**self._row, STEP_KEY: self._row_step}, {}
+        step = self._row_step if self._row_step >= self._run.step else None
+        self._run.log(row, step=step, commit=True)
+        self.last_step = self._row_step
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Events are not sent."""
+
+    def close(self) -> None:
+        """Send the held-back row and finish the run."""
+        if self._run is None:
+            return
+        if self._row:
+            self._guard.run(self._send)
+        run, self._run = self._run, None
+        BestEffort("wandb finish").run(run.finish)

@@ -1,0 +1,300 @@
+"""MetricsTracker: the per-step centre of all metrics.
+
+tracker = MetricsTracker(log_interval=10, num_devices=world_size, device=device, rank=rank, flops_per_token=flops)
+tracker.init_backends([StdoutSink("json"), JsonlSink(run_dir / "metrics.jsonl")])      # rank 0 only
+for step in range(1, steps + 1):
+    tracker.start_step()
+    with tracker.section("data"):
+        batch = next(batches)
+    ...
+    tracker.end_step(step, loss=loss, grad_norm=grad_norm, lr=lr, tokens_in_step=tokens)
+tracker.close()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from trainer.metrics.aggregate import CounterLedger, Scalar, Value
+from trainer.metrics.catalog import EVAL_PREFIX, UnknownMetric, is_known
+from trainer.metrics.logger import get_logger
+from trainer.metrics.memory import MemoryStats, read_memory
+from trainer.metrics.mfu import compute_mfu, resolve_peak_tflops
+from trainer.metrics.payload_contract import Mode, build_payload, build_restart
+from trainer.metrics.sinks.base import Sink
+from trainer.metrics.smoothing import Ema
+
+logger = get_logger(__name__)
+_SMOOTHED = ("loss", "tokens_per_sec", "mfu", "step_time")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Raw values of one logged step; None where a thing is unknown or does not exist on the device.
+
+    Units: tokens per second over all ranks, seconds, GB (1e9 bytes), fractions.
+    """
+
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens_per_sec: float | None
+    mfu: float | None
+    step_time_sec: float
+    allocated_gb: float | None
+    peak_gb: float | None
+    reserved_gb: float | None
+    total_gb: float | None
+    mem_utilization: float | None
+
+
+class _Section:
+    """Adds the time spent inside to one part of the step."""
+
+    __slots__ = ("_began", "_clock", "_name", "_parts")
+
+    def __init__(self, name: str, parts: dict[str, float], clock: Callable[[], float]) -> None:
+        self._name = name
+        self._parts = parts
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._began = self._clock()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._parts[self._name] = self._parts.get(self._name, 0.0) + self._clock() - self._began
+
+
+def _read(value: Value) -> float:
+    """A value as a number; waits for its device."""
+    return float(value[0]) / float(value[1]) if isinstance(value, tuple) else float(value)
+
+
+class MetricsTracker:
+    """Times steps, smooths, and sends payloads to the sinks on logging steps.
+
+    Nothing waits for the device outside logging steps: `loss`, `grad_norm` and `tokens_in_step` may be 0-dim tensors
+    and are read only when a step is logged, while the smoothing sees every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_interval: int,
+        num_devices: int,
+        device: torch.device | str,
+        flops_per_token: float = 0.0,
+        peak_tflops: float = 0.0,
+        smoothing_alpha: float = 0.1,
+        sinks: Iterable[Sink] = (),
+        rank: int = 0,
+        counters: tuple[str, ...] = (),
+        strict_keys: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Build a tracker; `sinks` may also come later through `init_backends`.
+
+        Args:
+            log_interval: steps between two logged ones; step 1 is always logged.
+            num_devices: devices that share the work (the world size).
+            device: this rank's device, for memory and its peak.
+            flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
+            peak_tflops: peak of one device; 0 takes it from the device's name, where known.
+            smoothing_alpha: weight of the newest step in the smoothed values.
+            rank: only rank 0 may have sinks.
+            counters: counter keys in `extra` that are reported as 0 until something is counted.
+            strict_keys: a key that is not in the catalog raises `UnknownMetric` instead of one warning.
+            clock: monotonic seconds.
+        """
+        if log_interval < 1:
+            raise ValueError(f"log_interval must be >= 1, got {log_interval}")
+        self._log_interval = log_interval
+        self._num_devices = num_devices
+        self._device = torch.device(device)
+        self._flops_per_token = flops_per_token
+        self._peak_tflops = resolve_peak_tflops(self._device, peak_tflops)
+        self._rank = rank
+        self._strict_keys = strict_keys
+        self._clock = clock
+        self._smoothed = {name: Ema(smoothing_alpha) for name in _SMOOTHED}
+        self._extra = CounterLedger(counters)
+        self._tokens_seen: Scalar = 0
+        self._parts: dict[str, float] = {}
+        self._step_start: float | None = None
+        self._checked_keys: set[str] = set()
+        self._sinks: list[Sink] = []
+        self.init_backends(sinks)
+
+    def init_backends(self, sinks: Iterable[Sink]) -> None:
+        """Add sinks, once the process group exists and a restored run id is known; rank 0 only."""
+        sinks = list(sinks)
+        if sinks and self._rank != 0:
+            raise ValueError(f"sinks belong to rank 0, this is rank {self._rank}")
+        self._sinks.extend(sinks)
+
+    def will_log(self, step: int) -> bool:
+        """Whether `end_step` of this step logs by itself."""
+        return step % self._log_interval == 0 or step == 1
+
+    def start_step(self) -> None:
+        """Start the step's clock."""
+        self._parts.clear()
+        self._step_start = self._clock()
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Times a part of the step: `data`, `forward_backward` or `optimizer`; a part entered twice adds up."""
+        return _Section(name, self._parts, self._clock)
+
+    def end_step(
+        self,
+        step: int,
+        *,
+        loss: Scalar,
+        grad_norm: Scalar | None,
+        lr: float,
+        tokens_in_step: Scalar,
+        extra: Mapping[str, Value] | None = None,
+        force_log: bool = False,
+    ) -> StepMetrics | None:
+        """Close the step: timing, MFU, memory, smoothing, and on logging steps logging.
+
+        Args:
+            loss: the step's loss over all ranks, per token.
+            grad_norm: before clipping; None if it is not computed.
+            tokens_in_step: target tokens over all ranks.
+            extra: other values over all ranks, by catalog key. What counters count on a step that is not logged is in
+                the next one that is; of other keys the logged step's own values are reported.
+            force_log: log this step whatever the interval says (the last step, an evaluation step).
+
+        Returns:
+            The raw values on logging steps, None otherwise.
+
+        Raises:
+            RuntimeError: `start_step` was not called.
+            UnknownMetric: `strict_keys` is set and a key is not in the catalog.
+            OSError: an essential sink could not write.
+        """
+        if self._step_start is None:
+            raise RuntimeError("end_step without start_step")
+        step_time = self._clock() - self._step_start
+        self._step_start = None
+        tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None
+        self._tokens_seen = self._tokens_seen + tokens_in_step
+        mfu = None if tokens_per_sec is None else self._mfu(tokens_per_sec)
+        is_logged = force_log or self.will_log(step)
+        # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
+        memory = read_memory(self._device) if is_logged else None
+        self._smooth(loss=loss, tokens_per_sec=tokens_per_sec, mfu=mfu, step_time=step_time)
+        self._extra.add(extra or {})
+        if not is_logged:
+            return None
+        metrics = _step_metrics(loss, grad_norm, lr, tokens_per_sec, mfu, step_time, memory)
+        self._emit("train", step, self._collect(metrics, tokens_in_step))
+        return metrics
+
+    def _mfu(self, tokens_per_sec: Scalar) -> Scalar | None:
+        return compute_mfu(
+            tokens_per_sec=tokens_per_sec,
+            flops_per_token=self._flops_per_token,
+            num_devices=self._num_devices,
+            peak_tflops=self._peak_tflops,
+        )
+
+    def _smooth(self, **samples: Scalar | None) -> None:
+        for name, sample in samples.items():
+            if sample is not None:
+                self._smoothed[name].update(sample)
+
+    def _collect(self, metrics: StepMetrics, tokens_in_step: Scalar) -> dict[str, float]:
+        """All values of a logged step by catalog key; what is unknown is left out."""
+        memory = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
+        found: dict[str, float | None] = {
+            (f"gpu/{name}" if name in memory else name): value for name, value in vars(metrics).items()
+        }
+        found["tokens_in_step"] = _read(tokens_in_step)
+        found["tokens_seen"] = _read(self._tokens_seen)
+        for name, average in self._smoothed.items():
+            found[f"smoothed/{name}"] = average.read()
+        for part, seconds in self._parts.items():
+            found[f"time/{part}_sec"] = seconds
+            found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
+        for key, value in self._extra.drain().items():
+            found[key] = _read(value)
+        return {key: value for key, value in found.items() if value is not None}
+
+    def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
+        """Send evaluation values; `eval_` is put in front of keys without it, and the smoothing stays as it is."""
+        named = {key if key.startswith(EVAL_PREFIX) else EVAL_PREFIX + key: _read(v) for key, v in metrics.items()}
+        self._emit("eval", step, named)
+
+    def log_restart(self, step: int, **details: Any) -> None:
+        """Say in every stream that the run goes on after this checkpointed step, so that steps may repeat."""
+        event = build_restart(step, **details)
+        for sink in self._sinks:
+            sink.event(event)
+
+    def _emit(self, mode: Mode, step: int, metrics: dict[str, float]) -> None:
+        for key in metrics.keys() - self._checked_keys:
+            self._check_key(key)
+        if not self._sinks or not metrics:
+            return
+        payload = build_payload(mode, step, metrics)
+        for sink in self._sinks:
+            sink.log(payload)
+
+    def _check_key(self, key: str) -> None:
+        if not is_known(key):
+            if self._strict_keys:
+                raise UnknownMetric(key)
+            logger.warning("%s", UnknownMetric(key))
+        self._checked_keys.add(key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from: tokens seen and the smoothed values."""
+        return {
+            "tokens_seen": int(self._tokens_seen),
+            "smoothed": {name: average.read() for name, average in self._smoothed.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._tokens_seen = state["tokens_seen"]
+        for name, value in state["smoothed"].items():
+            self._smoothed[name].load(value)
+
+    def close(self) -> None:
+        """Close the sinks, each of them even if one fails; the failure is raised then."""
+        with ExitStack() as stack:
+            while self._sinks:
+                stack.callback(self._sinks.pop(0).close)
+
+
+def _step_metrics(
+    loss: Scalar,
+    grad_norm: Scalar | None,
+    lr: float,
+    tokens_per_sec: Scalar | None,
+    mfu: Scalar | None,
+    step_time: float,
+    memory: MemoryStats | None,
+) -> StepMetrics:
+    return StepMetrics(
+        loss=_read(loss),
+        grad_norm=None if grad_norm is None else _read(grad_norm),
+        lr=float(lr),
+        tokens_per_sec=None if tokens_per_sec is None else _read(tokens_per_sec),
+        mfu=None if mfu is None else _read(mfu),
+        step_time_sec=step_time,
+        allocated_gb=memory.allocated_gb if memory else None,
+        peak_gb=memory.peak_gb if memory else None,
+        reserved_gb=memory.reserved_gb if memory else None,
+        total_gb=memory.total_gb if memory else None,
+        mem_utilization=memory.mem_utilization if memory else None,
+    )

@@ -1,0 +1,8 @@
+"""The reference model and the protocol that any model here meets."""
+
+from trainer.model.build import build
+from trainer.model.encoder import RecurrentEncoder
+from trainer.model.protocol import ModelOutput, SequenceModel
+from trainer.model.recurrence import linear_scan
+
+__all__ = ["ModelOutput", "RecurrentEncoder", "SequenceModel", "build", "linear_scan"]

@@ -1,0 +1,99 @@
+"""The residual blocks of the encoder: gated recurrence and gated MLP, each behind a norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.model.recurrence import GATE_SHARPNESS, gated_coefficients, linear_scan
+
+INIT_STD = 0.02
+INITIAL_DECAY_RANGE = (0.9, 0.999)
+"""Range of the decay `a` of the channels at the start, where the recurrence gate is about one half."""
+
+
+class GatedRecurrence(nn.Module):
+    """The temporal mixing: `out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024 (section 2.3).
+
+    The paper's short temporal convolution is left out: it would be a second kind of state to carry between cells.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.values = nn.Linear(dim, dim, bias=False)
+        self.output_gate = nn.Linear(dim, dim, bias=False)
+        self.recurrence_gate = nn.Linear(dim, dim)
+        self.input_gate = nn.Linear(dim, dim)
+        self.decay = nn.Parameter(torch.empty(dim))
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def init_weights(self, residual_std: float) -> None:
+        """Draw all parameters from torch's global generator; `residual_std` is for the output projection."""
+        for linear in (self.values, self.output_gate, self.recurrence_gate, self.input_gate):
+            nn.init.normal_(linear.weight, std=INIT_STD)
+        nn.init.zeros_(self.recurrence_gate.bias)
+        nn.init.zeros_(self.input_gate.bias)
+        nn.init.normal_(self.out.weight, std=residual_std)
+        low, high = INITIAL_DECAY_RANGE
+        with torch.no_grad():
+            # Uniform in a^2, as for the LRU's ring (Orvieto et al. 2023, arXiv 2303.06349, lemma 3.2).
+            log_a = 0.5 * torch.empty_like(self.decay).uniform_(low**2, high**2).log()
+            # log a = -c * softplus(Lambda) / 2, solved for Lambda.
+            self.decay.copy_(torch.log(torch.expm1(-2.0 * log_a / GATE_SHARPNESS)))
+
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the state after it [B, D]."""
+        values = self.values(x)  # [B, T, D]
+        a, b = gated_coefficients(
+            self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets
+        )  # [B, T, D] each
+        h = linear_scan(a, b, state.to(a.dtype))  # [B, T, D]
+        gate = F.gelu(self.output_gate(x))
+        return self.out(gate * h.to(gate.dtype)), h[:, -1]
+
+
+class GatedMLP(nn.Module):
+    """`out(gelu(gate(x)) * up(x))`, the GEGLU of Shazeer 2020 (arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.values = nn.Linear(dim, hidden, bias=False)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.out = nn.Linear(hidden, dim, bias=False)
+
+    def init_weights(self, residual_std: float) -> None:
+        """Draw all parameters from torch's global generator; `residual_std` is for the output projection."""
+        nn.init.normal_(self.values.weight, std=INIT_STD)
+        nn.init.normal_(self.gate.weight, std=INIT_STD)
+        nn.init.normal_(self.out.weight, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [B, T, D] position by position."""
+        mapped: Tensor = self.out(F.gelu(self.gate(x)) * self.values(x))
+        return mapped
+
+
+class Block(nn.Module):
+    """One layer: `x + recurrence(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.recurrence_norm = nn.RMSNorm(dim)
+        self.recurrence = GatedRecurrence(dim)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = GatedMLP(dim, hidden)
+
+    def init_weights(self, num_layers: int) -> None:
+        """Draw all parameters; the 2 * num_layers projections that add to the residual stream start smaller."""
+        residual_std = INIT_STD / math.sqrt(2 * num_layers)
+        self.recurrence.init_weights(residual_std)
+        self.mlp.init_weights(residual_std)
+
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the state after it [B, D]."""
+        mixed, state = self.recurrence(self.recurrence_norm(x), state, resets)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state

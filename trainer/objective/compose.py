@@ -1,0 +1,96 @@
+"""`Objective`: the enabled components of the loss, composed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.errors import UserError
+from trainer.objective.components import (
+    CoordSettings,
+    ObjectiveError,
+    Term,
+    coord,
+    per_token_cross_entropy,
+    prepare,
+    token_ce,
+    z_loss,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOutput:
+    """The loss of one micro-batch, with what it is made of. All tensors, on the logits' device."""
+
+    loss_sum: Tensor
+    """Sum of all parts: a scalar with a gradient. The window's loss is the sum of these, over micro-batches and ranks,
+    divided by the sum of `num_tokens`."""
+
+    num_tokens: Tensor
+    """Number of unmasked targets: a scalar, int64."""
+
+    parts: dict[str, Term]
+    """Component name -> (sum, count), detached; the sums add up to `loss_sum`."""
+
+    token_loss: Tensor
+    """Cross entropy of each target, [B, T], detached, 0 where masked."""
+
+    is_correct: Tensor
+    """Whether the likeliest token is the target, bool [B, T], False where masked."""
+
+    @property
+    def num_correct(self) -> Tensor:
+        """Number of correct predictions: a scalar, int64."""
+        return self.is_correct.sum()
+
+
+class Objective:
+    """The loss: cross entropy, and the components that are enabled.
+
+    Args:
+        z_loss: coefficient of the z-loss; 0 leaves it out.
+        coord: settings of the supervision of ordered-bin tokens; None leaves it out.
+
+    Raises:
+        UserError: the coefficient is negative or not finite.
+    """
+
+    def __init__(self, *, z_loss: float = 0.0, coord: CoordSettings | None = None) -> None:
+        if not 0 <= z_loss < float("inf"):
+            raise UserError("objective.z_loss", f"must be >= 0 and finite, got {z_loss}")
+        self._z_loss = z_loss
+        self._coord = coord
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the enabled components."""
+        return ("token_ce",) + ("z_loss",) * (self._z_loss > 0) + ("coord",) * (self._coord is not None)
+
+    def __call__(self, logits: Tensor, targets: Tensor, *, meta: str | None = None) -> ObjectiveOutput:
+        """Compute the loss of logits [B, T, V] against targets int64 [B, T] (-100 where masked).
+
+        `meta` is the batch's `instability_meta_json`, for the message if a component fails. A non-finite loss is
+        returned like any other; whoever steps the optimizer decides about it.
+
+        Raises:
+            ObjectiveError: an enabled component cannot be computed.
+        """
+        if logits.shape[:-1] != targets.shape:
+            shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
+            raise ObjectiveError("token_ce", shapes, meta)
+        prepared = prepare(logits, targets)
+        per_token = per_token_cross_entropy(prepared)
+        terms = {"token_ce": token_ce(per_token, prepared.mask)}
+        if self._z_loss > 0:
+            terms["z_loss"] = z_loss(prepared, self._z_loss)
+        if self._coord is not None:
+            terms["coord"] = coord(prepared, self._coord, meta)
+        return ObjectiveOutput(
+            loss_sum=torch.stack([term.sum for term in terms.values()]).sum(),
+            num_tokens=terms["token_ce"].num_tokens,
+            parts={name: Term(term.sum.detach(), term.num_tokens) for name, term in terms.items()},
+            token_loss=per_token.detach(),
+            is_correct=(prepared.logits.detach().argmax(-1) == targets) & prepared.mask,
+        )

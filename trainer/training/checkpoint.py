@@ -1,0 +1,232 @@
+"""Checkpoints that are whole or absent.
+
+A checkpoint is a directory `checkpoints/step_00000100/`:
+
+    model.pt        rank 0: weights, optimizer, loss scaler
+    rank_000.pt     every rank: its ledger shard, data cursors, generator
+    state.json      step, noise-scale averages, sink state, config, versions
+    COMPLETE        JSON: bytes and SHA-256 of every other file; written last, and what makes the checkpoint exist
+
+All is written to `.tmp_step_...` first, synced to disk, renamed, and only then marked. Tensors are read with
+`weights_only=True`, so a checkpoint cannot run code. torch.distributed.checkpoint is not used: its metadata file is a
+pickle that it loads without that guard, and under DDP every rank holds the whole model, so there is nothing to shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+
+FORMAT_VERSION = 1
+MARKER = "COMPLETE"
+MODEL_FILE = "model.pt"
+STATE_FILE = "state.json"
+
+logger = get_logger("checkpoint")
+
+
+class CheckpointError(Exception):
+    """A checkpoint is damaged or not of this program; the message names the file and what is wrong."""
+
+
+def checkpoint_name(step: int) -> str:
+    """Directory name of the checkpoint after `step`."""
+    return f"step_{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    """File name of a rank's own part."""
+    return f"rank_{rank:03d}.pt"
+
+
+def write_tensors(path: Path, value: dict[str, Any]) -> None:
+    """`torch.save` to disk, not merely to the page cache."""
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """What `write_tensors` wrote, on the CPU.
+
+    Raises:
+        CheckpointError: damaged, or holding anything but tensors and plain values.
+    """
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a checkpoint")
+    return value
+
+
+def staging_dir(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint after `step` is written before it is renamed."""
+    return checkpoints / f".tmp_{checkpoint_name(step)}"
+
+
+def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
+    """Turn the files that all ranks have written for `step` into a checkpoint (rank 0).
+
+    Raises:
+        OSError: the disk is full or read-only; no older checkpoint is touched.
+    """
+    staging, target = staging_dir(checkpoints, step), checkpoints / checkpoint_name(step)
+    (staging / STATE_FILE).write_text(json.dumps({"format_version": FORMAT_VERSION, **state}, indent=1), encoding="utf-8")
+    files = {path.name: _fingerprint(path) for path in sorted(staging.iterdir())}
+    if target.exists():  # The same step again, after a resume from an older checkpoint.
+        shutil.rmtree(target)
+    staging.rename(target)
+    marker = target / f".{MARKER}"
+    with marker.open("w", encoding="utf-8") as file:
+        json.dump({"format_version": FORMAT_VERSION, "step": step, "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    marker.replace(target / MARKER)
+    for directory in (target, checkpoints):
+        _sync_directory(directory)
+    _point_latest(checkpoints, target)
+    return target
+
+
+def discard_staging(checkpoints: Path) -> None:
+    """Remove what an interrupted save left behind (rank 0, at the start of a run)."""
+    for path in checkpoints.glob(".tmp_step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(checkpoints: Path, *, keep_last: int, keep_every: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints and those at multiples of `keep_every` (0: none)."""
+    for path in complete_checkpoints(checkpoints)[keep_last:]:
+        step = step_of(path)
+        if not keep_every or step % keep_every:
+            # The marker goes first: a half-deleted checkpoint is no checkpoint.
+            (path / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def complete_checkpoints(checkpoints: Path) -> list[Path]:
+    """Directories that carry the marker, newest first."""
+    return sorted((path.parent for path in checkpoints.glob(f"step_*/{MARKER}")), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint directory's name; -1 if it is none."""
+    text = path.name.removeprefix("step_")
+    return int(text) if text.isascii() and text.isdigit() else -1
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check every file of the checkpoint against its marker, and return its state.json.
+
+    Raises:
+        CheckpointError: no marker, another format, or a missing, truncated or changed file.
+    """
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        files = dict(marker["files"])
+        version = marker["format_version"]
+    except OSError as error:
+        raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path / MARKER}: is damaged") from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: has format version {version}, this program reads {FORMAT_VERSION}")
+    for name, expected in files.items():
+        try:
+            found = _fingerprint(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path / name}: {error.strerror}") from None
+        if found != expected:
+            raise CheckpointError(f"{path / name}: is damaged: {found['bytes']} bytes, and its hash or size is not the marker's")
+    state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    return state
+
+
+def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to go on from (rank 0), with its state; None to start anew.
+
+    Raises:
+        UserError: `resume` names a checkpoint that is not whole; or, for `auto`, none of several is.
+    """
+    if resume == "off":
+        return None
+    if resume != "auto":
+        try:
+            return Path(resume), verify(Path(resume))
+        except CheckpointError as error:
+            raise UserError("--resume", str(error), "name a whole checkpoint, or use auto") from None
+    candidates = sorted((p for p in checkpoints.glob("step_*") if step_of(p) >= 0), key=step_of, reverse=True)
+    for path in candidates:
+        try:
+            return path, verify(path)
+        except CheckpointError as error:
+            logger.warning("%s; falling back to the checkpoint before it", error)
+    if candidates:
+        raise UserError("--resume auto", f"none of the {len(candidates)} checkpoints in {checkpoints} is whole", "start anew")
+    return None
+
+
+class BackgroundWriter:
+    """Writes one file at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: list[Future[None]] = []
+
+    def submit(self, path: Path, value: dict[str, Any]) -> None:
+        """Write `value`, which nobody may change any more, to `path`."""
+        self._pending.append(self._pool.submit(write_tensors, path, value))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was submitted is written (or failed)."""
+        return all(future.done() for future in self._pending)
+
+    def wait(self) -> None:
+        """Until all is written.
+
+        Raises:
+            OSError: a write failed.
+        """
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=True)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _point_latest(checkpoints: Path, target: Path) -> None:
+    temporary = checkpoints / f".latest.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    temporary.replace(checkpoints / "latest")
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,47 @@
+"""Resuming under another config than the one that was saved: what breaks the run is refused, the rest is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+
+logger = get_logger(__name__)
+
+# Another value of these gives other weights' shapes or other data; the data set itself refuses what changes its cells.
+BREAKING = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "run.seed", "optimizer.name")
+# These say where and how a run is done, not what it computes.
+SILENT = ("run.", "metrics.", "checkpoint.", "distributed.", "train.device")
+
+
+def check_drift(saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Compare the config of a checkpoint with the one that goes on.
+
+    Raises:
+        UserError: keys differ that the saved state does not fit.
+    """
+    before, now = flatten(saved), flatten(config.model_dump(mode="json"))
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    breaking = [key for key in changed if key.startswith(BREAKING)]
+    if breaking:
+        listed = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in breaking)
+        raise UserError("--resume", f"the checkpoint was made with another config: {listed}", "put them back, or start anew")
+    for key in changed:
+        if not key.startswith(SILENT):
+            logger.warning("resuming with another config: %s: %r -> %r", key, before.get(key), now.get(key))
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as `table.key` -> value; lists by their index."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            value = {str(index): element for index, element in enumerate(value)}
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat

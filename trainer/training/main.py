@@ -1,0 +1,190 @@
+"""A whole run on this rank: plan, process group, resume, loop, end. `train()` is what the console program calls."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config.schema import RunConfig
+from trainer.distributed.agree import from_main_rank, mistakes_together
+from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
+from trainer.metrics.events import EventWriter
+from trainer.metrics.logger import add_log_file, get_logger
+from trainer.training import checkpoint
+from trainer.training.build import Parts, build_parts, build_run
+from trainer.training.drift import check_drift
+from trainer.training.loop import NonFiniteError, Run, run_loop
+from trainer.training.plan import Plan, make_plan
+from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
+from trainer.training.saver import SaveError
+from trainer.training.signals import StopRequest
+from trainer.training.sinks import make_sinks, wandb_id
+
+logger = get_logger(__name__)
+EXIT_FAILED = 1
+
+
+def train(config: RunConfig, config_path: Path, given_run_dir: str | None) -> int:
+    """Train on this rank, alone or as one of torchrun's.
+
+    Returns:
+        0 when the run is done or was stopped with a checkpoint, 1 when it failed.
+
+    Raises:
+        UserError: on every rank alike, for what a user can mend.
+    """
+    info = rank_info()
+    device = pick_device(config.train.device, info)
+    plan = make_plan(config, config_path, info.world_size)
+    stop = StopRequest(lambda name: logger.warning("%s: stopping after this step (again: at once)", name))
+    stop.install()
+    backend = pick_backend(config.distributed.backend, device)
+    timeout = config.distributed.timeout_sec
+    with process_group(info, backend=backend, timeout_sec=timeout, device=device):
+        return _train_in_group(plan, config_path, given_run_dir, info, device, stop)
+
+
+def _train_in_group(
+    plan: Plan, config_path: Path, given: str | None, info: RankInfo, device: torch.device, stop: StopRequest
+) -> int:
+    config = plan.config
+    run_dir, found = _place(config, given, info)
+    with ExitStack() as stack:
+        with mistakes_together(world_size=info.world_size):
+            parts = build_parts(plan, info, device, run_dir)
+            stack.callback(parts.close)
+            position = _restore(parts, found, config)
+        if position.step >= config.train.steps:
+            logger.info("%s: step %d of %d is done already", run_dir.path, position.step, config.train.steps)
+            return 0
+        with mistakes_together(world_size=info.world_size):
+            if info.is_main:
+                run_dir.create(config, config_path, info)
+                checkpoint.discard_staging(run_dir.checkpoints)
+        handler = add_log_file(run_dir.log_file(info.rank))
+        stack.callback(handler.close)
+        run = _open_run(parts, position, run_dir, stop, stack)
+        return _run_to_end(run, run_dir)
+
+
+def _place(config: RunConfig, given: str | None, info: RankInfo) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None]:
+    """The run's directory and the checkpoint to go on from: rank 0 decides."""
+    answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
+    with mistakes_together(world_size=info.world_size):
+        if info.is_main:
+            run_dir = choose_run_dir(config, given, config.checkpoint.resume)
+            found = checkpoint.find(run_dir.checkpoints, config.checkpoint.resume)
+            answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
+    answer = from_main_rank(answer, world_size=info.world_size)
+    assert answer is not None
+    path, found_path = answer
+    return RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None
+
+
+class Position:
+    """Where a run goes on: a new one at step 0."""
+
+    def __init__(self, state: dict[str, Any] | None = None, data_state: Any = None, source: Path | None = None) -> None:
+        self.state = state or {}
+        self.step = int(self.state.get("step", 0))
+        self.data_state = data_state
+        self.source = source
+
+
+def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: RunConfig) -> Position:
+    """Load the checkpoint into the parts; a new run's position without one."""
+    if found is None:
+        return Position(data_state=parts.dataset.state_dict())
+    path, state = found
+    check_drift(state["config"], config)
+    data = parts.saver.restore(path, int(state["world_size"]))
+    parts.dataset.load_state_dict(data)
+    parts.tracker.load_state_dict(state["tracker"])
+    if parts.gns is not None and state["gns"] is not None:
+        parts.gns.load_state_dict(state["gns"])
+    parts.saver.last_saved = int(state["step"])
+    logger.info("going on after step %d from %s", state["step"], path)
+    return Position(state, parts.dataset.state_dict(), path)
+
+
+def _open_run(parts: Parts, position: Position, run_dir: RunDir, stop: StopRequest, stack: ExitStack) -> Run:
+    """Open the sinks (rank 0) and start reading."""
+    events: EventWriter | None = None
+    if parts.info.is_main:
+        events = EventWriter(run_dir.events)
+        stack.callback(events.close)
+        parts.route_events(events.write)
+        config = parts.plan.config
+        sinks = make_sinks(config, run_dir, wandb_run_id=position.state.get("wandb_run_id"), on_event=events.write)
+        parts.wandb_run_id = wandb_id(sinks)
+        parts.tracker.init_backends(sinks)
+        if position.source is not None:
+            parts.tracker.log_restart(position.step, checkpoint=position.source.name)
+            events.write({"event": "restart", "global_step": position.step, "checkpoint": position.source.name})
+        run_dir.write_status("running", reason="", step=position.step, wandb_run_id=parts.wandb_run_id)
+        _announce(parts, run_dir)
+    stack.callback(parts.tracker.close)
+    run = build_run(parts, step=position.step, data_state=position.data_state, events=events, stop=stop)
+    stack.callback(run.loader.close)
+    stack.callback(run.progress.close)
+    return run
+
+
+def _run_to_end(run: Run, run_dir: RunDir) -> int:
+    """Run the loop, and leave status.json with what became of it."""
+    state, reason, code = "failed", "", EXIT_FAILED
+    try:
+        reason = run_loop(run)
+        state = "stopped" if reason.startswith("stopped") else FINISHED
+        run.saver.close()
+        code = 0
+    except (NonFiniteError, SaveError) as error:
+        reason = str(error)
+        logger.error("%s", reason)
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        run.progress.close()
+        if run.info.is_main:
+            # The sinks first: who sees the state `done` may read the record.
+            run.tracker.close()
+            run_dir.write_status(state, reason=reason, step=run.step, wandb_run_id=run_dir.status().get("wandb_run_id"))
+            _conclude(run, run_dir, state, reason)
+    return code
+
+
+def _announce(parts: Parts, run_dir: RunDir) -> None:
+    facts = parts.plan.facts
+    count = sum(p.numel() for p in parts.model.parameters())
+    logger.info(
+        "%s: %s parameters, %d rank(s) on %s, up to %s tokens a step, run directory %s",
+        parts.plan.config.run.name,
+        f"{count:,}",
+        facts.world_size,
+        parts.device,
+        f"{facts.tokens_per_step:,}",
+        run_dir.path,
+    )
+
+
+def _conclude(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
+    """The last words: what happened, where it is, and what to look at."""
+    lines = [f"{state} at step {run.step} of {run.config.train.steps}: {reason}"]
+    if run.first_loss is not None and run.last_loss is not None:
+        change = f"loss {run.first_loss:.4f} -> {run.last_loss:.4f} ({run.last_loss / run.first_loss:.0%} of the first)"
+        eval_loss = run.last_eval.get("loss")
+        lines.append(change + (f", held out {eval_loss:.4f}" if eval_loss is not None else ""))
+    lines.append(f"the run is in {run_dir.path}")
+    lines.append("  metrics.jsonl   every logged number; events.jsonl: what happened besides")
+    lines.append("  checkpoints/    go on with: --resume auto --run-dir " + str(run_dir.path))
+    if run.config.metrics.wandb.mode == "offline":
+        lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
+    lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
+    for line in lines:
+        logger.info("%s", line)
+    sys.stderr.flush()

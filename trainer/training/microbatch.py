@@ -1,0 +1,86 @@
+"""A micro-batch taken apart: what the model gets, what the loss needs, what the ledger needs, and the extras."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.metrics.batch_extras import check_inputs, pop_extras
+
+IGNORED = -100
+CARRY_KEYS = ("group_ids", "cell_index", "is_last")
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing."""
+
+    group_ids: np.ndarray
+    cell_index: np.ndarray
+    is_last: np.ndarray
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch, ready to be trained on."""
+
+    inputs: dict[str, Any]
+    """For `model(**inputs)`, without the state."""
+    targets: Tensor
+    """int64 [B, T]; -100 where there is nothing to predict."""
+    carry: Carry | None
+    """None: the rows have no groups, the model starts from zero."""
+    extras: dict[str, Any]
+    """Registered batch extras, for monitoring alone."""
+
+    @property
+    def meta(self) -> str:
+        """What is needed to find the batch again."""
+        return str(self.extras.get("instability_meta_json", "{}"))
+
+
+def accepted_inputs(model: nn.Module) -> frozenset[str] | None:
+    """Names that `model.forward` takes beside the state; None if it takes any."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters) - {"state"}
+
+
+def split(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBatch:
+    """Take a data set's dict apart.
+
+    Raises:
+        UserError: `targets` is absent, only some of the carry keys are there, or a key is neither a registered extra nor
+            an input of the model.
+    """
+    rest = dict(batch)
+    extras = pop_extras(rest)
+    if "targets" not in rest:
+        raise UserError("data", f"a micro-batch has no targets; it has {', '.join(sorted(rest))}", "add targets [B, T]")
+    targets = rest.pop("targets")
+    given = [key for key in CARRY_KEYS if key in rest]
+    if given and len(given) < len(CARRY_KEYS):
+        raise UserError("data", f"a micro-batch has {', '.join(given)} but not all of {', '.join(CARRY_KEYS)}", "")
+    carry = Carry(**{key: rest.pop(key) for key in CARRY_KEYS}) if given else None
+    if accepted is not None:
+        check_inputs(rest, accepted)
+    return MicroBatch(rest, targets, carry, extras)
+
+
+def masked_copy(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The first row of `batch` with nothing to predict and no group: what a rank trains on when its data have ended."""
+    copied: dict[str, Any] = {}
+    for key, value in batch.items():
+        copied[key] = value[:1] if isinstance(value, Tensor | np.ndarray | list) else value
+    copied["targets"] = torch.full_like(copied["targets"], IGNORED)
+    if "group_ids" in copied:
+        copied["group_ids"] = np.full(1, -1, dtype=np.int64)
+    return copied

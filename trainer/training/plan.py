@@ -1,0 +1,90 @@
+"""What a run will be, found out before the process group starts: sources, tokenizer, vocabulary, rules."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config.rules import Facts, check_rules
+from trainer.config.schema import ModelTable, RunConfig
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import UserError
+from trainer.training.sources import Source, leaf_tables, resolve_sources
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a run that needs no process group."""
+
+    config: RunConfig
+    sources: list[Source]
+    tokenizer: Tokenizer
+    facts: Facts
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model, the one that begins a document included."""
+        return self.tokenizer.vocab_size
+
+    def num_parameters(self) -> int:
+        """Trained parameters, counted without making them."""
+        with torch.device("meta"):
+            model = build_model(self.config.model, self.vocab_size)
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
+    """Check all that can be checked now.
+
+    Raises:
+        UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
+    """
+    sources = resolve_sources(config, config_path)
+    facts = check_rules(config, leaf_tables(sources), world_size)
+    tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
+    resolve_target(config.model.target, "model.target")
+    coord = config.objective.coord
+    if coord is not None and coord.first_token + coord.num_bins > tokenizer.vocab_size:
+        last = coord.first_token + coord.num_bins - 1
+        problem = f"its last bin is token {last}, beyond the vocabulary of {tokenizer.vocab_size}"
+        raise UserError("objective.coord", problem, "lower first_token or num_bins")
+    return Plan(config, sources, tokenizer, facts)
+
+
+def resolve_target(target: str, key: str) -> Any:
+    """The function that an import path `package.module:function` of the config names.
+
+    Raises:
+        UserError: the module cannot be imported or has no such function.
+    """
+    module_name, _, name = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(key, f"cannot import {module_name}: {error}", "install it, or put it on PYTHONPATH") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UserError(key, f"{module_name} has no function {name}", "name a function of the module")
+    return found
+
+
+def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
+    """The model that `[model]` names.
+
+    Raises:
+        UserError: the target does not take the arguments, or what it gives is no module with `state_width`.
+    """
+    target = resolve_target(table.target, "model.target")
+    try:
+        model = target(vocab_size=vocab_size, dim=table.dim, num_layers=table.num_layers, **table.args)
+    except TypeError as error:
+        raise UserError("model.args", f"{table.target} does not take them: {error}", "see its signature") from error
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "state_width", None), int):
+        problem = f"{table.target} gave a {type(model).__name__} without state_width"
+        raise UserError("model.target", problem, "return a module as trainer.model.protocol.SequenceModel describes it")
+    return model

@@ -1,0 +1,129 @@
+"""The run directory: where everything that a run writes lives, and what state it is in."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config.load import to_toml
+from trainer.config.schema import RunConfig
+from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
+
+RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
+FINISHED = "done"
+
+
+class RunDir:
+    """Paths inside one run's directory, and its small JSON files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.status_file = path / "status.json"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+
+    def create(self, config: RunConfig, source: Path, info: RankInfo) -> None:
+        """Make the directory and write what the run was started with (rank 0).
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            (self.path / "config.toml").write_bytes(source.read_bytes())
+            (self.path / "config.resolved.toml").write_text(to_toml(config), encoding="utf-8")
+            write_json(self.path / "env.json", environment(info))
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            raise UserError(str(self.path), problem, "choose another place with --run-dir") from None
+
+    def status(self) -> dict[str, Any]:
+        """What status.json says; empty if there is none or it is damaged (it is for people: checkpoints decide)."""
+        try:
+            status = json.loads(self.status_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
+
+    def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
+        """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
+        status = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
+        write_json(self.status_file, status)
+
+    def log_file(self, rank: int) -> Path:
+        """The log of one rank."""
+        return self.logs / f"rank_{rank:03d}.log"
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace `path` in one go, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:
+    """The run's directory (rank 0 decides, the others are told).
+
+    `given` (--run-dir) wins. With `resume = auto` and none given, it is the newest run of this name that has a checkpoint
+    and is not done. A checkpoint's path goes on in the run it belongs to. Otherwise a new one, named by the time.
+
+    Raises:
+        UserError: the directory given holds a run, and the run is not to be resumed.
+    """
+    if given is not None:
+        run = RunDir(Path(given))
+        if resume == "off" and run.metrics.exists():
+            raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
+        return run
+    parent = Path(config.run.dir)
+    if resume == "auto":
+        earlier = [RunDir(path) for path in parent.glob(f"{config.run.name}-*") if _is_run_of(path, config.run.name)]
+        open_runs = [r for r in earlier if any(r.checkpoints.glob("step_*")) and r.status().get("state") != FINISHED]
+        if open_runs:
+            return max(open_runs, key=lambda run: run.path.name)
+    elif resume != "off":
+        return RunDir(Path(resume).absolute().parent.parent)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    path, count = parent / f"{config.run.name}-{stamp}", 1
+    while path.exists():
+        count += 1
+        path = parent / f"{config.run.name}-{stamp}-{count}"
+    return RunDir(path)
+
+
+def _is_run_of(path: Path, name: str) -> bool:
+    stamp = path.name.removeprefix(f"{name}-").split("-")
+    return len(stamp) in (2, 3) and all(part.isdigit() for part in stamp)
+
+
+def environment(info: RankInfo) -> dict[str, Any]:
+    """Versions, machine and command of this run."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in RECORDED_PACKAGES},
+        "world_size": info.world_size,
+        "cpu_count": os.cpu_count(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "command": sys.argv,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

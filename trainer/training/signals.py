@@ -1,0 +1,48 @@
+"""Requests to stop: SIGTERM, SIGINT and SIGUSR1 set a flag that the ranks agree on at the next step boundary."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal after it: within this
+# time a further signal is the same request.
+SAME_REQUEST_SEC = 3.0
+
+
+class StopRequest:
+    """Whether somebody asked this process to stop. A second request stops it at once.
+
+    Args:
+        on_first: called with the signal's name when the first request comes (in the handler: keep it short).
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._on_first = on_first
+        self._clock = clock
+        self._since: float | None = None
+        self.signal_name: str | None = None
+
+    @property
+    def requested(self) -> bool:
+        """True from the first signal on."""
+        return self._since is not None
+
+    def install(self) -> None:
+        """Handle the stop signals of this process, from its main thread."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+            self.signal_name = signal.Signals(number).name
+            self._on_first(self.signal_name)
+        elif now - self._since > SAME_REQUEST_SEC:
+            os._exit(128 + number)

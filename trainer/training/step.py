@@ -1,0 +1,206 @@
+"""One optimizer step: a window of micro-batches, one gradient, one decision that all ranks share.
+
+Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks over the number of tokens, N:
+what one big batch on one rank would give. N is known only after the window, so every micro-batch is scaled by the same
+constant kappa0 (1 / the most tokens a rank's window can hold), DDP averages over the W ranks, and the gradient is divided by
+c = kappa0 N / W when it is clipped: one multiplication that clipping needs anyway, and no collective before the window.
+
+Collectives. Beside DDP's own there is one all-reduce a step: the noise scale's sums, the token and loss sums and the votes
+(stop, background save finished) travel together. A NaN on one rank is a NaN in the sum, so a bad number is seen by all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.gns_hooks import GradientNoiseScale, square_norm
+from trainer.objective.compose import Objective
+from trainer.training.microbatch import IGNORED, MicroBatch
+from trainer.training.optimizer import set_lr
+from trainer.training.step_details import StepDetails
+
+# Places in the head of the reduced vector; the noise scale's sums follow.
+TOKENS, LOSS_SUM, STOP, SAVED = range(4)
+HEAD = 4
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What of the config a step needs."""
+
+    micro_batches: int
+    max_tokens_per_micro: int
+    clip_grad_norm: float
+    can_roll_back: bool
+    """The ledger journals a step, so that a rejected one leaves no trace."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did; the same on every rank but for `details`."""
+
+    is_empty: bool
+    """No rank had a token: the data have ended, and nothing was changed."""
+    is_finite: bool
+    """False: the step was rejected, and weights, optimizer and ledger are as before."""
+    loss: float
+    """Token-weighted over all micro-batches and ranks, nats per token."""
+    tokens: int
+    """Trained on in this step, over all ranks."""
+    grad_norm: float
+    """Of the true gradient, before clipping."""
+    should_stop: bool
+    """Some rank was asked to stop."""
+    all_saved: bool
+    """Every rank's background save is written."""
+    details: StepDetails = field(repr=False)
+    """Local sums for logging."""
+
+
+class TrainStep:
+    """Runs optimizer steps.
+
+    Args:
+        model: DDP around the model, or the model itself on a single rank.
+        ledger: where recurrent states live; None for a model without state.
+        gns: hooks of the noise scale; None if it is off.
+        scaler: loss scaling for fp16 (disabled otherwise).
+        autocast: makes the context in which forward and loss run.
+        details: makes the collector of what is logged beside the loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        ledger: Ledger | None,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        gns: GradientNoiseScale | None,
+        scaler: torch.amp.GradScaler,
+        settings: StepSettings,
+        world_size: int,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[None]],
+        details: Callable[[bool], StepDetails],
+    ) -> None:
+        self._model = model
+        self._ledger = ledger
+        self._objective = objective
+        self._optimizer = optimizer
+        self._gns = gns
+        self._scaler = scaler
+        self._settings = settings
+        self._world_size = world_size
+        self._device = device
+        self._autocast = autocast
+        self._make_details = details
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._kappa = 1.0 / (settings.micro_batches * settings.max_tokens_per_micro)
+
+    def forward_backward(self, step: int, window: Sequence[MicroBatch], *, will_log: bool) -> None:
+        """Accumulate the gradient of `window`.
+
+        Args:
+            step: global step, for the ledger's clock.
+            window: `micro_batches` of this rank.
+            will_log: collect what is logged beside the loss.
+        """
+        self._details = self._make_details(will_log)
+        if self._ledger is not None:
+            self._ledger.begin_step(step)
+        if self._gns is not None:
+            self._gns.begin_window(len(window))
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, micro in enumerate(window):
+            self._accumulate(micro, is_last=index == len(window) - 1)
+
+    def _accumulate(self, micro: MicroBatch, *, is_last: bool) -> None:
+        """Forward, backward and store of one micro-batch."""
+        row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
+        state = None
+        if self._ledger is not None and micro.carry is not None:
+            state = self._ledger.lookup(micro.carry.group_ids, micro.carry.cell_index)  # [B, state_width]
+        with self._without_sync(is_last):
+            with self._autocast():
+                output = self._model(**micro.inputs, state=state)
+                result = self._objective(output.logits, micro.targets, meta=micro.meta)
+            if self._gns is not None:
+                self._gns.begin_micro(is_last)
+            self._scaler.scale(result.loss_sum * self._kappa).backward()
+            if self._gns is not None:
+                scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
+                self._gns.end_micro(row_tokens.sum() * (self._kappa * scale), row_tokens)
+        if self._ledger is not None and micro.carry is not None and output.state is not None:
+            carry = micro.carry
+            self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state.detach())
+        self._details.add(micro, result)
+        self._loss_sum += result.loss_sum.detach()
+        self._tokens += result.num_tokens
+
+    def _without_sync(self, is_last: bool) -> AbstractContextManager[None]:
+        if is_last or not isinstance(self._model, DistributedDataParallel):
+            return nullcontext()
+        return self._model.no_sync()
+
+    def conclude(self, *, lr: float, stop: bool, saved: bool) -> StepOutcome:
+        """Reduce over ranks, unscale, noise scale, clip, optimizer step; or leave everything as it was.
+
+        Args:
+            lr: learning rate of this step.
+            stop: this rank was asked to stop.
+            saved: this rank's background save is written.
+        """
+        votes = torch.tensor([stop, saved], dtype=torch.float64, device=self._device)
+        packed = torch.cat([torch.stack([self._tokens, self._loss_sum]), votes])
+        if self._gns is not None:
+            packed = torch.cat([packed, self._gns.local_sums()])
+        if self._world_size > 1:
+            dist.all_reduce(packed)
+        if self._scaler.is_enabled():
+            self._scaler.unscale_(self._optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        squares = torch.stack([square_norm(gradient) for gradient in gradients])
+        # The one time a step that the host waits for the device.
+        *reduced, grad_sq = torch.cat([packed, squares.sum().reshape(1)]).tolist()
+        tokens, loss_sum = reduced[TOKENS], reduced[LOSS_SUM]
+        factor = self._kappa * tokens / self._world_size
+        is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
+        if self._gns is not None and tokens > 0:
+            self._gns.finish(reduced[HEAD:], grad_sq, grad_factor=factor)
+        grad_norm = math.sqrt(grad_sq) / factor if is_finite and tokens > 0 else grad_sq
+        if is_finite and tokens > 0:
+            self._apply(gradients, grad_norm, factor, lr)
+        elif self._ledger is not None and self._settings.can_roll_back:
+            self._ledger.rollback()
+        if self._scaler.is_enabled():
+            self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepOutcome(
+            is_empty=tokens == 0,
+            is_finite=is_finite,
+            loss=loss_sum / tokens if tokens else math.nan,
+            tokens=int(tokens),
+            grad_norm=grad_norm,
+            should_stop=reduced[STOP] > 0,
+            all_saved=reduced[SAVED] == self._world_size,
+            details=self._details,
+        )
+
+    def _apply(self, gradients: list[Tensor], grad_norm: float, factor: float, lr: float) -> None:
+        limit = self._settings.clip_grad_norm
+        shrink = min(limit / (grad_norm + 1e-6), 1.0) if limit else 1.0
+        torch._foreach_mul_(gradients, shrink / factor)
+        set_lr(self._optimizer, lr)
+        # With loss scaling this skips by the scaler's own flag, which is the finiteness just tested.
+        self._scaler.step(self._optimizer)
