@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +24,10 @@ def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells:
     assert (np.diff(bounds) >= 0).all()
     ideal = cells.sum() / num_slices
     largest = cells.max(initial=0)
-    assert all(abs(cells[a:b].sum() - ideal) <= largest for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    assert all(abs(cells[a:b].sum() - ideal) <= largest for a, b in itertools.pairwise(bounds))
+    boundaries = np.concatenate([[0], np.cumsum(cells)])
+    for cut, bound in enumerate(bounds.tolist()):
+        assert abs(boundaries[bound] - cut * ideal) <= np.abs(boundaries - cut * ideal).min() + 1e-9
 
 
 @PROFILE
@@ -39,13 +44,30 @@ def test_lanes_are_level_to_within_the_longest_group(cells: np.ndarray, num_lane
 
 
 @PROFILE
+@given(lengths_of, st.integers(1, 5))
+def test_lanes_are_those_of_placing_groups_one_by_one(cells: np.ndarray, num_lanes: int) -> None:
+    loads = [0] * num_lanes
+    expected = [0] * len(cells)
+    for group in sorted(range(len(cells)), key=lambda g: -cells[g]):
+        lane = loads.index(min(loads))
+        expected[group] = lane
+        loads[lane] += int(cells[group])
+    by_load = sorted(range(num_lanes), key=lambda lane: -loads[lane])
+    lanes, found = assign_lanes(cells, num_lanes)
+    assert found.tolist() == [loads[lane] for lane in by_load]
+    assert lanes.tolist() == [by_load.index(lane) for lane in expected]
+
+
+@PROFILE
 @given(lengths_of, st.integers(1, 5), st.integers(0, 5))
 def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells: np.ndarray, num_lanes: int, seed: int) -> None:
     offsets = np.concatenate([[0], np.cumsum(cells)])
     plan = plan_lanes(offsets[:-1], cells, np.random.default_rng(seed).random(len(cells)), num_lanes)
     assert plan.num_batches == plan_length(cells, num_lanes)
-    batches = [plan.batch(i) for i in range(plan.num_batches)]
+    batches = [row[row >= 0] for row in plan.cells]
     assert sorted(c for batch in batches for c in batch.tolist()) == list(range(offsets[-1]))
+    owners = np.searchsorted(offsets, plan.cells, side="right") - 1
+    assert (plan.groups[plan.cells >= 0] == owners[plan.cells >= 0]).all()
     place = {c: (t, lane) for t, batch in enumerate(batches) for lane, c in enumerate(batch.tolist())}
     for first, size in zip(offsets[:-1].tolist(), cells.tolist(), strict=True):
         t, lane = place[first]

@@ -34,6 +34,8 @@ def run_check(config_path: str, overrides: list[str], *, world_size: int, as_jso
     for name, value in facts.items():
         if name == "sources":
             for source, found in value.items():
-                typer.echo(f"#   source {source}: {found['streams']} streams, modalities {', '.join(found['modalities'])}")
+                typer.echo(
+                    f"#   source {source}: {found['streams']} streams, modalities {', '.join(found['modalities'])}"
+                )
         else:
             typer.echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")

@@ -34,7 +34,9 @@ def build_text_corpus(out: str, modalities: list[str], *, force: bool) -> None:
     for text in modalities:
         name, separator, pattern = text.partition("=")
         if not separator or not name or not pattern:
-            raise UserError(f"--modality {text}", "is not of the form NAME=GLOB", "write --modality 'prose=docs/**/*.md'")
+            raise UserError(
+                f"--modality {text}", "is not of the form NAME=GLOB", "write --modality 'prose=docs/**/*.md'"
+            )
         globs.setdefault(name, []).append(pattern)
     with _progress() as progress:
         manifest = build_text(Path(out), globs, force=force, progress=progress, warn=partial(typer.echo, err=True))

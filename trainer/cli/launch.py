@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import UserError
 
@@ -19,16 +20,17 @@ def launch_ranks(nproc: int, arguments: list[str]) -> int:
     """
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError("--nproc", "this process is a rank of torchrun already", "give --nproc to one of them alone")
+    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser, run
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     own = ["--standalone", f"--nproc-per-node={nproc}", "-m", "trainer", *arguments]
     try:
-        run(get_args_parser().parse_args(own))
+        launcher: Any = torchrun  # torch leaves it without types
+        launcher.run(launcher.get_args_parser().parse_args(own))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1

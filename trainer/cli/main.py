@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -55,7 +56,8 @@ def train(
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Start this many ranks on this machine.")] = None,
     stdout: Annotated[
-        str | None, typer.Option(help="What stdout carries: json, line or off (metrics.stdout).", metavar="json|line|off")
+        str | None,
+        typer.Option(help="What stdout carries: json, line or off (metrics.stdout).", metavar="json|line|off"),
     ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -107,9 +109,7 @@ def pytext(
 @build_app.command()
 def text(
     out: Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")],
-    modality: Annotated[
-        list[str], typer.Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")
-    ],
+    modality: Annotated[list[str], typer.Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
     force: Annotated[bool, typer.Option("--force", help="Replace another corpus there.")] = False,
 ) -> None:
     """Your own text files, one document a file."""
@@ -129,7 +129,7 @@ def validate(
     validate_file(file, count_all=count_all)
 
 
-def _as_overrides(options: dict[str, object]) -> list[str]:
+def _as_overrides(options: Mapping[str, object]) -> list[str]:
     return [f"{key}={value}" for key, value in options.items() if value is not None]
 
 

@@ -16,7 +16,12 @@ class Table(BaseModel):
     """One TOML table: frozen, strictly typed, closed to unknown keys, no NaN or infinity."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
     )
 
 

@@ -36,13 +36,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         origins[apply_override(raw, text)] = f"--set {text}"
 
     def locate(key: KeyPath) -> str:
-        for end in range(len(key), 0, -1):
-            if key[:end] in origins:
-                return origins[key[:end]]
-        # An override may also have made the table that a key is missing from.
+        # The override that set the key, or something in the table that the mistake is about; the later one wins.
+        for path_set, origin in reversed(origins.items()):
+            if key and (key[: len(path_set)] == path_set or path_set[: len(key)] == key):
+                return origin
         line = line_of(lines, key)
-        made = [origin for path_set, origin in origins.items() if key and path_set[: len(key) - 1] == key[:-1]]
-        return f"{path}:{line}" if line is not None else (made[0] if made and len(key) > 1 else str(path))
+        # A required key may be missing from a table that an override made.
+        made = [origin for path_set, origin in origins.items() if len(key) > 1 and path_set[: len(key) - 1] == key[:-1]]
+        return f"{path}:{line}" if line is not None else (made[0] if made else str(path))
 
     return _validate(RunConfig, raw, locate)
 

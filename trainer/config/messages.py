@@ -28,9 +28,7 @@ _TYPES = {
 }
 
 
-def user_errors(
-    error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]
-) -> list[UserError]:
+def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]) -> list[UserError]:
     """One `UserError` per mistake, in the order of the file's tables.
 
     Args:
@@ -56,7 +54,7 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
         return "is required and absent", f"add {path[-1]} = ..."
     if kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
-        return f"must be one of {allowed}; got {shown(value)}", suggestion(str(value), allowed.split(", "), listed=False)
+        return f"must be one of {allowed}; got {shown(value)}", ""
     if kind in _COMPARISONS:
         name, sign = _COMPARISONS[kind]
         return f"must be {sign} {context[name]}, got {shown(value)}", ""
@@ -85,12 +83,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def suggestion(word: str, known: list[str], *, listed: bool = True) -> str:
+def suggestion(word: str, known: list[str]) -> str:
     """`did you mean X?`, or all that is known."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]}?"
-    return f"known are {', '.join(sorted(known))}" if listed and known else ""
+    return f"known are {', '.join(sorted(known))}" if known else ""
 
 
 def known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
@@ -100,12 +98,12 @@ def known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
         if isinstance(part, int):
             continue
         fields = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        models = [found for annotation in fields for found in _models_in(annotation)]
+        models = [found for annotation in fields for found in models_in(annotation)]
     return sorted({name for m in models for name in m.model_fields})
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
     """The pydantic models that an annotation mentions, however deep."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for argument in get_args(annotation) for found in _models_in(argument)]
+    return [found for argument in get_args(annotation) for found in models_in(argument)]

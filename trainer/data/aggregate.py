@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -28,20 +30,44 @@ def pool_ops(modalities: Iterable[str]) -> dict[str, ReduceOp]:
     return {**POOL_OPS, **dict.fromkeys((pool.MODALITY_PREFIX + m for m in sorted(modalities)), "sum")}
 
 
-def merge(parts: Iterable[Mapping[str, float]], ops: Mapping[str, ReduceOp]) -> dict[str, float]:
-    """Reduce several dicts key by key; a key that no part has is absent."""
-    merged: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.items():
-            if key not in merged:
-                merged[key] = value
-            elif ops[key] == "sum":
-                merged[key] += value
-            elif ops[key] == "max":
-                merged[key] = max(merged[key], value)
-            else:
-                merged[key] = min(merged[key], value)
-    return merged
+class MetricsMerger:
+    """The metrics of several sources on one rank, reduced key by key whenever asked.
+
+    A table of one row a source, with minima kept negated, so that reducing is one maximum and one sum over the rows.
+
+    Args:
+        ops: every key that a source may have, and how it is reduced.
+        num_sources: rows of the table.
+    """
+
+    def __init__(self, ops: Mapping[str, ReduceOp], num_sources: int) -> None:
+        keys = sorted(ops, key=lambda key: ops[key] == "sum")  # extremes first
+        self._columns = {key: column for column, key in enumerate(keys)}
+        self._num_extremes = sum(op != "sum" for op in ops.values())
+        self._signs = np.array([-1.0 if ops[key] == "min" else 1.0 for key in keys])
+        self._table = np.zeros((num_sources, len(keys)))
+        self._table[:, : self._num_extremes] = -np.inf
+        self._layouts: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
+        self._known: list[tuple[str, int]] = []
+
+    def update(self, source: int, metrics: Mapping[str, float]) -> None:
+        """Replace what a source said; keys it left out keep their value."""
+        layout = tuple(metrics)
+        columns = self._layouts.get(layout)
+        if columns is None:
+            columns = self._layouts[layout] = np.array([self._columns[key] for key in layout], dtype=np.int64)
+            known = {key for each in self._layouts for key in each}
+            self._known = [(key, column) for key, column in self._columns.items() if key in known]
+        self._table[source, columns] = self._signs[columns] * list(metrics.values())
+
+    def merged(self) -> dict[str, float]:
+        """All sources reduced; a key that no source has said is absent. Counted events are forgotten with it."""
+        table, split = self._table, self._num_extremes
+        values = np.concatenate([table[:, :split].max(axis=0), table[:, split:].sum(axis=0)])
+        merged = (self._signs * values).tolist()
+        if pool.EXHAUST_EVENTS in self._columns:
+            table[:, self._columns[pool.EXHAUST_EVENTS]] = 0.0
+        return {key: merged[column] for key, column in self._known}
 
 
 def reduce_over_ranks(

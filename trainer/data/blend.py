@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.aggregate import ReduceOp, merge, reduce_over_ranks
+from trainer.data.aggregate import MetricsMerger, ReduceOp, reduce_over_ranks
 from trainer.data.collate import Batch
 from trainer.data.keyed import BLOCK, KeyedUniforms
-from trainer.data.pool import EXHAUST_EVENTS
 from trainer.data.schedule import WeightSpec
 from trainer.errors import UserError
 
@@ -38,8 +37,8 @@ class BlendSource:
 class BlendDataset:
     """An iterator of micro-batches, each from one source.
 
-    The source of batch i is a pure function of (seed, i), the weights at i, and which sources still have data; all
-    ranks choose the same. A source with weight zero is never picked. Sources that end are left out from then on; when
+    The source of batch i is a pure function of (seed, names, i), the weights at i, and which sources still have data;
+    all ranks choose the same. A source with weight zero is never picked. Sources that end are left out from then on; when
     all have ended (or those that have not stay at zero for ever), iteration stops.
 
     A source needs no more than `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: training
@@ -72,7 +71,7 @@ class BlendDataset:
         self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in sources]
         self._names = names
         self._seed = seed
-        self._uniforms = KeyedUniforms("blend", seed)
+        self._uniforms = KeyedUniforms("blend", seed, *names)  # the names: a nested blend draws its own numbers
         self._batch_index = 0
         self._ended = [False] * len(sources)
         self._counts = [0] * len(sources)
@@ -80,9 +79,9 @@ class BlendDataset:
         self._block = -1
         self._shares: npt.NDArray[np.float64] = np.zeros((0, len(sources)))
         self._cumulative: list[list[float]] = []
-        self._drained: list[dict[str, float]] = [{} for _ in sources]
         self._undrained: set[int] = set()
         self._ops = self.metric_ops
+        self._merger = MetricsMerger(self._ops, len(sources))
         self._states: list[Mapping[str, Any] | None] = [self._state_of(i) for i in range(len(sources))]
 
     def __iter__(self) -> Iterator[Batch]:
@@ -181,18 +180,14 @@ class BlendDataset:
         for index in self._undrained:
             dataset = self.sources[index].dataset
             if hasattr(dataset, "drain_step_metrics") and hasattr(dataset, "metric_ops"):
-                self._drained[index] = dataset.drain_step_metrics()
-        metrics = merge(self._drained, self._ops)
-        for index in self._undrained:
-            if EXHAUST_EVENTS in self._drained[index]:
-                self._drained[index] = {**self._drained[index], EXHAUST_EVENTS: 0.0}
+                self._merger.update(index, dataset.drain_step_metrics())
         self._undrained.clear()
-        shares = np.array(self._counts) / self._batch_index
-        error = float(np.abs(shares - self._expected / self._batch_index).max())
+        metrics = self._merger.merged()
+        error = float(np.abs(self._counts - self._expected).max()) / self._batch_index
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR, 0.0))
         if self._per_source:
-            for source, share in zip(self.sources, shares.tolist(), strict=True):
-                metrics[SHARE_PREFIX + source.name] = share
+            for name, count in zip(self._names, self._counts, strict=True):
+                metrics[SHARE_PREFIX + name] = count / self._batch_index
         return metrics
 
     def aggregate_step_metrics(
@@ -240,7 +235,7 @@ class BlendDataset:
         self._batch_index = own["batch_index"]
         self._block = -1
         self._undrained.clear()
-        self._drained = [{} for _ in self.sources]
+        self._merger = MetricsMerger(self._ops, len(self.sources))
         self._expected = np.zeros(len(self.sources))
         for index, name in enumerate(self._names):
             self._counts[index], self._ended[index] = 0, False

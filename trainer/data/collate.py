@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from trainer.data.documents import TokenArray
 from trainer.data.keyed import IntArray
-from trainer.data.reader import OpenStream, StreamReader
+from trainer.data.open_stream import OpenStream, Rows
+from trainer.data.reader import StreamReader
 from trainer.data.tokenizer import Tokenizer
 
 IGNORE = -100  # what a target is where there is nothing to predict
@@ -40,30 +41,23 @@ class Collator:
         self._pack = pack
         self._name_json = json.dumps(name)
 
-    def batch(self, reader: StreamReader, cells: IntArray, *, epoch: int, position: int) -> Batch:
-        """The micro-batch of these cells; without any, one fully masked row.
+    def batch(self, reader: StreamReader, rows: Rows | None, *, epoch: int, position: int) -> Batch:
+        """The micro-batch of these rows; without any, one fully masked row.
 
         Args:
-            reader: whose stream the cells are of.
-            cells: the stream's cell of each row, int64 [B].
+            reader: whose stream the rows are of.
+            rows: what the reader gave, B rows.
             epoch, position: where the reader stood before the pick (for `instability_meta_json`).
         """
         source = reader.source
-        if not len(cells):
-            return self.masked(reader.stream.modality, source.path_json, epoch, position)
-        groups = source.groups
-        owners = groups.cell_offsets.searchsorted(cells, side="right") - 1
-        cell_index = cells - groups.cell_offsets[owners]
-        batch: Batch = {
-            "group_ids": groups.group_ids[owners],
-            "cell_index": cell_index,
-            "is_last": cell_index == groups.num_cells[owners] - 1,
-        }
+        if rows is None:
+            return self.masked(source.stream.modality, source.path_json, epoch, position)
+        batch: Batch = {"group_ids": rows.group_ids, "cell_index": rows.cell_index, "is_last": rows.is_last}
         if self._pack or source.windows is None:
-            self._fill_one_by_one(batch, source, owners, cell_index)
+            self._fill_one_by_one(batch, source, rows)
         else:
-            self._fill_together(batch, source, source.windows, owners, cell_index)
-        self._add_extras(batch, reader.stream.modality, source.path_json, epoch, position)
+            self._fill_together(batch, source, source.windows, rows)
+        self._add_extras(batch, source.stream.modality, source.path_json, epoch, position)
         return batch
 
     def masked(self, modality: str, path_json: str, epoch: int, position: int) -> Batch:
@@ -101,36 +95,27 @@ class Collator:
             f'"group_ids": {batch["group_ids"].tolist()}, "cell_indices": {batch["cell_index"].tolist()}}}'
         )
 
-    def _fill_together(
-        self, batch: Batch, source: OpenStream, windows: TokenArray, owners: IntArray, cell_index: IntArray
-    ) -> None:
+    def _fill_together(self, batch: Batch, source: OpenStream, windows: TokenArray, rows: Rows) -> None:
         """All rows in one gather; then the rows that begin or end a document are put right."""
-        size = self._seq_len
-        starts = source.group_starts[owners] + cell_index * size
-        wanted = starts - 1  # a window begins with the token before the first target
-        taken = wanted.clip(0, len(windows) - 1)
-        block = windows[taken]  # [B, T + 1]
+        block = windows[rows.windows]  # [B, T + 1]
         tokens, targets = block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
-        is_first = (cell_index == 0) & (source.groups.first_cells[owners] == 0)
-        tokens[is_first, 0] = self._bos
-        sizes = source.group_ends[owners] - starts
-        for row in ((sizes < size) | (taken != wanted)).nonzero()[0].tolist():
+        for row in rows.firsts:
+            tokens[row, 0] = self._bos
+        for row in rows.odd:
             tokens[row], targets[row] = 0, IGNORE
-            cell = int(source.groups.first_cells[owners[row]] + cell_index[row])
-            self._fill_row(source, int(source.groups.documents[owners[row]]), cell, tokens[row], targets[row])
+            self._fill_row(source, *_place(source, rows, row), tokens[row], targets[row])
         batch["tokens"], batch["targets"] = tokens, targets
-        batch["pack_num_samples"] = np.ones(len(owners), dtype=np.int64)
+        batch["pack_num_samples"] = np.ones(len(tokens), dtype=np.int64)
 
-    def _fill_one_by_one(self, batch: Batch, source: OpenStream, owners: IntArray, cell_index: IntArray) -> None:
+    def _fill_one_by_one(self, batch: Batch, source: OpenStream, rows: Rows) -> None:
         """Row by row: for packed rows, and for documents that are not one array."""
         groups = source.groups
-        batch.update(self._blank(len(owners)))
-        cells = (groups.first_cells[owners] + cell_index).tolist()
-        for row, (owner, cell) in enumerate(zip(owners.tolist(), cells, strict=True)):
+        batch.update(self._blank(len(rows.owners)))
+        for row, owner in enumerate(rows.owners.tolist()):
             packed = groups.segment_documents[groups.segment_offsets[owner] : groups.segment_offsets[owner + 1]]
             tokens, targets = batch["tokens"][row], batch["targets"][row]
             if not len(packed):
-                self._fill_row(source, int(groups.documents[owner]), cell, tokens, targets)
+                self._fill_row(source, *_place(source, rows, row), tokens, targets)
                 continue
             batch["pack_num_samples"][row] = len(packed)
             at = 0
@@ -153,3 +138,9 @@ class Collator:
             read = source.documents.read(document, start - 1, stop)
             tokens[:size] = read[:-1]
             targets[:size] = read[1:]
+
+
+def _place(source: OpenStream, rows: Rows, row: int) -> tuple[int, int]:
+    """The document of a row, and which of its cells the row is."""
+    owner = rows.owners[row]
+    return int(source.groups.documents[owner]), int(source.groups.first_cells[owner] + rows.cell_index[row])

@@ -6,7 +6,7 @@ work out every other rank's plan without communication.
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,23 +31,47 @@ def cut_slices(cells: IntArray, num_slices: int) -> IntArray:
     return bounds
 
 
+def _next_slots(loads: IntArray, length: int, count: int) -> tuple[IntArray, IntArray]:
+    """Where `count` groups of one length go, one after another, each to the lane with the least cells.
+
+    Lane j offers the slots loads[j], loads[j] + length, ...; the groups take the `count` smallest, lower lanes first.
+    A bisection finds the height below which at most `count` slots begin; the few that begin at it make up the rest.
+
+    Returns:
+        The lane of each group in turn (int64 [count]), and the new loads.
+    """
+    low, high = int(loads.min()), int(loads.min()) + count * length + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if int(np.maximum(-((loads - middle) // length), 0).sum()) <= count:
+            low = middle
+        else:
+            high = middle
+    taken = np.maximum(-((loads - low) // length), 0)
+    at_height = np.flatnonzero(loads + taken * length == low)[: count - int(taken.sum())]
+    taken[at_height] += 1
+    lanes = np.repeat(np.arange(len(loads)), taken)
+    turn = np.arange(count) - np.repeat(np.cumsum(taken) - taken, taken)
+    order = np.lexsort((lanes, loads[lanes] + turn * length))
+    return lanes[order], loads + taken * length
+
+
 def assign_lanes(cells: IntArray, num_lanes: int) -> tuple[IntArray, IntArray]:
     """Give each group a lane, longest group first, always to the lane with the least cells.
+
+    All groups of one length are placed together: a slice has few different lengths, and may have millions of groups.
 
     Returns:
         The lane of each group (int64 [n]) and the cells of each lane (int64 [num_lanes]); lanes are numbered by
         falling load, so that the lanes that still run form a prefix at any time.
     """
     order = np.argsort(-cells, kind="stable")
-    heap = [(0, lane) for lane in range(num_lanes)]
+    lengths, begins = np.unique(-cells[order], return_index=True)
     lanes = np.empty(len(cells), dtype=np.int64)
-    for group, length in zip(order.tolist(), cells[order].tolist(), strict=True):
-        load, lane = heap[0]
-        lanes[group] = lane
-        heapq.heapreplace(heap, (load + length, lane))
     loads = np.zeros(num_lanes, dtype=np.int64)
-    for load, lane in heap:
-        loads[lane] = load
+    bounds = itertools.pairwise([*begins.tolist(), len(cells)])
+    for length, (begin, end) in zip((-lengths).tolist(), bounds, strict=True):
+        lanes[order[begin:end]], loads = _next_slots(loads, length, end - begin)
     by_load = np.argsort(-loads, kind="stable")
     rank = np.empty(num_lanes, dtype=np.int64)
     rank[by_load] = np.arange(num_lanes)
@@ -65,21 +89,18 @@ class LanePlan:
 
     Args:
         cells: the stream's cell at (batch, lane), int64 [N, lanes]; -1 where a lane has ended.
+        groups: the position of the cell's group among those that were planned, int64 [N, lanes]; -1 likewise.
         row_ends: cells read up to and including each batch, int64 [N].
     """
 
     cells: IntArray
+    groups: IntArray
     row_ends: IntArray
 
     @property
     def num_batches(self) -> int:
         """N."""
         return len(self.row_ends)
-
-    def batch(self, index: int) -> IntArray:
-        """The stream's cells in a batch, one a lane that still runs."""
-        rows = self.row_ends[index] - (self.row_ends[index - 1] if index else 0)
-        return self.cells[index, :rows]
 
 
 def plan_lanes(
@@ -101,11 +122,15 @@ def plan_lanes(
     lanes, loads = assign_lanes(num_cells, num_lanes)
     order = np.argsort(lanes, kind="stable")
     lanes, first_cells, num_cells = lanes[order], first_cells[order], num_cells[order]
+    groups = by_priority[order]
     begins = np.cumsum(num_cells) - num_cells  # in the concatenation of all lanes
     total = int(num_cells.sum())
     within = np.arange(total) - np.repeat(begins, num_cells)
     lane_begins = np.cumsum(loads) - loads
     time = np.arange(total) - np.repeat(lane_begins[lanes], num_cells)
     cells = np.full((int(loads[0]) if total else 0, num_lanes), -1, dtype=np.int64)
-    cells[time, np.repeat(lanes, num_cells)] = np.repeat(first_cells, num_cells) + within
-    return LanePlan(cells, np.cumsum((cells >= 0).sum(axis=1), dtype=np.int64))
+    owners = cells.copy()
+    lane = np.repeat(lanes, num_cells)
+    cells[time, lane] = np.repeat(first_cells, num_cells) + within
+    owners[time, lane] = np.repeat(groups, num_cells)
+    return LanePlan(cells, owners, np.cumsum((cells >= 0).sum(axis=1), dtype=np.int64))

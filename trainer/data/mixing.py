@@ -196,6 +196,17 @@ class StreamMixingDataset:
                 queue.begin_epoch(queue.epoch + 1, queue.chapters)
         return False
 
+    def count_cells(self) -> dict[str, int]:
+        """Cells an epoch has over all ranks, by modality. Reads every stream, so it finds damaged files beforehand.
+
+        Raises:
+            UserError: for the first file that cannot be read or is damaged.
+        """
+        counts = dict.fromkeys(self.modalities, 0)
+        for stream in self.streams:
+            counts[stream.modality] += self._queue.count_cells(stream)
+        return counts
+
     @property
     def metric_ops(self) -> dict[str, ReduceOp]:
         """Every key that `drain_step_metrics` can return, and how it is reduced over ranks."""

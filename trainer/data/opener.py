@@ -12,7 +12,7 @@ from trainer.data.formats import open_documents
 from trainer.data.groups import build_groups
 from trainer.data.holdout import Split, documents_of
 from trainer.data.layout import Stream
-from trainer.data.reader import OpenStream
+from trainer.data.open_stream import OpenStream
 
 
 @dataclass(frozen=True)

@@ -3,59 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
-from trainer.data.documents import ArrayDocuments, Documents, TokenArray
 from trainer.data.groups import GroupTable
 from trainer.data.keyed import IntArray
 from trainer.data.lanes import LanePlan, cut_slices, plan_lanes, plan_length
-from trainer.data.layout import Stream
-
-
-@dataclass(frozen=True)
-class OpenStream:
-    """A stream, its documents and the groups they are cut into.
-
-    The cached properties are what the hot path looks up again and again.
-    """
-
-    stream: Stream
-    documents: Documents
-    groups: GroupTable
-    seq_len: int
-
-    @cached_property
-    def path_json(self) -> str:
-        """The relative path as a JSON string."""
-        return json.dumps(self.stream.relative_path)
-
-    @cached_property
-    def windows(self) -> TokenArray | None:
-        """All windows of seq_len + 1 tokens, a view [n, seq_len + 1]; None unless the tokens are one such array."""
-        if not isinstance(self.documents, ArrayDocuments):
-            return None
-        tokens = self.documents.table.tokens
-        return sliding_window_view(tokens, self.seq_len + 1) if len(tokens) > self.seq_len else None
-
-    @cached_property
-    def group_starts(self) -> IntArray:
-        """Where each group's first target lies in that array, int64 [G]."""
-        assert isinstance(self.documents, ArrayDocuments)
-        return self.documents.table.starts[self.groups.documents] + self.groups.first_cells * self.seq_len
-
-    @cached_property
-    def group_ends(self) -> IntArray:
-        """Where each group's document ends in that array, int64 [G]."""
-        assert isinstance(self.documents, ArrayDocuments)
-        table = self.documents.table
-        return (table.starts + table.lengths)[self.groups.documents]
+from trainer.data.open_stream import OpenStream, Rows, RowTable
 
 
 @dataclass(frozen=True)
@@ -146,8 +103,11 @@ class StreamReader:
         self.path = source.stream.path
         self.bs = bs
         bounds = cut_slices(remainder.num_cells, world_size).tolist()
-        self._plan = remainder.plan(bounds[rank], bounds[rank + 1], bs)
-        self.num_picks = self._plan.num_batches
+        plan = remainder.plan(bounds[rank], bounds[rank + 1], bs)
+        self._rows = RowTable(source, plan, remainder.groups[bounds[rank] : bounds[rank + 1]])
+        self._row_ends: list[int] = [0, *plan.row_ends.tolist()]
+        self._num_own_picks = plan.num_batches
+        self.num_picks = plan.num_batches
         if shared:
             self.num_picks = max(plan_length(remainder.num_cells[a:b], bs) for a, b in itertools.pairwise(bounds))
         self.slice_start = int(remainder.num_cells[: bounds[rank]].sum())
@@ -165,22 +125,23 @@ class StreamReader:
         """Share of this rank's slice that is not read yet."""
         return (self.slice_end - self.position) / max(self.slice_end - self.slice_start, 1)
 
-    def take(self) -> IntArray:
-        """The stream's cells of the next batch; empty if only other ranks' slices still have some."""
-        assert self.picks < self.num_picks, "an exhausted reader was picked"
-        self.picks += 1
-        if self.picks > self._plan.num_batches:
-            return np.empty(0, dtype=np.int64)
-        cells = self._plan.batch(self.picks - 1)
-        self.position += len(cells)
-        return cells
+    def take(self) -> Rows | None:
+        """The rows of the next batch; None if only other ranks' slices still have some."""
+        index = self.picks
+        assert index < self.num_picks, "an exhausted reader was picked"
+        self.picks = index + 1
+        if index >= self._num_own_picks:
+            return None
+        end = self._row_ends[index + 1]
+        num_rows = end - self._row_ends[index]
+        self.position = self.slice_start + end
+        return self._rows.batch(index, num_rows)
 
     def skip_to(self, picks: int) -> None:
         """Go on as if `picks` batches had been taken."""
         assert 0 <= picks <= self.num_picks, (picks, self.num_picks)
         self.picks = picks
-        done = min(picks, self._plan.num_batches)
-        self.position = self.slice_start + (int(self._plan.row_ends[done - 1]) if done else 0)
+        self.position = self.slice_start + self._row_ends[min(picks, self._num_own_picks)]
 
 
 def remaining_stream(groups: GroupTable, generator: np.random.Generator, progress: Sequence[Progress]) -> Remainder:

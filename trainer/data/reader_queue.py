@@ -70,6 +70,10 @@ class ReaderQueue:
                 return reader
         return None
 
+    def count_cells(self, stream: Stream) -> int:
+        """Cells that an epoch has of a stream, over all ranks."""
+        return int(self._opener.open(stream).groups.cell_offsets[-1])
+
     def reader(self, stream_id: int) -> StreamReader:
         """A reader at the beginning of what this rank reads of a stream in this epoch."""
         stream = self._streams[stream_id]

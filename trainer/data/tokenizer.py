@@ -148,7 +148,9 @@ class IdsTokenizer:
 
     def encode(self, text: str) -> IntArray:
         """Refuse: ids have no text."""
-        raise UserError("data.tokenizer", '"ids" cannot tokenise text', 'use "bytes" or a tokenizer.json for text files')
+        raise UserError(
+            "data.tokenizer", '"ids" cannot tokenise text', 'use "bytes" or a tokenizer.json for text files'
+        )
 
     def decode(self, ids: IntArray) -> str:
         """The ids themselves, separated by spaces."""
@@ -164,7 +166,9 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
     if name == "ids":
         return IdsTokenizer(vocab_size)
     if vocab_size:
-        raise UserError("data.vocab_size", f"is {vocab_size}, but the tokenizer {name} knows its own", 'goes with "ids"')
+        raise UserError(
+            "data.vocab_size", f"is {vocab_size}, but the tokenizer {name} knows its own", 'goes with "ids"'
+        )
     if name == "bytes":
         return BytesTokenizer()
     if not name.endswith(".json"):

@@ -44,7 +44,9 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
             raise UserError(name, f"must be a whole number in the environment, got {text!r}", "launch with torchrun")
         values[name] = int(text)
     if values["RANK"] >= values["WORLD_SIZE"]:
-        raise UserError("RANK", f"{values['RANK']} is not below WORLD_SIZE {values['WORLD_SIZE']}", "launch with torchrun")
+        raise UserError(
+            "RANK", f"{values['RANK']} is not below WORLD_SIZE {values['WORLD_SIZE']}", "launch with torchrun"
+        )
     return RankInfo(values["RANK"], values["LOCAL_RANK"], values["WORLD_SIZE"])
 
 

@@ -30,28 +30,30 @@ class RecentlyEvicted:
         self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
         self._next_order = 0
 
-    def __len__(self) -> int:
-        return len(self._ghosts)
-
     def items(self) -> Iterable[tuple[int, Ghost]]:
         """The groups and their ghosts, oldest first."""
         return self._ghosts.items()
 
-    def add(self, groups: Iterable[int], mode: EvictionMode, step: int) -> None:
-        """Note that `groups` were evicted by `mode` at `step`."""
-        for group in groups:
-            self._set(group, Ghost(mode, step, self._next_order))
-            self._next_order += 1
-        while len(self._ghosts) > self._capacity:
-            self.pop(next(iter(self._ghosts)))
+    def add(self, groups: list[int], mode: EvictionMode, step: int) -> None:
+        """Note that `groups`, none of them known, were evicted by `mode` at `step`."""
+        ghosts = self._ghosts
+        for order, group in enumerate(groups, start=self._next_order):
+            ghosts[group] = Ghost(mode, step, order)
+        self._next_order += len(groups)
+        self._on_undo(lambda: [self._ghosts.pop(group) for group in groups])
+        dropped = [ghosts.popitem(last=False) for _ in range(len(ghosts) - self._capacity)]
+        if dropped:
+            self._on_undo(lambda: self._ghosts.update(dropped))
 
-    def pop(self, group: int) -> EvictionMode | None:
-        """Forget `group`; returns the mode that evicted it, None if it is not known."""
-        ghost = self._ghosts.pop(group, None)
-        if ghost is None:
-            return None
-        self._on_undo(lambda: self._ghosts.__setitem__(group, ghost))
-        return ghost.mode
+    def take(self, groups: list[int]) -> list[tuple[int, EvictionMode]]:
+        """Forget those of `groups` that are known; returns their positions and what evicted them."""
+        ghosts = self._ghosts
+        if not ghosts:
+            return []
+        known = [(i, group, ghosts.pop(group)) for i, group in enumerate(groups) if group in ghosts]
+        if known:
+            self._on_undo(lambda: self._ghosts.update((group, ghost) for _, group, ghost in known))
+        return [(i, ghost.mode) for i, _, ghost in known]
 
     def clear(self) -> None:
         """Forget all groups."""
@@ -67,8 +69,3 @@ class RecentlyEvicted:
     def restore_order(self) -> None:
         """Sort by age again, after inverses have put groups back at the end."""
         self._ghosts = OrderedDict(sorted(self._ghosts.items(), key=lambda item: item[1].order))
-
-    def _set(self, group: int, ghost: Ghost) -> None:
-        self.pop(group)
-        self._ghosts[group] = ghost
-        self._on_undo(lambda: self._ghosts.pop(group))

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 class Bucket(NamedTuple):
@@ -54,37 +53,49 @@ class RecencyBuckets:
         if self._on_change is not None:
             self._on_change(self._undo_add)
 
-    def take_oldest(self, count: int, is_pinned: Flags | None = None) -> Ints:
+    def take_oldest(self, count: int, pinned: Ints) -> Ints:
         """Remove and return the `count` first slots in order of (step, slot), or as many as there are.
 
-        Slots with `is_pinned[slot]` are passed over and stay.
+        `pinned` slots, all of which were stored at the newest step, are passed over and stay.
         """
         taken: list[Ints] = []
         kept: list[Bucket] = []
         while count > 0 and self._buckets:
             bucket, removed = self._pop_step()
-            # A long sorted bucket is searched from its front in pieces, so that taking few of many stays cheap.
-            position, chosen, passed = 0, [], []
-            while count > 0 and position < bucket.slots.size:
-                piece = bucket.slots[position : position + max(64, 2 * count)]
-                valid = self._last_step[piece] == bucket.step
-                free = valid if is_pinned is None else valid & ~is_pinned[piece]
-                which = np.flatnonzero(free)[:count]
-                examined = piece.size if which.size < count else int(which[-1]) + 1
-                chosen.append(piece[which])
-                passed.append(piece[:examined][(valid & ~free)[:examined]])
-                count -= which.size
-                position += examined
-            taken.extend(chosen)
-            rest = bucket.slots[position:]
-            if any(part.size for part in passed):
-                rest = np.concatenate([*passed, rest])
+            chosen, rest = self._choose(bucket, count, pinned)
+            taken.append(chosen)
+            count -= chosen.size
             if rest.size:
                 kept.append(Bucket(bucket.step, rest, is_sorted=True))
             self._num_entries -= sum(b.slots.size for b in removed) - rest.size
             self._log_removal(removed)
         self._put_back(kept)
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def _choose(self, bucket: Bucket, count: int, pinned: Ints) -> tuple[Ints, Ints]:
+        """The first `count` slots of a sorted bucket that count and are not pinned, and what must stay."""
+        # A long bucket is searched from its front in pieces, so that taking few of many stays cheap.
+        can_be_pinned = pinned.size > 0 and self._last_step[pinned[0]] == bucket.step
+        position = 0
+        chosen: list[Ints] = []
+        passed: list[Ints] = []
+        while count > 0 and position < bucket.slots.size:
+            piece = bucket.slots[position : position + max(64, 2 * count)]
+            valid = piece[self._last_step[piece] == bucket.step]
+            is_pinned = np.isin(valid, pinned) if can_be_pinned else np.zeros(valid.size, np.bool_)
+            free = valid[~is_pinned]
+            if free.size > count:
+                # Look no further than the last slot chosen: the rest of the piece stays as it is.
+                free = free[:count]
+                piece = piece[: int(np.searchsorted(piece, free[-1])) + 1]
+            passed.append(valid[is_pinned & (valid <= piece[-1])])
+            chosen.append(free)
+            count -= free.size
+            position += piece.size
+        rest = bucket.slots[position:]
+        if any(part.size for part in passed):
+            rest = np.concatenate([*passed, rest])
+        return np.concatenate(chosen), rest
 
     def take_before(self, cutoff: int) -> Ints:
         """Remove and return all slots whose step is before `cutoff`, in order of (step, slot)."""

@@ -81,20 +81,22 @@ class LedgerShard:
         is_finite = self._finite_rows(states)
         slots = self.data.find(groups)
         is_kept = ~is_last & is_finite
-        num_freed = int((~is_kept & (slots != NO_SLOT)).sum())
-        num_new = int((is_kept & (slots == NO_SLOT)).sum())
-        self._check_capacity(int(is_kept.sum()), self.data.num_live - num_freed + num_new)
+        is_missing = slots == NO_SLOT
+        freed = slots[~(is_kept | is_missing)]
+        kept = np.flatnonzero(is_kept)
+        is_new = is_missing[kept]
+        num_new = int(is_new.sum())
+        self._check_capacity(kept.size, self.data.num_live - freed.size + num_new)
 
-        self.counters.add("ledger/refused_rows", int((~is_last & ~is_finite).sum()))
-        self._count_false_evictions(groups[slots == NO_SLOT], is_start[slots == NO_SLOT])
-        self.data.vacate(slots[~is_kept & (slots != NO_SLOT)])
-        kept_slots = slots[is_kept]
-        is_new = kept_slots == NO_SLOT
+        self.counters.add("ledger/refused_rows", int((~(is_last | is_finite)).sum()))
+        self._count_false_evictions(groups[is_missing], is_start[is_missing])
+        self.data.vacate(freed)
+        kept_slots = slots[kept]
         self.data.touch(kept_slots[~is_new], step)
         self._evict_overflow(num_new, pinned=kept_slots[~is_new])
-        kept_slots[is_new] = self.data.acquire(groups[is_kept][is_new])
+        kept_slots[is_new] = self.data.acquire(groups[kept[is_new]])
         self.data.touch(kept_slots[is_new], step)
-        rows = states if is_kept.all() else states[torch.from_numpy(is_kept).to(states.device)]
+        rows = states if kept.size == groups.size else states[torch.from_numpy(kept).to(states.device)]
         self.data.write(kept_slots, rows.detach().to(self.data.slab.dtype))
 
     def release(self, groups: Ints) -> None:
@@ -119,7 +121,8 @@ class LedgerShard:
             raise RuntimeError(f"group {int(groups[~owned][0])} belongs to another rank's ledger")
 
     def _finite_rows(self, states: Tensor) -> Flags:
-        finite: Flags = torch.isfinite(states).all(dim=1).cpu().numpy()
+        # x * 0 is 0 for every finite x, and NaN otherwise; several times faster than isfinite().all().
+        finite: Flags = states.mul(0.0).sum(dim=1).eq(0.0).cpu().numpy()
         return finite
 
     def _check_capacity(self, num_rows: int, num_live: int) -> None:
@@ -139,12 +142,9 @@ class LedgerShard:
             )
 
     def _count_false_evictions(self, groups: Ints, is_start: Flags) -> None:
-        if not len(self.ghosts):
-            return
-        for group, starts in zip(groups.tolist(), is_start.tolist(), strict=True):
-            mode = self.ghosts.pop(group)
-            if mode is not None and not starts:
-                self.counters.add(f"ledger/false_evictions/{mode}", 1)
+        modes = [mode for i, mode in self.ghosts.take(groups.tolist()) if not is_start[i]]
+        for mode in set(modes):
+            self.counters.add(f"ledger/false_evictions/{mode}", modes.count(mode))
 
     def _evict_overflow(self, num_new: int, pinned: Ints) -> None:
         if self._wipe_mode != "lru":
@@ -152,9 +152,7 @@ class LedgerShard:
         overflow = lru_overflow(self.data.num_live, num_new, self.data.capacity)
         if overflow:
             assert self.data.recency is not None
-            is_pinned = np.zeros(self.data.capacity, np.bool_)
-            is_pinned[pinned] = True
-            self._evict(self.data.recency.take_oldest(overflow, is_pinned), "lru")
+            self._evict(self.data.recency.take_oldest(overflow, pinned), "lru")
 
     def _evict(self, slots: Ints, mode: EvictionMode) -> None:
         groups = self.data.vacate(slots)

@@ -108,11 +108,13 @@ def _fill_anew(shard: LedgerShard, saved: Sequence[Shard], keeps: Callable[[Ints
     shard.data.last_step[slots] = last_step[order]
     rows = _joined(saved, "rows")[torch.from_numpy(order)]
     shard.data.write(slots, rows.to(shard.data.device, shard.data.slab.dtype))
-    ghosts = [ghost for other in saved for ghost in _ghosts(other) if ghost[0] not in shard.data.slot_of]
+    ghosts = sorted((ghost for other in saved for ghost in _ghosts(other)), key=lambda ghost: ghost[2])
+    newest = {ghost[0]: ghost for ghost in ghosts if ghost[0] not in shard.data.slot_of}
+    ghosts = [ghost for ghost in ghosts if newest.get(ghost[0]) is ghost]
     if keeps is not None:
         is_kept = keeps(np.array([group for group, _, _ in ghosts], np.int64))
         ghosts = [ghost for ghost, kept in zip(ghosts, is_kept, strict=True) if kept]
-    for group, mode, step in sorted(ghosts, key=lambda ghost: ghost[2]):
+    for group, mode, step in ghosts:
         shard.ghosts.add([group], EVICTION_MODES[mode], step)
     shard.data.commit()
 

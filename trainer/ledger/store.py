@@ -6,6 +6,7 @@ Nothing here knows why a group is stored or dropped; that is the shard's part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -58,8 +59,7 @@ class StateStore:
 
     def find(self, groups: Ints) -> Ints:
         """The slot of each group, `NO_SLOT` where it is not held."""
-        slot_of = self.slot_of
-        return np.array([slot_of.get(group, NO_SLOT) for group in groups.tolist()], np.int64)
+        return np.fromiter(map(self.slot_of.get, groups.tolist(), repeat(NO_SLOT)), np.int64, groups.size)
 
     def read(self, slots: Ints) -> Tensor:
         """The rows of `slots`, [len(slots), width], copied; zeros for `NO_SLOT`."""

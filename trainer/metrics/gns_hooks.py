@@ -50,13 +50,18 @@ def square_norm(tensor: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat)
     flat = flat.reshape(-1)
-    accumulate = torch.float64 if flat.dtype == torch.float64 else torch.float32
     in_rows = flat.numel() // _CHUNK * _CHUNK
-    total: Tensor = torch.linalg.vector_norm(flat[in_rows:], dtype=accumulate).double().square()
-    if in_rows:
-        rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, _CHUNK), dim=1, dtype=accumulate)
-        total += rows.double().square().sum()
-    return total
+    if in_rows == 0:
+        return _dot64(flat)
+    accumulate = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, _CHUNK), dim=1, dtype=accumulate)
+    total = _dot64(rows)
+    return total if in_rows == flat.numel() else total.add_(_dot64(flat[in_rows:]))
+
+
+def _dot64(vector: Tensor) -> Tensor:
+    wide = vector.double()
+    return torch.dot(wide, wide)
 
 
 class GradientNoiseScale:
@@ -228,6 +233,10 @@ class GradientNoiseScale:
     def metrics(self) -> dict[str, float]:
         """See `NoiseScaleAverage.metrics`."""
         return self._average.metrics()
+
+    def drain_metrics(self) -> dict[str, float]:
+        """See `NoiseScaleAverage.drain_metrics`."""
+        return self._average.drain_metrics()
 
     @property
     def reason(self) -> str | None:

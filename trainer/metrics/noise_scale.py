@@ -76,7 +76,8 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         sums: the vector of sums, `NUM_SUMS` long, summed over ranks.
         grad_sq: square norm of the gradient that the optimizer gets, before clipping.
         grad_factor: c, where that gradient is c times the gradient of the weighted mean loss. None: the sum of kappa
-            over the number of ranks, which is what DDP's average leaves. 1.0 if the loop has divided by it already.
+            over the number of ranks, which is what DDP's average leaves. 1.0 if the loop has divided by it, as
+            `GradScaler.unscale_` does with kappa = scale / m.
 
     S = (Q1 - Q3) / (V1 - V3) and G2 = (V1 Q3 - V3 Q1) / (V1 - V3) solve the two equations E[Q] = G2 + S V.
     """
@@ -134,7 +135,7 @@ class NoiseScaleAverage:
         UserError: `ema` outside (0, 1).
     """
 
-    GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "token_weight", "skipped")
+    GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "token_weight", "skipped", "drained")
 
     def __init__(self, ema: float = 0.95) -> None:
         if not 0.0 < ema < 1.0:
@@ -144,7 +145,8 @@ class NoiseScaleAverage:
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window that gave an estimate
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
-        self.skipped = 0.0
+        self.skipped = 0.0  # since the start
+        self.drained = 0.0  # of those, the ones that `drain_metrics` has handed out
         self._absent: str | None = "no window has been seen"
 
     def update(self, window: Window | Absent) -> None:
@@ -176,7 +178,7 @@ class NoiseScaleAverage:
         )
 
     def metrics(self) -> dict[str, float]:
-        """What is known, by the names of the catalog; a value that is not known is not there."""
+        """What is known, by the names of the catalog, without what is not; `gns/skipped` since the start."""
         values = {"gns/skipped": self.skipped}
         if self._noise.count == 0.0:
             return values
@@ -190,6 +192,12 @@ class NoiseScaleAverage:
         ratio = self._noise.ratio()
         if ratio is not None:
             values.update(self._from_ratio(*ratio))
+        return values
+
+    def drain_metrics(self) -> dict[str, float]:
+        """`metrics`, with `gns/skipped` counted since the last drain: what a logging step reports."""
+        values = {**self.metrics(), "gns/skipped": self.skipped - self.drained}
+        self.drained = self.skipped
         return values
 
     def _from_ratio(self, b_simple: float, error: float) -> dict[str, float]:

@@ -123,19 +123,12 @@ def build_payload(
         PayloadError: the result would not be valid (mode, step, no metrics at all, something that is not a number).
     """
     finite, non_finite = _split_metrics(metrics)
-    payload: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "mode": mode,
-        "global_step": global_step,
-        "metrics": finite,
-    }
-    optional = {
-        "non_finite": non_finite or None,
-        "context": context,
-        "batch_extras": batch_extras,
-        "token_summary": token_summary,
-    }
-    payload.update({name: dict(section) for name, section in optional.items() if section is not None})
+    payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
+    payload["metrics"] = finite
+    sections = {"non_finite": non_finite or None, "context": context, "batch_extras": batch_extras}
+    for name, section in {**sections, "token_summary": token_summary}.items():
+        if section is not None:
+            payload[name] = dict(section)
     validate_payload(payload)
     return payload
 

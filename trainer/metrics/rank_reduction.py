@@ -136,14 +136,6 @@ def reduce_over_ranks(
     return _combine(gathered, plan.entries)
 
 
-def _weighted(value: Scalar, count: Scalar) -> SumCount:
-    """A local mean as a sum and count; a mean over nothing (count 0, value perhaps NaN) contributes nothing."""
-    if isinstance(value, torch.Tensor) or isinstance(count, torch.Tensor):
-        product = torch.as_tensor(value * count)
-        return SumCount(torch.where(torch.as_tensor(count == 0, device=product.device), 0.0, product), count)
-    return SumCount(0.0 if count == 0 else value * count, count)
-
-
 def reduce_loss_metrics(
     values: Mapping[str, Scalar],
     counts: Mapping[str, Scalar] | None = None,
@@ -170,5 +162,7 @@ def reduce_loss_metrics(
     entries: list[tuple[str, RankReduction]] = [(name, "sum_and_worst" if name in totals else "mean") for name in names]
     local: dict[str, Value] = dict.fromkeys(totals, 0.0)
     for name, value in values.items():
-        local[name] = _weighted(value, counts[name]) if name in counts and name not in totals else value
+        # A mean over nothing may be NaN: its count 0 leaves it out.
+        is_weighted = name in counts and name not in totals
+        local[name] = SumCount(value * counts[name], counts[name]) if is_weighted else value
     return _combine(_gather(_pack(local, entries, device), group, world_size), entries)

@@ -88,9 +88,13 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
     try:
         dataset = target(**given, **source.table.args)
     except TypeError as error:
-        raise UserError(key, f"cannot be called with {', '.join(given)} and args: {error}", "see its signature") from error
+        raise UserError(
+            key, f"cannot be called with {', '.join(given)} and args: {error}", "see its signature"
+        ) from error
     if not hasattr(dataset, "__iter__"):
-        raise UserError(key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts")
+        raise UserError(
+            key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts"
+        )
     return dataset
 
 

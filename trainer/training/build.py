@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,18 @@ from trainer.training.step import StepSettings, TrainStep
 from trainer.training.step_details import StepDetails, detail_keys
 
 
+class EventRouter:
+    """Takes events before it is known whether this rank writes any, and drops them where it does not."""
+
+    def __init__(self) -> None:
+        self.writer: EventWriter | None = None
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Hand the event on."""
+        if self.writer is not None:
+            self.writer.write(event)
+
+
 @dataclass
 class Parts:
     """Everything of a run that exists before it is known where the run goes on."""
@@ -59,16 +72,12 @@ class Parts:
     scaler: torch.amp.GradScaler
     tracker: MetricsTracker
     diagnostics: Diagnostics
+    events: EventRouter
     saver: Saver
     gns: GradientNoiseScale | None = None
     evaluator: Evaluator | None = None
     wandb_run_id: str | None = None
-    event_sinks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     wrapped: nn.Module | None = None
-
-    def route_events(self, write: Callable[[dict[str, Any]], None]) -> None:
-        """Where the diagnostics' events go from now on."""
-        self.event_sinks.append(write)
 
     def close(self) -> None:
         """Let go of hooks and of DDP, whose reducer would otherwise outlive the process group."""
@@ -90,8 +99,7 @@ def build_parts(plan: Plan, info: RankInfo, device: torch.device, run_dir: RunDi
     ledger = make_ledger(plan, info, model, device)
     optimizer = build_optimizer(model, config.optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
-    event_sinks: list[Callable[[dict[str, Any]], None]] = []
-    diagnostics = Diagnostics(on_event=lambda event: [write(event) for write in event_sinks] and None)
+    events = EventRouter()
     flops = getattr(model, "flops_per_token", None)
     tracker = MetricsTracker(
         log_interval=config.metrics.log_interval,
@@ -112,8 +120,8 @@ def build_parts(plan: Plan, info: RankInfo, device: torch.device, run_dir: RunDi
         optimizer=optimizer,
         scaler=scaler,
         tracker=tracker,
-        diagnostics=diagnostics,
-        event_sinks=event_sinks,
+        diagnostics=Diagnostics(on_event=events),
+        events=events,
         saver=Saver(
             directory=run_dir.checkpoints,
             table=config.checkpoint,
@@ -134,9 +142,7 @@ def build_parts(plan: Plan, info: RankInfo, device: torch.device, run_dir: RunDi
     return parts
 
 
-def build_run(
-    parts: Parts, *, step: int, data_state: Any, events: EventWriter | None, stop: StopRequest
-) -> Run:
+def build_run(parts: Parts, *, step: int, data_state: Any, events: EventWriter | None, stop: StopRequest) -> Run:
     """Wrap the model for the ranks, hook the noise scale, start reading. Every rank must call it (DDP communicates)."""
     plan, config, info = parts.plan, parts.plan.config, parts.info
     if config.train.compile:
@@ -176,7 +182,7 @@ def build_run(
         stop=stop,
         plan=MetricPlan.from_keys([*pool_keys, *ledger_keys, *_detail_keys(parts)]),
         progress=Progress(
-            is_shown=info.is_main and _is_terminal(), total=config.train.steps, done=step, name=config.run.name
+            is_shown=info.is_main and sys.stderr.isatty(), total=config.train.steps, done=step, name=config.run.name
         ),
         accepted=accepted_inputs(parts.model),
         device=parts.device,
@@ -184,12 +190,6 @@ def build_run(
         step=step,
         data_state=data_state,
     )
-
-
-def _is_terminal() -> bool:
-    import sys
-
-    return sys.stderr.isatty()
 
 
 def _token_types(plan: Plan) -> tuple[str, ...]:

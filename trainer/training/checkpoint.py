@@ -67,7 +67,9 @@ def read_tensors(path: Path) -> dict[str, Any]:
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from None
+        raise CheckpointError(
+            f"{path}: cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a checkpoint")
     return value
@@ -85,7 +87,9 @@ def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
         OSError: the disk is full or read-only; no older checkpoint is touched.
     """
     staging, target = staging_dir(checkpoints, step), checkpoints / checkpoint_name(step)
-    (staging / STATE_FILE).write_text(json.dumps({"format_version": FORMAT_VERSION, **state}, indent=1), encoding="utf-8")
+    (staging / STATE_FILE).write_text(
+        json.dumps({"format_version": FORMAT_VERSION, **state}, indent=1), encoding="utf-8"
+    )
     files = {path.name: _fingerprint(path) for path in sorted(staging.iterdir())}
     if target.exists():  # The same step again, after a resume from an older checkpoint.
         shutil.rmtree(target)
@@ -151,7 +155,9 @@ def verify(path: Path) -> dict[str, Any]:
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error.strerror}") from None
         if found != expected:
-            raise CheckpointError(f"{path / name}: is damaged: {found['bytes']} bytes, and its hash or size is not the marker's")
+            raise CheckpointError(
+                f"{path / name}: is damaged (its size or hash is not what {MARKER} says)"
+            )
     state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     return state
 
@@ -176,7 +182,9 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
         except CheckpointError as error:
             logger.warning("%s; falling back to the checkpoint before it", error)
     if candidates:
-        raise UserError("--resume auto", f"none of the {len(candidates)} checkpoints in {checkpoints} is whole", "start anew")
+        raise UserError(
+            "--resume auto", f"none of the {len(candidates)} checkpoints in {checkpoints} is whole", "start anew"
+        )
     return None
 
 

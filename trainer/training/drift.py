@@ -28,7 +28,9 @@ def check_drift(saved: Mapping[str, Any], config: RunConfig) -> None:
     breaking = [key for key in changed if key.startswith(BREAKING)]
     if breaking:
         listed = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in breaking)
-        raise UserError("--resume", f"the checkpoint was made with another config: {listed}", "put them back, or start anew")
+        raise UserError(
+            "--resume", f"the checkpoint was made with another config: {listed}", "put them back, or start anew"
+        )
     for key in changed:
         if not key.startswith(SILENT):
             logger.warning("resuming with another config: %s: %r -> %r", key, before.get(key), now.get(key))

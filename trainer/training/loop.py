@@ -184,6 +184,6 @@ def reject(run: Run, window: Sequence[MicroBatch], outcome: StepOutcome) -> None
     is_overflow = run.config.train.precision == "fp16"
     if run.config.train.on_non_finite == "stop" and not is_overflow:
         finish_step(run, outcome, is_last=True)
-        raise NonFiniteError(f"{what}; its batches are in events.jsonl; train.on_non_finite = \"skip\" would go on")
+        raise NonFiniteError(f'{what}; its batches are in events.jsonl; train.on_non_finite = "skip" would go on')
     if run.skipped_in_a_row > run.config.train.max_skips:
         raise NonFiniteError(f"{what}; {run.skipped_in_a_row} steps in a row were skipped (train.max_skips)")

@@ -117,7 +117,7 @@ def _open_run(parts: Parts, position: Position, run_dir: RunDir, stop: StopReque
     if parts.info.is_main:
         events = EventWriter(run_dir.events)
         stack.callback(events.close)
-        parts.route_events(events.write)
+        parts.events.writer = events
         config = parts.plan.config
         sinks = make_sinks(config, run_dir, wandb_run_id=position.state.get("wandb_run_id"), on_event=events.write)
         parts.wandb_run_id = wandb_id(sinks)

@@ -90,7 +90,7 @@ class Saver:
             for name, value in copy.deepcopy(parts).items():
                 self._writer.submit(staging / name, value)
         else:
-            self._together(lambda: [files.write_tensors(staging / name, value) for name, value in parts.items()])
+            self._together(lambda: _write_all(staging, parts))
             self.conclude()
         self.last_save_sec = time.monotonic() - started
 
@@ -185,6 +185,11 @@ class Saver:
     def _size(self) -> int:
         """Bytes of a rank's weights and optimizer moments, about what its file takes."""
         return sum(3 * p.numel() * p.element_size() for p in self._model.parameters())
+
+
+def _write_all(staging: Path, parts: Mapping[str, dict[str, Any]]) -> None:
+    for name, value in parts.items():
+        files.write_tensors(staging / name, value)
 
 
 def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -137,7 +138,8 @@ class TrainStep:
                 result = self._objective(output.logits, micro.targets, meta=micro.meta)
             if self._gns is not None:
                 self._gns.begin_micro(is_last)
-            self._scaler.scale(result.loss_sum * self._kappa).backward()
+            scaled: Any = self._scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
+            scaled.backward()
             if self._gns is not None:
                 scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
                 self._gns.end_micro(row_tokens.sum() * (self._kappa * scale), row_tokens)

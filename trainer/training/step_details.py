@@ -70,9 +70,7 @@ class StepDetails:
             self._put(f"token_type/{name}/loss", sums.loss[index], sums.num_tokens[index])
             self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])
 
-    def _add_labels(
-        self, kind: str, labels: Sequence[str] | None, micro: MicroBatch, result: ObjectiveOutput
-    ) -> None:
+    def _add_labels(self, kind: str, labels: Sequence[str] | None, micro: MicroBatch, result: ObjectiveOutput) -> None:
         for name in sorted(set(labels or ())):
             assert labels is not None
             rows = torch.tensor([label == name for label in labels], device=result.token_loss.device)

@@ -1,34 +1,20 @@
-"""The hooks on one process: exact norms, the documented life of a window, and what they must not disturb."""
+"""The hooks on one process: exact norms, the life of a window, and what they must not disturb."""
 
 from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from tests.support.gns_windows import loss_sum, make_model, micro, rows, window
 from trainer.errors import UserError
 from trainer.metrics import noise_scale
-from trainer.metrics.gns_hooks import GradientNoiseScale, square_norm
+from trainer.metrics.gns_hooks import GradientNoiseScale
 from trainer.metrics.noise_scale import Absent, Window
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 900), nn.Tanh(), nn.Linear(900, 3))
-
-
-def rows(seed: int, count: int = 4) -> Tensor:
-    return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
-
-
-def loss_sum(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
-    return (weights * model(x).square().sum(1)).sum()
 
 
 def gradient_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
@@ -38,20 +24,6 @@ def gradient_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
     loss_sum(fresh, x, weights).backward()
     flat = torch.cat([p.grad.double().flatten() for p in fresh.parameters() if p.grad is not None])
     return flat / float(weights.sum())
-
-
-def micro(gns: GradientNoiseScale, model: nn.Module, x: Tensor, weights: Tensor, *, last: bool = False) -> None:
-    gns.begin_micro(last)
-    (0.1 * loss_sum(model, x, weights)).backward()
-    gns.end_micro(0.1 * float(weights.sum()), weights)
-
-
-def window(gns: GradientNoiseScale, model: nn.Module, num_micros: int, first_seed: int = 0) -> None:
-    model.zero_grad()
-    gns.begin_window(num_micros)
-    for k in range(num_micros):
-        x = rows(first_seed + k)
-        micro(gns, model, x, torch.tensor([1.0, 2.0, 0.0, 5.0 + k]), last=k == num_micros - 1)
 
 
 @pytest.fixture
@@ -139,139 +111,6 @@ def test_backwards_outside_a_micro_batch_do_not_count(model: nn.Module, gns: Gra
     assert torch.equal(gns.local_sums(), before)
 
 
-def test_a_micro_batch_without_tokens_carries_no_weight(model: nn.Module, gns: GradientNoiseScale) -> None:
-    window(gns, model, 2)
-    before = gns.local_sums()
-    model.zero_grad()
-    gns.begin_window(2)
-    for k in range(2):
-        micro(gns, model, rows(k), torch.tensor([1.0, 2.0, 0.0, 5.0 + k]))
-    micro(gns, model, rows(7), torch.zeros(4), last=True)
-    assert torch.equal(gns.local_sums(), before)
-
-
-def test_a_gradient_without_tokens_is_a_fault(model: nn.Module, gns: GradientNoiseScale) -> None:
-    gns.begin_window()
-    micro(gns, model, rows(0), torch.ones(4))
-    gns.begin_micro(True)
-    loss_sum(model, rows(1), torch.ones(4)).backward()
-    gns.end_micro(0.0, torch.zeros(4))
-    assert gns.step() == {"gns/skipped": 1.0}
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kappa", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_is_a_counted_skip(
-    model: nn.Module, gns: GradientNoiseScale, value: float, kappa: float
-) -> None:
-    for k in range(6):
-        window(gns, model, 2, first_seed=2 * k)
-        before = gns.step()
-    model.zero_grad()
-    gns.begin_window(2)
-    micro(gns, model, rows(0), torch.ones(4))
-    gns.begin_micro(True)
-    (value * loss_sum(model, rows(1), torch.ones(4))).backward()
-    gns.end_micro(kappa, torch.ones(4))
-    after = gns.step()
-    assert after.pop("gns/skipped") == 1.0
-    before.pop("gns/skipped")
-    assert after == before
-
-
-class Twice(nn.Module):
-    """One linear layer used twice, each time through reentrant checkpointing: its hook runs twice a backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return x
-
-
-def test_a_hook_that_runs_twice_is_a_skip_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = Twice()
-    gns = GradientNoiseScale(model)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            gns.begin_window(2)
-            for k in range(2):
-                gns.begin_micro(k == 1)
-                x = rows(k).requires_grad_()
-                model(x).square().sum().backward()
-                gns.end_micro(1.0, 4)
-            metrics = gns.step()
-    assert metrics == {"gns/skipped": 2.0}
-    assert [record.message for record in caplog.records if "use_reentrant=False" in record.message] != []
-    assert len(caplog.records) == 1
-
-
-def test_a_tied_parameter_is_measured_as_one() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(5, 5)
-    model = nn.Sequential(layer, nn.Tanh(), layer)
-    gns = GradientNoiseScale(model)
-    window(gns, model, 1)
-    kappa = gns.local_sums()[noise_scale.KAPPA]
-    assert float(gns.local_sums()[noise_scale.SMALL_SQUARE] * kappa) == pytest.approx(float(gns.grad_sq()), rel=1e-6)
-    assert float(gns.local_sums()[noise_scale.FAULTS]) == 0.0
-
-
-def test_unused_and_frozen_parameters_contribute_nothing() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
-    model.register_parameter("unused", nn.Parameter(torch.ones(100)))
-    for parameter in model[1].parameters():
-        parameter.requires_grad_(False)
-    gns = GradientNoiseScale(model)
-    window(gns, model, 2)
-    assert isinstance(gns.finish(gns.local_sums().tolist(), float(gns.grad_sq())), Window)
-    expected = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
-    assert float(gns.grad_sq()) == pytest.approx(expected)
-
-
-class Switch(nn.Module):
-    """Uses the second layer only for some micro-batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.use_second = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.second(x) if self.use_second else x
-
-
-def test_the_middle_is_left_out_if_a_used_parameter_was_not_seen_in_it() -> None:
-    model = Switch()
-    gns = GradientNoiseScale(model)
-    gns.begin_window(4)
-    for k in range(4):
-        model.use_second = k == 0
-        micro(gns, model, rows(k), torch.ones(4), last=k == 3)
-    result = gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
-    assert isinstance(result, Window)
-    assert (result.between, result.within) == (None, None)
-
-
-def test_a_backward_between_micro_batches_does_not_disturb_the_middle() -> None:
-    model = Switch()
-    gns = GradientNoiseScale(model)
-    gns.begin_window(4)
-    for k in range(4):
-        model.use_second = True
-        torch.autograd.grad(loss_sum(model, rows(k), torch.ones(4)), list(model.parameters()))
-        model.use_second = False
-        micro(gns, model, rows(k), torch.ones(4), last=k == 3)
-    result = gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
-    assert isinstance(result, Window)
-    assert result.between is not None
-
-
 def test_without_the_number_of_micro_batches_one_rank_has_no_consistency(
     model: nn.Module, gns: GradientNoiseScale
 ) -> None:
@@ -289,12 +128,6 @@ def test_a_window_that_is_not_finished_is_forgotten(model: nn.Module, gns: Gradi
     window(gns, model, 2, first_seed=50)
     window(gns, model, 3)
     assert torch.equal(gns.local_sums(), expected)
-
-
-def test_hooks_that_never_run_are_a_fault_and_closing_removes_them(model: nn.Module, gns: GradientNoiseScale) -> None:
-    gns.close()
-    window(gns, model, 2)
-    assert gns.step() == {"gns/skipped": 1.0}
 
 
 def test_one_micro_batch_a_step_is_absent_with_advice(model: nn.Module, gns: GradientNoiseScale) -> None:
@@ -352,27 +185,3 @@ def test_no_float_leaves_the_device_inside_a_micro_batch(model: nn.Module, monke
 def test_a_model_without_trained_parameters_is_refused() -> None:
     with pytest.raises(UserError, match="no parameter that is trained"):
         GradientNoiseScale(nn.Tanh())
-
-
-SHAPES = [(), (3,), (0,), (1024,), (1025,), (1_000_003,), (300, 257), (2, 3, 5000)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_square_norm_is_exact_for_every_shape_and_type(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = (1.0 + torch.rand(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
-    assert float(square_norm(x)) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
-    assert square_norm(x).dtype == torch.float64
-
-
-def test_square_norm_is_accurate_where_fp32_is_not() -> None:
-    x = torch.full((20_000_000,), 1.1)
-    exact = 20_000_000 * float(torch.tensor(1.1).double()) ** 2
-    assert float(square_norm(x)) == pytest.approx(exact, rel=1e-6)
-
-
-def test_square_norm_of_strided_and_sparse_tensors() -> None:
-    x = torch.randn(70, 130)
-    assert float(square_norm(x.t())) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
-    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
-    assert float(square_norm(twice)) == pytest.approx(25.0)

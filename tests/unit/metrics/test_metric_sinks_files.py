@@ -143,6 +143,8 @@ from trainer.metrics.sinks.stdout import StdoutSink
 sink = StdoutSink("json")
 for step in range(1, 20000):
     sink.log(build_payload("train", step, {"loss": 1.0}))
+if not sys.stdout.closed:
+    print("what other code prints later must not fail at exit either")
 print("done", file=sys.stderr)
 """
 

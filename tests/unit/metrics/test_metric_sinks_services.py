@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,33 @@ def test_wandb_that_cannot_start_costs_one_warning(
     assert sink.run_id is None
     assert capsys.readouterr().err.count("wandb failed and is off from now on") == 1
     assert [event["name"] for event in events] == ["wandb"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds the service through /proc")
+def test_wandb_killed_in_the_run_costs_one_warning_and_no_traceback(tmp_path: Path) -> None:
+    program = f"""
+import os, signal, sys, time
+from pathlib import Path
+from trainer.metrics.payload_contract import build_payload
+from trainer.metrics.sinks.wandb import WandbSink
+sink = WandbSink(mode="offline", project="p", run_dir=Path({str(tmp_path)!r}))
+sink.log(build_payload("train", 1, {{"loss": 1.0}}))
+parents = {{int(p.parent.name): p.read_text() for p in Path("/proc").glob("[0-9]*/stat")}}
+ours = [pid for pid, stat in parents.items() if "(wandb-core)" in stat and f" {{os.getpid()}} " in stat]
+os.kill(ours[0], signal.SIGKILL)
+for step in range(2, 12):
+    sink.log(build_payload("train", step, {{"loss": 1.0}}))
+    time.sleep(0.02)
+sink.close()
+print("done")
+"""
+    # Without the variable by which a child would share this process's wandb service.
+    env = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert done.stderr.count("wandb failed and is off from now on") == 1
+    assert done.stderr.count("WARNING") == 1
+    assert "Traceback" not in done.stderr
 
 
 def scalars(log_dir: Path) -> dict[str, list[tuple[int, float]]]:

@@ -61,7 +61,7 @@ class StdoutSink:
             self._discard_rest()
 
     def _discard_rest(self) -> None:
-        # What the stream still buffers would fail again when the interpreter flushes it at exit, with a traceback.
+        # What the stream buffers, or other code prints later, would fail when the interpreter flushes it at exit.
         try:
             target = self._stream.fileno()
         except (OSError, ValueError):

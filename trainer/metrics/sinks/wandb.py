@@ -8,6 +8,7 @@ the logged `global_step`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from trainer.metrics.display import display_key
 
 WandbMode = Literal["offline", "online", "disabled"]
 STEP_KEY = "global_step"
+_GRACE_SEC = 5.0
 
 
 class WandbSink:
@@ -56,6 +58,7 @@ class WandbSink:
         """
         self.run_id: str | None = None
         self.last_step: int | None = None
+        self._finish_timeout_sec = finish_timeout_sec
         self._guard = BestEffort("wandb", on_event=on_event)
         self._run: Any = None
         self._row: dict[str, float] = {}
@@ -99,10 +102,31 @@ class WandbSink:
         """Events are not sent."""
 
     def close(self) -> None:
-        """Send the held-back row and finish the run."""
+        """Send the held-back row and finish the run; gives up where wandb does not come to an end in time."""
         if self._run is None:
             return
         if self._row:
             self._guard.run(self._send)
-        run, self._run = self._run, None
-        BestEffort("wandb finish").run(run.finish)
+        finisher = threading.Thread(target=self._guard.run, args=(self._finish, self._run), daemon=True)
+        finisher.start()
+        # wandb keeps to the timeout by itself while its service is alive; the rest is for a service that is not.
+        finisher.join(self._finish_timeout_sec + _GRACE_SEC)
+        if finisher.is_alive() or not self._guard.enabled:
+            self._abandon()
+        self._run = None
+
+    @staticmethod
+    def _finish(run: Any) -> None:
+        run.finish()
+
+    def _abandon(self) -> None:
+        """Keep wandb from waiting at the interpreter's exit for a service that does not answer."""
+        import wandb
+
+        def leave() -> None:
+            with self._guard:  # silent where the failure has been told already
+                wandb.teardown()
+
+        leaver = threading.Thread(target=leave, daemon=True)
+        leaver.start()
+        leaver.join(_GRACE_SEC)

@@ -1,0 +1,45 @@
+"""Writes the generated documents; with --check, fails if one is not current (`make docs`, `make check`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from trainer.config.docs import render_config_markdown, render_config_schema
+from trainer.metrics.catalog_docs import render_catalog_markdown
+from trainer.metrics.payload_schema import json_schema
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def documents() -> dict[str, str]:
+    """Path below docs/ -> text."""
+    return {
+        "training/METRICS_LOSSES.md": render_catalog_markdown(),
+        "config.md": render_config_markdown(),
+        "config.schema.json": render_config_schema(),
+        "payload.v1.schema.json": json.dumps(json_schema(), indent=1) + "\n",
+    }
+
+
+def main() -> int:
+    """Write, or compare."""
+    stale = []
+    for name, text in documents().items():
+        path = DOCS / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(name)
+        if "--check" not in sys.argv:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote docs/{name}")
+    if stale and "--check" in sys.argv:
+        print(f"not current: {', '.join(stale)}; run make docs", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

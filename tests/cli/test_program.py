@@ -1,0 +1,188 @@
+"""The program as its users meet it: help, mistakes, the ways to launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, read_rows, run, write_tiny_config
+from trainer.metrics.payload_contract import validate_stream
+
+
+def test_help_names_the_verbs_and_does_not_import_torch():
+    result = run("--help")
+    assert result.returncode == 0
+    for word in ("--config", "--set", "--steps", "--run-dir", "--resume", "--nproc", "--stdout", "check", "data"):
+        assert word in result.stdout
+    code = "import sys, trainer.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'pydantic', 'wandb')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "nowhere.toml"], "nowhere.toml: cannot be read: No such file or directory"),
+        (["--steps", "0", "--config", "x.toml"], "Invalid value for '--steps'"),
+        (["chekc"], "No such command 'chekc'"),
+        (["--confg", "x.toml"], "No such option: --confg"),
+        (["--steps", "3"], "--config: is required"),
+        (["--config", "x.toml", "check"], "--config: stands before check"),
+        (["payload", "validate", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+        (["data", "build", "text", "--out", "o", "--modality", "x"], "is not of the form NAME=GLOB"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, tmp_path):
+    result = run(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_config_mistakes_are_listed_together_with_their_lines_and_nothing_is_written(tmp_path):
+    config = write_tiny_config(tmp_path)
+    text = config.read_text().replace('device = "cpu"', 'device = "gpu"').replace("num_streams_mixed", "num_stream_mixed")
+    config.write_text(text)
+    line = {key: 1 + text[: text.index(key)].count("\n") for key in ("device =", "num_stream_mixed")}
+    result = run("--config", config)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        f'{config}:{line["device ="]}: train.device: must be one of auto, cpu, cuda; got "gpu"',
+        f"{config}:{line['num_stream_mixed']}: data.mixing.num_stream_mixed: unknown key; did you mean num_streams_mixed?",
+    ]
+    assert result.stdout == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_is_printed_once_under_torchrun(tmp_path):
+    config = write_tiny_config(tmp_path)
+    result = run("--config", config, "--set", "ledger.capacity=1", nproc=2)
+    assert result.returncode == 1  # torchrun turns every failure into 1
+    assert result.stderr.count("ledger.capacity: must hold the groups in flight: 16") == 1
+    assert "Traceback (most recent call last):\n  File \"" + str(ROOT / "train") not in result.stderr
+
+
+def test_check_prints_a_config_that_is_itself_a_config(tmp_path):
+    config = write_tiny_config(tmp_path)
+    result = run("check", "--config", config, "--set", "train.steps=9", "--nproc", "2")
+    assert result.returncode == 0, result.stderr
+    assert "#   tokens_per_step = 256" in result.stdout  # 4 cells * 16 tokens * 2 micro-batches * 2 ranks
+    assert "#   groups_in_flight = 16" in result.stdout  # 2 sources * K 2 * 4 cells
+    assert "#   ledger_capacity = 32" in result.stdout
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(result.stdout)
+    again = run("check", "--config", resolved, "--nproc", "2")
+    assert again.stdout == result.stdout.replace(str(config), str(resolved))
+    as_json = run("check", "--config", config, "--json")
+    assert json.loads(as_json.stdout)["facts"]["parameters"] > 0
+
+
+def launches(config: Path, run_dir: Path) -> dict[str, tuple[list[str], Path, int]]:
+    """Every documented way to start the trainer: command, working directory, ranks."""
+    arguments = ["--config", str(config), "--run-dir", str(run_dir), "--steps", "3"]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2"]
+    installed = str(Path(sys.executable).with_name("train"))
+    return {
+        "torchrun on the file train, from the root": ([*torchrun, "train", *arguments], ROOT, 2),
+        "torchrun --no-python": ([*torchrun, "--no-python", installed, *arguments], config.parent, 2),
+        "torchrun -m trainer": ([*torchrun, "-m", "trainer", *arguments], config.parent, 2),
+        "train --nproc": ([installed, "--nproc", "2", *arguments], config.parent, 2),
+        "train": ([installed, *arguments], config.parent, 1),
+        "python -m trainer": ([sys.executable, "-m", "trainer", *arguments], config.parent, 1),
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", list(launches(Path("x"), Path("y"))))
+def test_every_way_to_launch_trains(way, tmp_path):
+    config = write_tiny_config(tmp_path)
+    line, cwd, world_size = launches(config, tmp_path / "run")[way]
+    result = subprocess.run(
+        line, env=environment({"MASTER_PORT": "0"}), cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert not list(validate_stream(result.stdout.splitlines()))
+    assert len(result.stdout.splitlines()) == 3
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "done"
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["world_size"] == world_size
+    assert len(list((tmp_path / "run" / "logs").iterdir())) == world_size
+
+
+def test_nproc_returns_the_exit_code_of_the_mistake_and_of_a_failure(tmp_path):
+    config = write_tiny_config(tmp_path)
+    mistake = run("--nproc", "2", "--config", config, "--set", "data.source.first.root=nowhere")
+    assert mistake.returncode == 2
+    assert mistake.stderr.count("no such directory") == 1
+    failure = run("--nproc", "2", "--config", config, "--set", "optimizer.lr=1e30", "--set", "train.clip_grad_norm=0")
+    assert failure.returncode == 1
+    assert "its batches are in events.jsonl" in failure.stderr
+
+
+def test_stdout_modes(tmp_path):
+    config = write_tiny_config(tmp_path)
+    line = run("--config", config, "--stdout", "line", "--steps", "2")
+    assert [text.split(" loss=")[0] for text in line.stdout.splitlines()] == ["[step 1]", "[step 2]"]
+    off = run("--config", config, "--stdout", "off", "--steps", "2")
+    assert off.stdout == ""
+    assert off.returncode == 0
+
+
+def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
+    config = write_tiny_config(tmp_path)
+    arguments = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", "8"])
+    process = subprocess.Popen(
+        arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    stderr = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=TIMEOUT_SEC) == 0, stderr
+    assert "Traceback" not in stderr
+    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 8
+
+
+def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
+    config = write_tiny_config(tmp_path)
+    assert run("--config", config, "--run-dir", tmp_path / "run", "--steps", "2").returncode == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "2")
+    assert again.returncode == 2
+    assert "holds a run already; add --resume auto" in again.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    done = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "2", "--resume", "auto")
+    assert done.returncode == 0
+    assert "is done already" in done.stderr
+
+
+def test_a_terminal_shows_bar_and_lines_and_stdout_only_lines(tmp_path):
+    pty = pytest.importorskip("pty")
+    config = write_tiny_config(tmp_path)
+    terminal, child_side = pty.openpty()
+    arguments = command(["--config", config, "--steps", "4"])
+    process = subprocess.Popen(arguments, env={**environment(), "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=child_side)
+    os.close(child_side)
+    shown = b""
+    deadline = time.monotonic() + TIMEOUT_SEC
+    while time.monotonic() < deadline:
+        try:
+            piece = os.read(terminal, 4096)
+        except OSError:  # the other side has closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(terminal)
+    stdout, _ = process.communicate(timeout=TIMEOUT_SEC)
+    assert process.returncode == 0, shown
+    assert b"4/4" in shown
+    assert b"schema_version" not in shown
+    assert not list(validate_stream(stdout.splitlines()))
+    assert len(stdout.splitlines()) == 4

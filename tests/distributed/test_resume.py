@@ -1,0 +1,134 @@
+"""The real thing: torchrun, two processes, text; killed, resumed, and as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
+from trainer.metrics.payload_contract import validate_stream
+
+pytestmark = pytest.mark.distributed
+
+RUN = """
+[eval]
+every = 10
+batches = 3
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 10
+"""
+ARGUMENTS = ("--steps", "30", "--set", "gns.ema=0.9")
+
+
+def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SEC
+    while time.monotonic() < deadline:
+        if metrics.exists() and f'"global_step":{step},' in metrics.read_text():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} never came")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def start(config: Path, run_dir: Path, *extra: str) -> subprocess.Popen[str]:
+    arguments = command(["--config", config, "--run-dir", run_dir, *ARGUMENTS, *extra], nproc=2)
+    return subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run_dir / "checkpoints" / "latest" / "model.pt", weights_only=True)["model"]
+
+
+def same_numbers(one: Path, other: Path) -> None:
+    """Every number that is not a time is the same; the pool's waits begin anew with the process (they are no state)."""
+    measured = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
+    fresh = ("stream_mixing/active/steps_since_pick_max", "stream_mixing/active/pick_surprise_max")
+    first, second = read_rows(one), read_rows(other)
+    assert first.keys() == second.keys()
+    for key, row in first.items():
+        for name, value in row.items():
+            if not name.startswith((*measured, *fresh)):
+                assert second[key][name] == value, (key, name)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    config = write_tiny_config(directory, RUN)
+    result = run("--config", config, "--run-dir", directory / "run", *ARGUMENTS, nproc=2)
+    assert result.returncode == 0, result.stderr
+    return config, directory / "run"
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_path, sign):
+    config, whole = uninterrupted
+    process = start(config, tmp_path / "run")
+    wait_for_step(tmp_path / "run" / "metrics.jsonl", 14, process)
+    victims = children(process.pid)
+    assert len(victims) >= 2
+    if sign == signal.SIGKILL:
+        process.kill()
+        for victim in victims:
+            subprocess.run(["kill", "-9", str(victim)], check=False)
+    else:
+        process.terminate()
+    _, stderr = process.communicate(timeout=TIMEOUT_SEC)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    if sign == signal.SIGTERM:
+        assert status["state"] == "stopped", stderr
+        assert status["reason"] == "stopped by SIGTERM"
+        assert (tmp_path / "run" / "checkpoints" / f"step_{status['last_step']:08d}" / "COMPLETE").exists()
+    resumed = run("--config", config, "--run-dir", tmp_path / "run", "--resume", "auto", *ARGUMENTS, nproc=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "run" / "metrics.jsonl") == losses(whole / "metrics.jsonl")
+    same_numbers(whole / "metrics.jsonl", tmp_path / "run" / "metrics.jsonl")
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(tmp_path / "run")[name]), name
+    assert not list(validate_stream((tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()))
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(uninterrupted, tmp_path):
+    config, whole = uninterrupted
+    checkpoint = whole / "checkpoints" / "latest"
+    steps = ("--steps", "34", "--run-dir", str(tmp_path / "run"))
+    result = run("--config", config, "--resume", checkpoint, *steps)
+    assert result.returncode == 0, result.stderr
+    assert "resuming with another config: train.steps: 30 -> 34" in result.stderr
+    assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [31, 32, 33, 34]
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_by_path(uninterrupted, tmp_path):
+    config, _ = uninterrupted
+    run_dir = tmp_path / "run"
+    assert run("--config", config, "--run-dir", run_dir, "--steps", "20").returncode == 0
+    damaged = run_dir / "checkpoints" / "step_00000020" / "model.pt"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    by_path = run("--config", config, "--resume", damaged.parent, "--steps", "22")
+    assert by_path.returncode == 2
+    assert f"{damaged}: is damaged" in by_path.stderr
+    auto = run("--config", config, "--run-dir", run_dir, "--resume", "auto", "--steps", "20")
+    assert auto.returncode == 0, auto.stderr
+    assert "falling back to the checkpoint before it" in auto.stderr
+    assert "going on after step 10" in auto.stderr
+
+
+def test_a_changed_model_is_refused(uninterrupted, tmp_path):
+    config, whole = uninterrupted
+    result = run("--config", config, "--resume", whole / "checkpoints" / "latest", "--set", "model.dim=32")
+    assert result.returncode == 2
+    assert "model.dim: 16 -> 32" in result.stderr

@@ -1,0 +1,130 @@
+"""The loss and gradient of a step are those of one big batch, however the rows are laid over ranks and micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.gloo import run_on_ranks
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.model.build import build
+from trainer.objective.compose import Objective
+from trainer.training.microbatch import Carry, MicroBatch
+from trainer.training.step import StepOutcome, StepSettings, TrainStep
+from trainer.training.step_details import StepDetails
+
+ROWS, LENGTH, VOCABULARY = 8, 12, 11
+CPU = torch.device("cpu")
+
+
+def rows(poisoned: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """8 rows of ragged length; row 5 has nothing to predict at all."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    targets = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    for row, length in enumerate([12, 1, 7, 3, 12, 0, 5, 9]):
+        targets[row, length:] = -100
+    return tokens, targets
+
+
+def micro_batch(tokens: torch.Tensor, targets: torch.Tensor, first_group: int) -> MicroBatch:
+    size = len(tokens)
+    groups = np.arange(first_group, first_group + size)
+    carry = Carry(groups, np.zeros(size, dtype=np.int64), np.zeros(size, dtype=bool))
+    return MicroBatch({"tokens": tokens}, targets, carry, {})
+
+
+def make_step(model: torch.nn.Module, inner: torch.nn.Module, *, micros: int, world: int, ledger: Ledger, clip: float):
+    group = torch.distributed.group.WORLD if world > 1 else None
+    optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
+    return TrainStep(
+        model=model,
+        ledger=ledger,
+        objective=Objective(z_loss=1e-2),
+        optimizer=optimizer,
+        gns=GradientNoiseScale(inner, process_group=group),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        settings=StepSettings(
+            micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=clip, can_roll_back=True
+        ),
+        world_size=world,
+        device=CPU,
+        autocast=nullcontext,
+        details=partial(StepDetails, token_types=(), token_type_guard=BestEffort("x"), per_source=False),
+    )
+
+
+def one_step(
+    rank: int, world: int, micros: int, clip: float = 0.0, poisoned: int | None = None
+) -> tuple[StepOutcome, dict[str, torch.Tensor], int]:
+    """Rank `rank`'s share of the rows, trained on for one step: the outcome, the weights and the groups held."""
+    torch.manual_seed(0)
+    inner = build(VOCABULARY, dim=8, num_layers=2).double()
+    model = DistributedDataParallel(inner) if world > 1 else inner
+    ledger = Ledger(
+        state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, rank=rank, world_size=world, keep_undo=True
+    )
+    step = make_step(model, inner, micros=micros, world=world, ledger=ledger, clip=clip)
+    tokens, targets = rows()
+    share = ROWS // (world * micros)
+    window = []
+    for index in range(micros):
+        first = (rank * micros + index) * share
+        window.append(micro_batch(tokens[first : first + share], targets[first : first + share], 100 + first))
+    if poisoned == rank:
+        with torch.no_grad():
+            inner.embedding.weight[window[-1].inputs["tokens"][0, 0]] = float("nan")
+    before = {name: value.clone() for name, value in inner.state_dict().items()}
+    step.forward_backward(1, window, will_log=True)
+    outcome = step.conclude(lr=1.0, stop=False, saved=False)
+    change = {name: before[name] - value for name, value in inner.state_dict().items()}
+    return outcome, change, int(ledger.drain_metrics()["ledger/live_groups"])
+
+
+def reference() -> tuple[float, dict[str, torch.Tensor]]:
+    """One big batch on one rank, written down plainly."""
+    torch.manual_seed(0)
+    model = build(VOCABULARY, dim=8, num_layers=2).double()
+    tokens, targets = rows()
+    logits = model(tokens).logits
+    mask = targets != -100
+    cross_entropy = torch.nn.functional.cross_entropy(logits[mask], targets[mask])
+    loss = cross_entropy + 1e-2 * torch.logsumexp(logits[mask], -1).square().mean()
+    loss.backward()
+    return float(loss), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "micros"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (2, 4)])
+def test_any_layout_equals_one_big_batch(world, micros):
+    results = run_on_ranks(one_step, world, micros) if world > 1 else [one_step(0, 1, micros)]
+    loss, gradient = reference()
+    norm = float(torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt())
+    for outcome, change, _ in results:
+        assert outcome.tokens == 49
+        assert outcome.loss == pytest.approx(loss, rel=1e-12)
+        assert outcome.grad_norm == pytest.approx(norm, rel=1e-9)
+        for name, expected in gradient.items():
+            torch.testing.assert_close(change[name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_clipping_shrinks_the_true_gradient_to_the_limit():
+    outcome, change, _ = one_step(0, 1, 2, 0.01)
+    assert outcome.grad_norm > 0.01
+    norm = float(torch.stack([c.square().sum() for c in change.values()]).sum().sqrt())
+    assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.distributed
+def test_a_bad_number_on_one_rank_rejects_the_step_on_all_and_leaves_no_trace():
+    for outcome, change, live_groups in run_on_ranks(one_step, 3, 1, 0.0, 1):
+        assert not outcome.is_finite
+        assert not outcome.is_empty
+        assert all(bool((c == 0).all()) for c in change.values() if not c.isnan().any())
+        assert live_groups == 0

@@ -1,0 +1,94 @@
+"""Windows of a linear loss, whose gradient is mean + sigma * noise, so that every answer is known in closed form."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from trainer.metrics import noise_scale
+from trainer.metrics.noise_scale import Window, estimate
+
+DIM = 20
+MEAN = [0.5] * DIM
+GRAD_SQ = 5.0
+SIGMA = math.sqrt(2.0)
+TR_SIGMA = DIM * 2.0
+B_SIMPLE = 8.0
+
+Micro = tuple[list[float], float, float]  # gradient of the mean loss, kappa, v
+Vector = list[float]
+
+
+def dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def weighted_sum(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector:
+    return [dot(column, weights) for column in zip(*vectors, strict=True)]
+
+
+def draw_micro(rng: random.Random, weights: Sequence[float], kappa: float) -> Micro:
+    """A micro-batch of independent examples with these weights, drawn by its exact distribution."""
+    noise = sum(w * w for w in weights) / sum(weights) ** 2
+    return [mu + SIGMA * math.sqrt(noise) * rng.gauss(0.0, 1.0) for mu in MEAN], kappa, noise
+
+
+def sums_of(ranks: Sequence[Sequence[Micro]], tokens: float = 0.0) -> tuple[list[float], float]:
+    """The reduced sums and the big square norm of a window, by their definitions."""
+    sums = [0.0] * noise_scale.NUM_SUMS
+    accumulated: list[Vector] = []
+    for micros in ranks:
+        for gradient, kappa, noise in micros:
+            sums[noise_scale.KAPPA] += kappa
+            sums[noise_scale.SMALL_SQUARE] += kappa * dot(gradient, gradient)
+            sums[noise_scale.SMALL_NOISE] += kappa * noise
+            sums[noise_scale.BIG_NOISE] += kappa**2 * noise
+        middle = micros if len(ranks) > 1 else micros[: (len(micros) + 1) // 2]
+        total = sum(kappa for _, kappa, _ in middle)
+        own = weighted_sum([g for g, _, _ in middle], [kappa for _, kappa, _ in middle])
+        sums[noise_scale.MIDDLE_KAPPA] += total
+        sums[noise_scale.MIDDLE_SQUARE] += dot(own, own) / total
+        sums[noise_scale.MIDDLE_NOISE] += sum(kappa**2 * noise for _, kappa, noise in middle) / total
+        sums[noise_scale.RANKS] += 1.0
+        accumulated.append(weighted_sum([g for g, _, _ in micros], [kappa for _, kappa, _ in micros]))
+    sums[noise_scale.TOKENS] = tokens
+    averaged = weighted_sum(accumulated, [1.0 / len(ranks)] * len(ranks))
+    return sums, dot(averaged, averaged)
+
+
+def even_window(rng: random.Random, world_size: int, num_micros: int, examples: int = 2) -> list[list[Micro]]:
+    weights = [1.0] * examples
+    return [[draw_micro(rng, weights, 1.0 / num_micros) for _ in range(num_micros)] for _ in range(world_size)]
+
+
+def ragged_window(rng: random.Random, world_size: int, num_micros: int) -> list[list[Micro]]:
+    """As the trainer does it: kappa is a constant times the micro-batch's tokens."""
+    ranks = []
+    for _ in range(world_size):
+        all_weights = [[rng.choice((1.0, 3.0, 40.0)) for _ in range(rng.choice((1, 2, 5)))] for _ in range(num_micros)]
+        ranks.append([draw_micro(rng, weights, 0.003 * sum(weights)) for weights in all_weights])
+    return ranks
+
+
+def window_of(ranks: Sequence[Sequence[Micro]], tokens: float = 0.0) -> Window:
+    sums, grad_sq = sums_of(ranks, tokens)
+    window = estimate(sums, grad_sq)
+    assert isinstance(window, Window), window
+    return window
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+
+
+def assert_mean_is(values: Sequence[float], expected: float) -> None:
+    mean, error = mean_and_error(values)
+    assert abs(mean - expected) < 5.0 * error, f"{mean} +- {error}, expected {expected}"
+    assert error < 0.1 * abs(expected), "the test has no power"
+
+
+def constant_window(tr_sigma: float = 40.0, grad_sq: float = 5.0, **changes: float) -> Window:
+    fields = {"between": tr_sigma, "within": tr_sigma, "small_noise": 0.5, "big_noise": 1 / 16, "num_tokens": 0.0}
+    return Window(tr_sigma=tr_sigma, grad_sq=grad_sq, world_size=2, **{**fields, **changes})

@@ -1,0 +1,133 @@
+"""Small corpora, small configs, and real runs of the program, for tests that use it as its users do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "train"
+TIMEOUT_SEC = 240
+
+TINY = """\
+[run]
+name = "tiny"
+dir = "{runs}"
+seed = 7
+
+[train]
+steps = 6
+micro_batches = 2
+device = "cpu"
+
+[data]
+seq_len = 16
+max_group_cells = 8
+
+[data.mixing]
+num_streams_mixed = 2
+batch_size = 4
+batch_size_by_modality = {{ b = 2 }}
+
+[[data.source]]
+name = "first"
+layout = "nested"
+root = "{corpus}"
+modalities = ["a"]
+weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 20 = 1.0 }} }}
+
+[[data.source]]
+name = "second"
+layout = "nested"
+root = "{corpus}"
+modalities = ["b"]
+
+[model]
+dim = 16
+num_layers = 2
+
+[ledger]
+capacity = 32
+
+[scheduler]
+warmup_steps = 2
+
+[metrics]
+log_interval = 1
+"""
+
+
+def make_corpus(root: Path, *, streams: int = 4, documents: int = 12, seed: int = 0) -> Path:
+    """A NESTED corpus of words in two modalities, a and b; the same arguments give the same bytes."""
+    words = np.array("the of and to in is that it was for on are as with his they at be this from I have or by".split())
+    generator = np.random.Generator(np.random.Philox(seed))
+    for modality in ("a", "b"):
+        directory = root / modality
+        directory.mkdir(parents=True)
+        for stream in range(streams):
+            lines = []
+            for _ in range(documents):
+                length = int(generator.integers(3, 80))
+                lines.append(json.dumps({"text": " ".join(generator.choice(words, length))}))
+            (directory / f"stream{stream}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return root
+
+
+def write_tiny_config(directory: Path, extra: str = "") -> Path:
+    """A config for a run of seconds on a corpus beside it; `extra` is TOML that follows."""
+    corpus = directory / "corpus"
+    if not corpus.exists():
+        make_corpus(corpus)
+    path = directory / "tiny.toml"
+    path.write_text(TINY.format(runs=directory / "runs", corpus=corpus) + extra, encoding="utf-8")
+    return path
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment for a child: one thread, nothing of a launcher, no network."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")}
+    return {**inherited, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "NO_COLOR": "1", **(extra or {})}
+
+
+def command(arguments: Sequence[object], *, nproc: int | None = None) -> list[str]:
+    """The command line: the program itself, or torchrun with `nproc` ranks of it."""
+    program = [str(PROGRAM), *map(str, arguments)]
+    if nproc is None:
+        return [sys.executable, *program]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return [*torchrun, *program]
+
+
+def run(*arguments: object, nproc: int | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end."""
+    return subprocess.run(
+        command(arguments, nproc=nproc),
+        env=environment(),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SEC,
+        check=False,
+    )
+
+
+def read_rows(metrics: Path) -> dict[tuple[str, int], dict[str, float]]:
+    """(mode, step) -> metrics of a metrics.jsonl; of a step that was logged twice the later row counts."""
+    rows: dict[tuple[str, int], dict[str, float]] = {}
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        payload: dict[str, Any] = json.loads(line)
+        if "metrics" in payload:
+            rows[payload["mode"], payload["global_step"]] = payload["metrics"]
+    return rows
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """Step -> training loss."""
+    return {step: row["loss"] for (mode, step), row in read_rows(metrics).items() if mode == "train"}

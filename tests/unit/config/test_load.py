@@ -1,0 +1,215 @@
+"""Reading configs: what is accepted, what is refused, and what the message says."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.runs import ROOT, TINY
+from trainer.config.lines import key_lines
+from trainer.config.load import load_config, load_dataset_file, to_toml
+from trainer.config.overrides import apply_override, parse_value
+from trainer.errors import UserError
+
+BASE = TINY.format(runs="runs", corpus="corpus")
+
+
+def load(tmp_path: Path, text: str = BASE, *overrides: str):
+    path = tmp_path / "x.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def refusal(tmp_path: Path, text: str = BASE, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text, *overrides)
+    return [line.replace(f"{tmp_path}/", "") for line in str(caught.value.message).splitlines()]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").rglob("*.toml")), ids=lambda path: path.name)
+def test_shipped_configs_load_and_name_their_schema(path):
+    assert load_config(path).train.steps > 0
+    schema = path.read_text().splitlines()[0].removeprefix("#:schema ")
+    assert (path.parent / schema).resolve() == ROOT / "docs" / "config.schema.json"
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path):
+    config = load(tmp_path)
+    assert load(tmp_path, to_toml(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=2.9", "train.steps: must be an integer, got 2.9"),
+        ("train.steps=true", "train.steps: must be an integer, got true"),
+        ('train.steps="5"', 'train.steps: must be an integer, got "5"'),
+        ("train.steps=0", "train.steps: must be >= 1, got 0"),
+        ("train.compile=flase", 'train.compile: must be true or false, got "flase"'),
+        ("optimizer.lr=nan", "optimizer.lr: must be a finite number, got nan"),
+        ("optimizer.lr=inf", "optimizer.lr: must be a finite number, got inf"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: list should have at least 2 items after validation, not 1, got [0.9]"),
+        ("data.mixing.pick_mode=heaviest", 'must be one of weighted, uniform, round_robin; got "heaviest"'),
+        ("data.mixing.num_stream_mixed=3", "data.mixing.num_stream_mixed: unknown key; did you mean num_streams_mixed?"),
+        ("ledgr.capacity=3", "ledgr: unknown key; did you mean ledger?"),
+        ("ledger.zzz=3", "unknown key; known are capacity, ownership, stale_threshold, sweep_every, wipe_every, wipe_mode"),
+        ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
+        ("ledger.wipe_mode=periodic_stale", 'wipe_mode "periodic_stale" needs stale_threshold >= 1'),
+        ("data.source.first.weight=-1", "data.source.0.weight: must be >= 0.0, got -1"),
+        ("data.source.first.weight=heavy", 'data.source.0.weight: must be a number, got "heavy"'),
+        ("data.source.second.weight={schedule='linear', points={a=1.0}}", "must be a whole number (a batch or step)"),
+        ("data.source.second.weight={schedule='linear', points={0=1, 00=2}}", "two points have the same key"),
+        ("data.source.second.weight={schedule='linear', points={}}", "at least 1 item"),
+        ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
+        ("data.source.third.weight=1", "has no element 'third'; use 0 to 1 or a name: first, second"),
+        ("run.name='../x'", "run.name: \"../x\" is not of the form"),
+        ("run=5", "run: must be a table, got 5"),
+        ("train.steps.more=5", "train.steps is no table"),
+        ("train.steps", "is not of the form table.key=value"),
+        ("=5", "is not of the form table.key=value"),
+        ("gns.ema=1", "gns.ema: must be < 1.0, got 1"),
+    ],
+)
+def test_refusals_name_key_value_and_fix(tmp_path, override, message):
+    (line,) = refusal(tmp_path, BASE, override)
+    assert message in line
+    assert line.startswith(f"--set {override.partition('=')[0]}")
+
+
+def test_a_missing_table_names_the_file(tmp_path):
+    text = "[run]\nname = 'x'\n"
+    assert refusal(tmp_path, text) == [
+        "x.toml: train: is required and absent; add train = ...",
+        "x.toml: data: is required and absent; add data = ...",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[run]\nname = \xff\n", "x.toml:2: encoding: is not UTF-8"),
+        (b"[run\n", "x.toml:1: TOML: "),
+        (b"[run]\nname = 1\nname = 2\n", "x.toml:3: TOML: cannot overwrite a value"),
+        (b"a = " + b"[" * 5000, "x.toml: TOML: is nested too deeply"),
+    ],
+)
+def test_files_that_are_no_toml(tmp_path, data, message):
+    path = tmp_path / "x.toml"
+    path.write_bytes(data)
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    assert message in caught.value.message
+
+
+def test_a_directory_or_a_nul_byte_is_no_config(tmp_path):
+    with pytest.raises(UserError, match="Is a directory"):
+        load_config(tmp_path)
+    with pytest.raises(UserError, match="cannot be"):
+        load_config("x\0.toml")
+
+
+def test_overrides_win_in_order_and_make_tables(tmp_path):
+    config = load(tmp_path, BASE, "train.steps=7", "train.steps=8", "gns.enabled=false", "data.source.1.weight=2")
+    assert config.train.steps == 8
+    assert config.gns.enabled is False
+    assert config.data.source[1].weight == 2.0
+
+
+def test_a_source_overrides_the_mixing_it_names_alone(tmp_path):
+    config = load(tmp_path, BASE, "data.source.first.mixing.num_streams_mixed=7")
+    mixing = config.data.source[0].mixing.applied_to(config.data.mixing)
+    assert (mixing.num_streams_mixed, mixing.batch_size) == (7, 4)
+
+
+def test_a_dataset_file_has_sources_only(tmp_path):
+    path = tmp_path / "d.toml"
+    path.write_text('[[source]]\nname = "a"\nroot = "r"\n')
+    assert load_dataset_file(path).source[0].root == "r"
+    path.write_text('[[source]]\nname = "a"\nroot = "r"\n[run]\n')
+    with pytest.raises(UserError, match="run: unknown key"):
+        load_dataset_file(path)
+
+
+def test_lines_of_headers_arrays_dotted_keys_and_values_that_span_lines():
+    text = '''# [not.this]
+a.b = 1
+[data] # comment
+x = """
+[no]
+y = 1
+"""
+list = [
+  1, # ]
+  2,
+]
+[[data.source]]
+name = "#"
+[data.source.mixing]
+k = { q = 1 }
+[[data.source]]
+"quoted key" = 'x'
+'''
+    lines = key_lines(text)
+    assert lines == {
+        ("a",): 2,
+        ("a", "b"): 2,
+        ("data",): 3,
+        ("data", "x"): 4,
+        ("data", "list"): 8,
+        ("data", "source"): 12,
+        ("data", "source", 0): 12,
+        ("data", "source", 0, "name"): 13,
+        ("data", "source", 0, "mixing"): 14,
+        ("data", "source", 0, "mixing", "k"): 15,
+        ("data", "source", 1): 16,
+        ("data", "source", 1, "quoted key"): 17,
+    }
+
+
+NAMES = st.sampled_from(["a", "b", "long-key", "key_2"])
+VALUES = st.recursive(
+    st.integers(-5, 5) | st.booleans() | st.sampled_from(['"#"', "'['", '"a\\"]"', '"""x\n[y]\n"""']),
+    lambda inner: st.lists(inner, max_size=3),
+)
+
+
+def as_toml(value: object) -> str:
+    if isinstance(value, list):
+        return "[\n" + "".join(f"  {as_toml(each)}, # ] comment\n" for each in value) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), max_size=4))
+def test_every_key_is_found_on_its_own_line(tables):
+    text, expected, counts = "", {}, dict.fromkeys("ab", -1)
+    for name, body in tables:
+        index = counts[name] = counts.get(name, -1) + 1
+        text += f"[[{name}]]\n"
+        for key, value in body.items():
+            expected[name, index, key] = text.count("\n") + 1
+            text += f"{key} = {as_toml(value)}\n"
+    tomllib.loads(text)
+    found = key_lines(text)
+    assert {path: line for path, line in found.items() if len(path) == 3} == expected
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_no_override_ends_in_anything_but_a_config_or_a_user_error(tmp_path, key, value):
+    raw = tomllib.loads(BASE)
+    try:
+        apply_override(raw, f"{key}={value}")
+    except UserError:
+        pass
+    parse_value(value)
+    path = tmp_path / "x.toml"
+    path.write_text(BASE)
+    try:
+        load_config(path, [f"train.{key}={value}"])
+    except UserError as error:
+        assert error.message

@@ -1,0 +1,40 @@
+"""Small streams for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.layout import Stream, discover_nested
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.tokenizer import BytesTokenizer
+
+
+@pytest.fixture
+def write_streams(tmp_path: Path) -> Callable[[Mapping[str, Sequence[Sequence[int]]]], list[Stream]]:
+    """Modality -> streams -> document lengths; written as JSON lines."""
+
+    def write(layout: Mapping[str, Sequence[Sequence[int]]]) -> list[Stream]:
+        for modality, streams in layout.items():
+            for number, lengths in enumerate(streams):
+                path = tmp_path / modality / f"s{number}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in lengths))
+        return discover_nested(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def mixing() -> Callable[..., StreamMixingDataset]:
+    """Makes a dataset with short cells."""
+
+    def make(streams: Sequence[Stream], **kwargs: Any) -> StreamMixingDataset:
+        defaults = {"name": "source", "tokenizer": BytesTokenizer(), "seq_len": 4, "batch_size": 2}
+        return StreamMixingDataset(streams, **{"num_streams_mixed": 2, **defaults, **kwargs})
+
+    return make

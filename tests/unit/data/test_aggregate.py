@@ -1,0 +1,90 @@
+"""Reduction of pool metrics over real processes, one of which has nothing to say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from trainer.data.aggregate import MetricsMerger, pool_ops, reduce_over_ranks
+
+A = "stream_mixing/active/"
+EXHAUST = "stream_mixing/refill/exhaust_events"
+
+
+def local_metrics(rank: int) -> dict[str, float]:
+    """Ranks 0 and 2 have a pool, rank 1 has none."""
+    if rank == 1:
+        return {}
+    return {
+        A + "remaining_min": 5.0 + rank,
+        A + "remaining_max": 50.0 + rank,
+        A + "remaining_fraction_min": 0.25 - rank / 100,
+        A + "remaining_fraction_max": 0.5,
+        A + "steps_since_pick_max": 7.0 - rank,
+        A + "pick_surprise_max": 1.5 * rank,
+        A + "modalities/a": 0.0,
+        A + "modalities/b": 3.0,
+        EXHAUST: float(2**40 + rank),
+    }
+
+
+EXPECTED = {
+    A + "remaining_min": 5.0,
+    A + "remaining_max": 52.0,
+    A + "remaining_fraction_min": 0.23,
+    A + "remaining_fraction_max": 0.5,
+    A + "steps_since_pick_max": 7.0,
+    A + "pick_surprise_max": 3.0,
+    A + "modalities/a": 0.0,
+    A + "modalities/b": 6.0,
+    EXHAUST: float(2**41 + 2),
+}
+
+
+def worker(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size)
+    calls: list[str] = []
+    original = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM, group: object = None) -> None:
+        calls.append(str(op))
+        original(tensor, op=op, group=group)
+
+    dist.all_reduce = counted
+    ops = pool_ops(["a", "b"])
+    found = reduce_over_ranks(local_metrics(rank), ops, world_size=world_size, device="cpu")
+    assert found == EXPECTED, found
+    assert len(calls) == len(set(calls)) == 2, calls
+    assert reduce_over_ranks({}, ops, world_size=world_size, device="cpu") == {}
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_three_ranks_reduce_with_one_max_and_one_sum_and_an_empty_rank_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    mp.spawn(worker, args=(3, str(tmp_path)), nprocs=3, join=True)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    ops = pool_ops(["a", "b"])
+    assert reduce_over_ranks(local_metrics(0), ops, world_size=1, device="cpu") == local_metrics(0)
+    assert reduce_over_ranks({}, ops, world_size=1, device="cpu") == {}
+
+
+def test_merging_sources_equals_reducing_ranks_and_forgets_counted_events() -> None:
+    merger = MetricsMerger({**pool_ops(["a", "b"]), "blend/max_share_error": "max"}, 3)
+    assert merger.merged() == {}
+    for source in (2, 0):
+        merger.update(source, dict.fromkeys(local_metrics(source), 99.0))
+        merger.update(source, local_metrics(source))
+    assert merger.merged() == EXPECTED
+    assert merger.merged() == {**EXPECTED, EXHAUST: 0.0}

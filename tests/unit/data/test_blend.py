@@ -1,0 +1,269 @@
+"""Blending: shares follow the weights, states resume exactly, and sources may be anything that iterates."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.layout import Stream
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.schedule import ConstantWeight, ScheduledWeight, WeightSpec
+from trainer.errors import UserError
+
+Write = Callable[..., list[Stream]]
+Make = Callable[..., StreamMixingDataset]
+LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9], "c": [[100], [5, 6, 7]]}
+
+
+class Plain:
+    """A user's own dataset: `tokens` and `targets` only, no state; ends after `size` batches."""
+
+    def __init__(self, size: int = 10**9) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for i in range(self.size):
+            yield {"tokens": np.full((2, 3), i), "targets": np.full((2, 3), i)}
+
+
+def plain(weights: dict[str, WeightSpec], *, sizes: dict[str, int] | None = None, **kwargs: Any) -> BlendDataset:
+    sources = [BlendSource(name, Plain((sizes or {}).get(name, 10**9)), weight) for name, weight in weights.items()]
+    return BlendDataset(sources, **{"seed": 0, **kwargs})
+
+
+def names(blend: BlendDataset, count: int) -> list[str]:
+    return [next(blend)["dataset_labels"][0] for _ in range(count)]
+
+
+def test_shares_follow_constant_weights() -> None:
+    """Chi-square over 20,000 batches."""
+    blend = plain({"a": ConstantWeight(5), "b": ConstantWeight(0), "c": ConstantWeight(3), "d": ConstantWeight(2)})
+    seen = Counter(names(blend, 20_000))
+    assert seen["b"] == 0
+    expected = {"a": 10_000, "c": 6_000, "d": 4_000}
+    assert sum((seen[name] - e) ** 2 / e for name, e in expected.items()) < 13.8  # 2 degrees of freedom, p = 0.001
+    error = max(abs(seen[name] - e) / 20_000 for name, e in expected.items())
+    assert blend.drain_step_metrics() == {"blend/max_share_error": pytest.approx(error)}
+
+
+def test_shares_follow_a_schedule_and_zero_is_never_picked() -> None:
+    ramp = ScheduledWeight("linear", {0: 0.0, 3000: 3.0})
+    off = ScheduledWeight("step", {0: 1.0, 1500: 0.0})
+    blend = plain({"ramp": ramp, "off": off, "on": ConstantWeight(1)}, per_source=True)
+    order = names(blend, 3000)
+    assert order[0] != "ramp"
+    assert "off" not in order[1500:]
+    weights = np.array([[ramp.evaluate(i), off.evaluate(i), 1.0] for i in range(3000)])
+    expected = (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
+    seen = Counter(order)
+    spread = 4 * np.sqrt(expected)
+    assert (np.abs([seen["ramp"], seen["off"], seen["on"]] - expected) < spread).all()
+    metrics = blend.drain_step_metrics()
+    assert metrics["blend/share/off"] == pytest.approx(seen["off"] / 3000)
+    realised = np.array([seen["ramp"], seen["off"], seen["on"]])
+    assert metrics["blend/max_share_error"] == pytest.approx(np.abs(realised - expected).max() / 3000)
+
+
+def test_a_weight_in_steps_changes_every_micro_batches_batches() -> None:
+    first = ScheduledWeight("step", {0: 1.0, 3: 0.0}, unit="step")
+    then = ScheduledWeight("step", {0: 0.0, 3: 1.0}, unit="step")
+    assert names(plain({"a": first, "b": then}, micro_batches=4), 20) == ["a"] * 12 + ["b"] * 8
+
+
+def test_the_choice_of_a_batch_depends_on_seed_and_index_alone() -> None:
+    weights = {"a": ConstantWeight(1), "b": ScheduledWeight("linear", {0: 0.5, 100: 2})}
+    assert names(plain(weights), 200) == names(plain(weights), 200)
+    assert names(plain(weights), 200) != names(plain(weights, seed=1), 200)
+
+
+def test_a_nested_blend_does_not_repeat_the_choices_of_the_one_above() -> None:
+    halves = {"a": ConstantWeight(1), "b": ConstantWeight(1)}
+    others = {"c": ConstantWeight(1), "d": ConstantWeight(1)}
+    same = sum(
+        (x == "a") == (y == "c") for x, y in zip(names(plain(halves), 400), names(plain(others), 400), strict=True)
+    )
+    assert 150 < same < 250
+
+
+def test_sources_that_end_are_left_out_and_the_last_one_ends_the_blend() -> None:
+    blend = plain({"a": ConstantWeight(1), "b": ConstantWeight(1)}, sizes={"a": 5, "b": 30})
+    order = [batch["dataset_labels"][0] for batch in blend]
+    assert Counter(order) == {"a": 5, "b": 30}
+    # The expectation counts only what was possible: once one source is left its share is 1.
+    assert blend.drain_step_metrics()["blend/max_share_error"] < 0.2
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(blend)
+
+
+def test_all_weights_zero_is_refused_at_its_batch() -> None:
+    blend = plain({"a": ScheduledWeight("step", {0: 1.0, 7: 0.0, 9: 1.0}), "b": ConstantWeight(0)})
+    assert names(blend, 7) == ["a"] * 7
+    with pytest.raises(UserError, match=r"at batch 7 the weight .* is zero \(a, b\)"):
+        next(blend)
+
+
+def test_what_stays_at_zero_for_ever_does_not_keep_a_finite_blend_going() -> None:
+    off = ScheduledWeight("step", {0: 1.0, 3: 0.0})
+    blend = plain({"a": ConstantWeight(1), "b": off}, sizes={"a": 20})
+    assert Counter(batch["dataset_labels"][0] for batch in blend)["a"] == 20
+
+
+def test_a_blend_without_or_with_equal_names_is_refused() -> None:
+    with pytest.raises(UserError, match="at least one source"):
+        BlendDataset([], seed=0)
+    source = BlendSource("a", Plain(), ConstantWeight(1))
+    with pytest.raises(UserError, match="two sources are called 'a'"):
+        BlendDataset([source, source], seed=0)
+    with pytest.raises(UserError, match="micro_batches"):
+        BlendDataset([source], seed=0, micro_batches=0)
+
+
+def blended(
+    streams: Sequence[Stream], mixing: Make, *, weight: float = 1.0, seed: int = 0, **kwargs: Any
+) -> BlendDataset:
+    return BlendDataset(
+        [
+            BlendSource("x", mixing(streams[:2], name="x", **kwargs), ConstantWeight(weight)),
+            BlendSource("y", mixing(streams[2:], name="y", **kwargs), ScheduledWeight("linear", {0: 1.0, 50: 3.0})),
+        ],
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 40, 90])
+@pytest.mark.parametrize("repeat", [True, False])
+def test_resuming_a_blend_gives_the_samples_and_the_shares_of_an_uninterrupted_run(
+    write_streams: Write, mixing: Make, stop: int, repeat: bool
+) -> None:
+    streams = write_streams(LAYOUT)
+    whole = blended(streams, mixing, repeat=repeat)
+    for _, _batch in zip(range(stop), whole, strict=False):
+        pass
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = blended(streams, mixing, repeat=repeat)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    for _ in range(30):
+        a, b = next(whole, None), next(resumed, None)
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a["instability_meta_json"] == b["instability_meta_json"]
+            assert (a["tokens"] == b["tokens"]).all()
+    assert whole.drain_step_metrics().get("blend/max_share_error") == resumed.drain_step_metrics().get(
+        "blend/max_share_error"
+    )
+    assert whole.state_dict() == resumed.state_dict()
+
+
+def test_a_state_is_a_snapshot(write_streams: Write, mixing: Make) -> None:
+    blend = blended(write_streams(LAYOUT), mixing, repeat=False)
+    next(blend)
+    state = blend.state_dict()
+    before = json.dumps(state)
+    for _ in blend:
+        pass
+    assert json.dumps(state) == before
+    assert blend.state_dict()["ended"] == [True, True]
+
+
+def test_weights_may_change_and_sources_may_be_added_at_a_restart(write_streams: Write, mixing: Make) -> None:
+    streams = write_streams(LAYOUT)
+    blend = blended(streams, mixing)
+    for _ in range(9):
+        next(blend)
+    changed = blended(streams, mixing, weight=5.0)
+    changed.sources.append(BlendSource("z", mixing(streams, name="z"), ConstantWeight(1)))
+    grown = BlendDataset(changed.sources, seed=0)
+    grown.load_state_dict(blend.state_dict())
+    before = {source["fingerprint"]["namespace"]: source for source in blend.state_dict()["sources"]}
+    after = {source["fingerprint"]["namespace"]: source for source in grown.state_dict()["sources"]}
+    assert {name: after[name] for name in before} == before
+    assert grown.state_dict()["counts"][2] == 0
+    with pytest.raises(UserError, match="has a source 'z', which is gone"):
+        blend.load_state_dict(grown.state_dict())
+    with pytest.raises(UserError, match="was made with 0, this run has 3"):
+        blended(streams, mixing, seed=3).load_state_dict(blend.state_dict())
+    with pytest.raises(UserError, match="not one of a blend"):
+        blend.load_state_dict({"version": 1})
+
+
+def test_states_of_all_ranks_resume_on_another_world(write_streams: Write, mixing: Make) -> None:
+    streams = write_streams(LAYOUT)
+    kwargs = {"repeat": False, "batching_mode": "device_per_stream", "num_streams_mixed": 1}
+    read: Counter[tuple[int, int]] = Counter()
+
+    def take(blend: BlendDataset, count: int) -> None:
+        for _, batch in zip(range(count), blend, strict=False):
+            read.update(zip(batch["group_ids"].tolist(), batch["cell_index"].tolist(), strict=True))
+
+    ranks = [blended(streams, mixing, rank=r, world_size=3, **kwargs) for r in range(3)]
+    for blend in ranks:
+        take(blend, 4)
+    states = [blend.state_dict() for blend in ranks]
+    for rank in range(2):
+        blend = blended(streams, mixing, rank=rank, world_size=2, **kwargs)
+        blend.load_state_dict(states)
+        take(blend, 1000)
+    expected: Counter[tuple[int, int]] = Counter()
+    for batch in blended(streams, mixing, repeat=False):
+        expected.update(zip(batch["group_ids"].tolist(), batch["cell_index"].tolist(), strict=True))
+    assert read == expected
+
+
+def test_a_source_without_state_trains_but_does_not_resume() -> None:
+    blend = plain({"a": ConstantWeight(1)})
+    fresh = blend.state_dict()
+    next(blend)
+    assert blend.state_dict()["sources"] == [None]
+    plain({"a": ConstantWeight(1)}).load_state_dict(fresh)
+    with pytest.raises(UserError, match="a: gave 1 batches before the checkpoint, and cannot be resumed"):
+        plain({"a": ConstantWeight(1)}).load_state_dict(blend.state_dict())
+
+
+def test_pools_of_the_sources_merge_key_by_key(write_streams: Write, mixing: Make) -> None:
+    streams = write_streams(LAYOUT)
+    blend = blended(streams, mixing)
+    assert blend.drain_step_metrics() == {}
+    last: dict[str, dict[str, float]] = {}
+    exhausted = 0.0
+    for step in range(60):
+        batch = next(blend)
+        source = next(s for s in blend.sources if s.name == batch["dataset_labels"][0])
+        snapshot = source.dataset._pool.snapshot()  # type: ignore[attr-defined]
+        exhausted += source.dataset._exhaust_events  # type: ignore[attr-defined]
+        last[source.name] = snapshot
+        metrics = blend.drain_step_metrics()
+        assert metrics["stream_mixing/refill/exhaust_events"] == exhausted
+        exhausted = 0.0
+        for key in ("remaining", "remaining_fraction"):
+            low, high = (f"stream_mixing/active/{key}_{end}" for end in ("min", "max"))
+            assert metrics[low] == min(part[low] for part in last.values())
+            assert metrics[high] == max(part[high] for part in last.values())
+        if step > 20:
+            key = "stream_mixing/active/modalities/b"
+            assert metrics[key] == sum(part.get(key, 0.0) for part in last.values())
+            assert set(metrics) == set(blend.metric_ops)
+
+
+def test_blends_nest(write_streams: Write, mixing: Make) -> None:
+    streams = write_streams(LAYOUT)
+
+    def nested() -> BlendDataset:
+        inner = blended(streams, mixing)
+        other = BlendSource("z", mixing(streams, name="z"), ConstantWeight(1))
+        return BlendDataset([BlendSource("inner", inner, ConstantWeight(2)), other], seed=4)
+
+    whole, resumed = nested(), nested()
+    labels = {next(whole)["dataset_labels"][0] for _ in range(40)}
+    assert labels == {"x", "y", "z"}
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert [next(whole)["instability_meta_json"] for _ in range(20)] == [
+        next(resumed)["instability_meta_json"] for _ in range(20)
+    ]

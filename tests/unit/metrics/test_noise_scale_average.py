@@ -1,0 +1,206 @@
+"""The averages over windows: values, standard errors, what is absent and why, resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.noise_windows import B_SIMPLE, Micro, constant_window, even_window, ragged_window, sums_of, window_of
+from trainer.errors import UserError
+from trainer.metrics import noise_scale
+from trainer.metrics.noise_scale import Absent, NoiseScaleAverage, estimate
+from trainer.metrics.pair_average import PairAverage
+
+
+def averaged(ranks_of: Callable[[random.Random], list[list[Micro]]], steps: int = 1000) -> dict[str, float]:
+    rng = random.Random(11)
+    average = NoiseScaleAverage(ema=0.998)
+    for _ in range(steps):
+        average.update(window_of(ranks_of(rng)))
+    return average.metrics()
+
+
+def test_b_simple_is_the_true_one_within_its_standard_error() -> None:
+    metrics = averaged(lambda rng: even_window(rng, 2, 4))
+    assert abs(metrics["gns/b_simple"] - B_SIMPLE) < 4.0 * metrics["gns/b_simple_se"]
+    assert metrics["gns/b_simple_se"] < 0.1 * B_SIMPLE
+    assert metrics["gns/b_small"] == pytest.approx(2.0)
+    assert metrics["gns/b_big"] == pytest.approx(16.0)
+    assert metrics["gns/batch_ratio"] == pytest.approx(16.0 / metrics["gns/b_simple"])
+    assert metrics["gns/gns_mu"] == pytest.approx(metrics["gns/b_simple"] / 4.0)
+    assert metrics["gns/Bsimple_from_mu"] == pytest.approx(metrics["gns/b_simple"])
+    assert metrics["gns/consistency"] == pytest.approx(1.0, abs=0.15)
+    assert "gns/b_simple_tokens" not in metrics
+
+
+def test_coverage_of_the_standard_error() -> None:
+    rng = random.Random(5)
+    hits = trials = 0
+    for _ in range(100):
+        average = NoiseScaleAverage(ema=0.95)
+        for _ in range(60):
+            average.update(window_of(even_window(rng, 2, 4, examples=4)))
+        metrics = average.metrics()
+        if "gns/b_simple" in metrics:
+            trials += 1
+            hits += abs(metrics["gns/b_simple"] - B_SIMPLE) < 1.96 * metrics["gns/b_simple_se"]
+    assert trials >= 95
+    assert 0.87 <= hits / trials <= 1.0
+
+
+def test_ranks_with_the_same_data_have_consistency_zero() -> None:
+    metrics = averaged(lambda rng: even_window(rng, 1, 4) * 2, steps=400)
+    assert metrics["gns/consistency"] == pytest.approx(0.0, abs=0.05)
+
+
+def test_a_micro_batch_used_again_and_again_has_consistency_at_the_cap() -> None:
+    def reused(rng: random.Random) -> list[list[Micro]]:
+        return [[micro] * 4 for (micro,) in even_window(rng, 2, 1)]
+
+    assert averaged(reused, steps=400)["gns/consistency"] == noise_scale.CONSISTENCY_CAP
+
+
+@pytest.mark.parametrize("draw", [even_window, ragged_window])
+def test_one_rank_compares_half_the_window_with_the_whole(draw: Callable[..., list[list[Micro]]]) -> None:
+    metrics = averaged(lambda rng: draw(rng, 1, 6), steps=1500)
+    assert metrics["gns/consistency"] == pytest.approx(1.0, abs=0.2)
+
+
+def test_halves_with_the_same_data_have_consistency_zero_on_one_rank() -> None:
+    metrics = averaged(lambda rng: [micros * 2 for micros in even_window(rng, 1, 3)], steps=400)
+    assert metrics["gns/consistency"] == pytest.approx(0.0, abs=0.05)
+
+
+def test_one_micro_batch_on_one_rank_is_absent_with_advice() -> None:
+    average = NoiseScaleAverage()
+    average.update(estimate(*sums_of(even_window(random.Random(0), 1, 1))))
+    assert average.metrics() == {"gns/skipped": 0.0}
+    assert average.reason is not None
+    assert "halve the micro-batch and accumulate two" in average.reason
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", ["sums", "grad_sq"])
+def test_a_window_that_is_not_finite_is_a_counted_skip(value: float, place: str) -> None:
+    average = NoiseScaleAverage()
+    for _ in range(8):
+        average.update(constant_window())
+    before = average.metrics()
+    sums, grad_sq = sums_of(even_window(random.Random(0), 2, 2))
+    if place == "sums":
+        sums[noise_scale.SMALL_SQUARE] = value
+    else:
+        grad_sq = value
+    average.update(estimate(sums, grad_sq))
+    assert average.metrics() == {**before, "gns/skipped": 1.0}
+
+
+def test_a_fault_or_an_empty_step_is_a_counted_skip() -> None:
+    sums, grad_sq = sums_of(even_window(random.Random(0), 2, 2))
+    sums[noise_scale.FAULTS] = 1.0
+    empty = [0.0] * noise_scale.NUM_SUMS
+    empty[noise_scale.RANKS] = 2.0
+    average = NoiseScaleAverage()
+    average.update(estimate(sums, grad_sq))
+    average.update(estimate(empty, 0.0))
+    assert average.metrics() == {"gns/skipped": 2.0}
+
+
+def test_b_simple_is_absent_while_the_mean_gradient_is_not_seen() -> None:
+    average = NoiseScaleAverage()
+    for k in range(40):
+        average.update(constant_window(grad_sq=1.0 if k % 2 else -1.1))
+    assert "gns/b_simple" not in average.metrics()
+    assert "gns/tr_sigma" in average.metrics()
+    assert average.reason is not None
+    assert "within 2 standard errors of 0" in average.reason
+
+
+def test_b_simple_waits_for_enough_windows() -> None:
+    average = NoiseScaleAverage()
+    assert average.reason == "no window has been seen"
+    for _ in range(4):
+        average.update(constant_window())
+    assert "gns/b_simple" not in average.metrics()
+    assert average.reason == "4 of the 5 windows it takes have been seen"
+    average.update(constant_window())
+    assert average.metrics()["gns/b_simple"] == pytest.approx(8.0)
+    assert average.reason is None
+
+
+def test_tokens_are_those_of_an_effective_example() -> None:
+    average = NoiseScaleAverage()
+    for _ in range(5):
+        average.update(constant_window(num_tokens=16 * 64.0))
+    assert average.metrics()["gns/b_simple_tokens"] == pytest.approx(8.0 * 64.0)
+
+
+def test_averages_equal_the_textbook_form() -> None:
+    """sum(w x) / sum(w) with w = ema^age, and the weighted covariance of the mean."""
+    rng = random.Random(2)
+    pairs = [(rng.gauss(3, 1), rng.gauss(-1, 2)) for _ in range(30)]
+    pair = PairAverage(0.9)
+    for x, y in pairs:
+        pair.update(x, y)
+    weights = [0.9**age for age in reversed(range(30))]
+    weights = [w / math.fsum(weights) for w in weights]
+    mean_x, mean_y = (math.fsum(w * p[i] for w, p in zip(weights, pairs, strict=True)) for i in (0, 1))
+    share = math.fsum(w * w for w in weights)
+    cov = math.fsum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, pairs, strict=True))
+    moments = pair.covariance()
+    assert moments is not None
+    assert (pair.mean_x, pair.mean_y) == pytest.approx((mean_x, mean_y))
+    assert moments[2] == pytest.approx(cov * share / (1.0 - share))
+
+
+def test_the_error_of_a_ratio_counts_the_covariance() -> None:
+    """x = 2 y exactly has no error; opposite fluctuations have twice that of one alone."""
+    rng = random.Random(8)
+    same, opposite, alone = PairAverage(0.9), PairAverage(0.9), PairAverage(0.9)
+    for _ in range(50):
+        noise = rng.gauss(0.0, 1e-3)
+        same.update(2.0 * (1.0 + noise), 1.0 + noise)
+        opposite.update(1.0 + noise, 1.0 - noise)
+        alone.update(1.0 + noise, 1.0)
+    ratios = [pair.ratio() for pair in (same, opposite, alone)]
+    errors = [ratio[1] for ratio in ratios if ratio is not None]
+    assert errors[0] == pytest.approx(0.0, abs=1e-9)
+    assert errors[1] == pytest.approx(2.0 * errors[2], rel=1e-2)
+
+
+def test_resume_is_bit_exact() -> None:
+    rng = random.Random(4)
+    windows = [window_of(ragged_window(rng, 2, 3), tokens=100.0 + k) for k in range(40)]
+    whole, first, second = NoiseScaleAverage(), NoiseScaleAverage(), NoiseScaleAverage()
+    for window in windows:
+        whole.update(window)
+    for window in [*windows[:17], Absent("x", is_fault=True)]:
+        first.update(window)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.metrics() == first.metrics()
+    assert second.reason == first.reason or first.reason == "x"
+    for window in windows[17:]:
+        second.update(window)
+    assert second.metrics() == {**whole.metrics(), "gns/skipped": 1.0}
+
+
+def test_a_drain_reports_each_skip_once_also_across_a_resume() -> None:
+    average, resumed = NoiseScaleAverage(), NoiseScaleAverage()
+    bad = Absent("x", is_fault=True)
+    average.update(bad)
+    assert average.drain_metrics() == {"gns/skipped": 1.0}
+    average.update(bad)
+    resumed.load_state_dict(average.state_dict())
+    assert resumed.drain_metrics() == {"gns/skipped": 1.0}
+    assert resumed.drain_metrics() == {"gns/skipped": 0.0}
+    assert resumed.metrics() == {"gns/skipped": 2.0}
+
+
+@pytest.mark.parametrize("ema", [0.0, 1.0, -0.5, math.nan])
+def test_an_ema_outside_the_unit_interval_is_refused(ema: float) -> None:
+    with pytest.raises(UserError, match=r"gns\.ema: must be between 0 and 1"):
+        NoiseScaleAverage(ema)

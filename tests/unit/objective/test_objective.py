@@ -1,0 +1,203 @@
+"""The objective against its formulas, written out token by token, and its composition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.errors import UserError
+from trainer.objective import CoordSettings, Objective, ObjectiveError
+
+VOCAB = 12
+COORD = CoordSettings(first_token=4, num_bins=6, sigma=0.8, weight=0.5)
+
+
+def batch(seed: int = 0, masked: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(2, 9, VOCAB, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, VOCAB, (2, 9), generator=generator)
+    targets[torch.rand(2, 9, generator=generator) < masked] = -100
+    return logits.requires_grad_(), targets
+
+
+def coord_by_hand(logits: list[float], target: int, settings: CoordSettings) -> float:
+    """The component for one token, in plain Python."""
+    true_bin = target - settings.first_token
+    bins = range(settings.num_bins)
+    weights = [math.exp(logits[settings.first_token + j]) for j in bins]
+    p = [w / sum(weights) for w in weights]
+    soft = [math.exp(-((j - true_bin) ** 2) / (2 * settings.sigma**2)) for j in bins]
+    cross_entropy = -sum(s / sum(soft) * math.log(p[j]) for j, s in enumerate(soft))
+    # 1-Wasserstein as the area between the two cumulative distributions, the other way to compute it.
+    area = sum(abs(sum(p[: j + 1]) - (1.0 if j >= true_bin else 0.0)) for j in bins)
+    return settings.weight * (cross_entropy + area / settings.num_bins)
+
+
+def test_token_ce_equals_torchs_cross_entropy() -> None:
+    logits, targets = batch()
+    out = Objective()(logits, targets)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    torch.testing.assert_close(out.token_loss.flatten(), expected.detach())
+    torch.testing.assert_close(out.loss_sum, expected.sum())
+    assert out.num_tokens == (targets != -100).sum()
+    assert list(out.parts) == ["token_ce"] == list(Objective().components)
+    grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (out.loss_sum, expected.sum())]
+    torch.testing.assert_close(*grads)
+
+
+def test_z_loss_is_the_squared_normaliser_of_unmasked_targets() -> None:
+    logits, targets = batch()
+    out = Objective(z_loss=0.01)(logits, targets)
+    expected = sum(
+        0.01 * math.log(sum(math.exp(x) for x in row)) ** 2
+        for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True)
+        if target != -100
+    )
+    assert out.parts["z_loss"].sum.item() == pytest.approx(expected)
+    assert out.parts["z_loss"].num_tokens == out.num_tokens
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1000),
+    first=st.integers(0, 8),
+    num_bins=st.integers(2, 12),
+    sigma=st.floats(0.3, 5.0),
+    weight=st.floats(0.0, 3.0),
+)
+def test_coord_equals_its_formula(seed: int, first: int, num_bins: int, sigma: float, weight: float) -> None:
+    coord = CoordSettings(first_token=first, num_bins=min(num_bins, VOCAB - first), sigma=sigma, weight=weight)
+    logits, targets = batch(seed)
+    part = Objective(coord=coord)(logits, targets).parts["coord"]
+    by_hand = [
+        coord_by_hand(row, target, coord)
+        for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True)
+        if first <= target < first + coord.num_bins
+    ]
+    assert part.num_tokens == len(by_hand)
+    assert part.sum.item() == pytest.approx(sum(by_hand), rel=1e-9, abs=1e-12)
+
+
+def test_coord_costs_more_the_farther_the_prediction_is_from_the_true_bin() -> None:
+    targets = torch.tensor([[4]])
+    losses = []
+    for predicted in range(6):
+        logits = torch.zeros(1, 1, VOCAB)
+        logits[0, 0, 4 + predicted] = 5.0
+        losses.append(Objective(coord=COORD)(logits, targets).parts["coord"].sum.item())
+    assert losses == sorted(losses)
+    assert losses[0] < losses[1] < losses[5]
+
+
+def test_coord_leaves_other_tokens_and_logits_alone() -> None:
+    logits, _ = batch()
+    targets = torch.full((2, 9), 11)
+    targets[0, 0] = 5
+    part = Objective(coord=COORD)(logits, targets).parts["coord"]
+    assert part.num_tokens == 1
+    out = Objective(coord=COORD)(logits, targets)
+    plain = Objective()(logits, targets)
+    (gradient,) = torch.autograd.grad(out.loss_sum - plain.loss_sum, logits)
+    touched = (gradient.abs() > 1e-12).nonzero().tolist()
+    assert touched == [[0, 0, token] for token in range(4, 10)]
+
+
+def test_parts_add_up_to_the_loss_and_are_detached() -> None:
+    logits, targets = batch()
+    objective = Objective(z_loss=0.1, coord=COORD)
+    out = objective(logits, targets)
+    assert tuple(out.parts) == objective.components == ("token_ce", "z_loss", "coord")
+    torch.testing.assert_close(out.loss_sum.detach(), torch.stack([p.sum for p in out.parts.values()]).sum())
+    assert not any(part.sum.requires_grad for part in out.parts.values())
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(cut=st.integers(0, 8), seed=st.integers(0, 100))
+def test_sums_over_micro_batches_are_those_of_one_big_batch(cut: int, seed: int) -> None:
+    logits, targets = batch(seed)
+    objective = Objective(z_loss=0.1, coord=COORD)
+    whole = objective(logits, targets)
+    halves = [objective(logits[:, part], targets[:, part]) for part in (slice(0, cut), slice(cut, None))]
+    torch.testing.assert_close(sum(half.loss_sum for half in halves), whole.loss_sum)
+    assert sum(int(half.num_tokens) for half in halves) == whole.num_tokens
+    for name, part in whole.parts.items():
+        assert sum(int(half.parts[name].num_tokens) for half in halves) == part.num_tokens
+
+
+def test_fully_masked_batch_costs_nothing_and_has_zero_gradients() -> None:
+    logits, targets = batch(masked=1.1)
+    out = Objective(z_loss=0.1, coord=COORD)(logits, targets)
+    out.loss_sum.backward()
+    assert out.loss_sum == 0
+    assert out.num_tokens == out.num_correct == 0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_correct_predictions_are_counted_among_unmasked_targets() -> None:
+    logits = torch.zeros(1, 4, VOCAB)
+    logits[0, :, 3] = 1.0
+    out = Objective()(logits, torch.tensor([[3, 3, 2, -100]]))
+    assert out.is_correct.tolist() == [[True, True, False, False]]
+    assert out.num_correct == 2
+
+
+def test_half_precision_logits_are_summed_in_float32() -> None:
+    logits, targets = batch()
+    low = logits.detach().to(torch.bfloat16)
+    out = Objective(z_loss=0.1, coord=COORD)(low, targets)
+    exact = Objective(z_loss=0.1, coord=COORD)(low.double(), targets)
+    assert out.loss_sum.dtype == torch.float32
+    assert out.loss_sum.item() == pytest.approx(exact.loss_sum.item(), rel=1e-6)
+
+
+def test_large_logits_stay_finite() -> None:
+    logits = torch.zeros(1, 1, VOCAB)
+    logits[0, 0, 4] = 1e4
+    out = Objective(coord=COORD)(logits, torch.tensor([[9]]))
+    assert out.parts["token_ce"].sum == 1e4
+    assert math.isfinite(out.loss_sum.item())
+
+
+def test_non_finite_logits_give_a_non_finite_loss_and_no_error() -> None:
+    logits = torch.full((1, 1, VOCAB), float("nan"))
+    assert Objective(z_loss=0.1, coord=COORD)(logits, torch.tensor([[5]])).loss_sum.isnan()
+
+
+def test_bins_beyond_the_vocabulary_raise_with_the_component_and_the_batch() -> None:
+    objective = Objective(coord=CoordSettings(first_token=10, num_bins=3, sigma=1.0))
+    logits, targets = batch()
+    with pytest.raises(
+        ObjectiveError, match=r"component coord: bins end at token 12, .* at 11; batch: .\"source\""
+    ) as e:
+        objective(logits, targets, meta='{"source": "a"}')
+    assert (e.value.component, e.value.meta) == ("coord", '{"source": "a"}')
+
+
+def test_logits_that_do_not_fit_the_targets_raise() -> None:
+    with pytest.raises(
+        ObjectiveError, match=r"token_ce: logits \(1, 3, 12\) do not fit targets \(1, 4\); batch: unknown"
+    ):
+        Objective()(torch.zeros(1, 3, VOCAB), torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_token": -1}, r"objective\.coord\.first_token: must be >= 0, got -1"),
+        ({"num_bins": 1}, r"objective\.coord\.num_bins: must be >= 2, got 1"),
+        ({"sigma": 0.0}, r"objective\.coord\.sigma: must be positive and finite, got 0\.0"),
+        ({"weight": float("nan")}, r"objective\.coord\.weight: must be >= 0 and finite, got nan"),
+    ],
+)
+def test_impossible_coord_settings_are_refused(change: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        CoordSettings(**{"first_token": 0, "num_bins": 4, "sigma": 1.0, **change})
+
+
+def test_negative_z_loss_is_refused() -> None:
+    with pytest.raises(UserError, match=r"objective\.z_loss: must be >= 0 and finite, got -0\.1"):
+        Objective(z_loss=-0.1)

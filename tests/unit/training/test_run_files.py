@@ -1,0 +1,203 @@
+"""Run directories, checkpoints on disk, stop requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+
+import pytest
+import torch
+
+from tests.support.runs import TINY
+from trainer.config.load import load_config
+from trainer.errors import UserError
+from trainer.training import checkpoint as files
+from trainer.training.checkpoint import CheckpointError
+from trainer.training.drift import check_drift
+from trainer.training.run_dir import RunDir, choose_run_dir
+from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text(TINY.format(runs=tmp_path / "runs", corpus="corpus"), encoding="utf-8")
+    return load_config(path)
+
+
+def make_checkpoint(directory, step: int, value: float = 1.0):
+    staging = files.staging_dir(directory, step)
+    staging.mkdir(parents=True)
+    files.write_tensors(staging / files.MODEL_FILE, {"w": torch.full((100,), value)})
+    return files.finish(directory, step, {"step": step, "world_size": 1})
+
+
+def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
+    path = make_checkpoint(tmp_path, 5)
+    assert files.verify(path)["step"] == 5
+    assert (tmp_path / "latest").resolve() == path
+    assert torch.equal(files.read_tensors(path / files.MODEL_FILE)["w"], torch.ones(100))
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    make_checkpoint(tmp_path, 5, 1.0)
+    path = make_checkpoint(tmp_path, 5, 2.0)
+    assert float(files.read_tensors(path / files.MODEL_FILE)["w"][0]) == 2.0
+
+
+def damage_marker(path):
+    (path / files.MARKER).unlink()
+
+
+def damage_marker_text(path):
+    (path / files.MARKER).write_text("{")
+
+
+def damage_marker_list(path):
+    (path / files.MARKER).write_text("[]")
+
+
+def damage_version(path):
+    marker = json.loads((path / files.MARKER).read_text())
+    (path / files.MARKER).write_text(json.dumps({**marker, "format_version": 99}))
+
+
+def damage_truncate(path):
+    file = path / files.MODEL_FILE
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def damage_flip(path):
+    file = path / files.MODEL_FILE
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def damage_missing(path):
+    (path / files.MODEL_FILE).unlink()
+
+
+def damage_state(path):
+    (path / files.STATE_FILE).write_text("{}")
+
+
+def damage_empty(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+DAMAGES = [
+    damage_marker,
+    damage_marker_text,
+    damage_marker_list,
+    damage_version,
+    damage_truncate,
+    damage_flip,
+    damage_missing,
+    damage_state,
+    damage_empty,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused(tmp_path, damage):
+    make_checkpoint(tmp_path, 5)
+    newest = make_checkpoint(tmp_path, 10)
+    damage(newest)
+    with pytest.raises(CheckpointError, match="step_00000010"):
+        files.verify(newest)
+    with pytest.raises(UserError, match="--resume"):
+        files.find(tmp_path, str(newest))
+    found = files.find(tmp_path, "auto")
+    assert found is not None
+    assert files.step_of(found[0]) == 5
+
+
+def test_auto_starts_anew_without_checkpoints_and_refuses_if_none_is_whole(tmp_path):
+    assert files.find(tmp_path, "auto") is None
+    assert files.find(tmp_path, "off") is None
+    damage_flip(make_checkpoint(tmp_path, 5))
+    with pytest.raises(UserError, match="none of the 1 checkpoints"):
+        files.find(tmp_path, "auto")
+
+
+def test_a_pickle_in_a_checkpoint_is_not_run(tmp_path):
+    class Malice:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "pwned"),))
+
+    torch.save({"x": Malice()}, tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(Malice()))
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(CheckpointError, match=name):
+            files.read_tensors(tmp_path / name)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_the_newest_and_every_nth_are_kept(tmp_path):
+    for step in range(10, 80, 10):
+        make_checkpoint(tmp_path, step)
+        files.prune(tmp_path, keep_last=2, keep_every=30)
+    assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [70, 60, 30]
+    (tmp_path / ".tmp_step_00000080").mkdir()
+    files.discard_staging(tmp_path)
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
+    first = choose_run_dir(config, None, "off", now=1.7e9)
+    assert first.path.parent == tmp_path / "runs"
+    first.path.mkdir(parents=True)
+    assert choose_run_dir(config, None, "off", now=1.7e9).path.name == first.path.name + "-2"
+
+
+def test_auto_goes_on_in_the_newest_unfinished_run_of_the_name(config, tmp_path):
+    runs = tmp_path / "runs"
+    for name, state in [
+        ("tiny-20260101-000000", "running"),
+        ("tiny-20260102-000000", "stopped"),
+        ("tiny-20260103-000000", "done"),
+        ("tiny-other-20260104-000000", "running"),
+    ]:
+        run = RunDir(runs / name)
+        make_checkpoint(run.checkpoints, 5)
+        run.write_status(state, reason="", step=5)
+    assert choose_run_dir(config, None, "auto").path.name == "tiny-20260102-000000"
+    by_path = runs / "tiny-20260101-000000" / "checkpoints" / "step_00000005"
+    assert choose_run_dir(config, None, str(by_path)).path.name == "tiny-20260101-000000"
+
+
+def test_changed_keys_are_named_and_breaking_ones_refused(config, caplog):
+    saved = config.model_dump(mode="json")
+    check_drift(saved, config)
+    assert not caplog.records
+    check_drift({**saved, "optimizer": {**saved["optimizer"], "lr": 5.0}, "run": {**saved["run"], "dir": "x"}}, config)
+    assert [record.getMessage() for record in caplog.records] == ["resuming with another config: optimizer.lr: 5.0 -> 0.001"]
+    with pytest.raises(UserError, match=r"model\.dim: 8 -> 16"):
+        check_drift({**saved, "model": {**saved["model"], "dim": 8}}, config)
+
+
+def test_the_first_signal_asks_a_late_second_one_ends(monkeypatch):
+    now, asked, exits = [100.0], [], []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    request = StopRequest(asked.append, clock=lambda: now[0])
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        request.install()
+        assert not request.requested
+        signal.raise_signal(signal.SIGUSR1)
+        assert request.requested
+        assert asked == ["SIGUSR1"]
+        now[0] += SAME_REQUEST_SEC - 0.1
+        signal.raise_signal(signal.SIGTERM)  # torchrun's echo of a Ctrl-C
+        assert not exits
+        now[0] += 0.2
+        signal.raise_signal(signal.SIGTERM)
+        assert exits == [128 + signal.SIGTERM]
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

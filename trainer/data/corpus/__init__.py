@@ -1,0 +1,1 @@
+"""Building corpora on disk: from the running installation, or from a user's own text files."""
