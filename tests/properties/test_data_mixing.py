@@ -20,7 +20,7 @@ from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
 
 SEQ_LEN = 4
-PROFILE = settings(max_examples=100, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=60, deadline=None, derandomize=True)
 
 layouts = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=5).filter(
     lambda layout: any(length for stream in layout for length in stream)

@@ -128,6 +128,28 @@ BLEND_ROWS = (
         healthy="Near its configured weight.",
         pathological="0 though its weight is not.",
     ),
+    MetricSpec(
+        name="source/<source>/loss",
+        unit="nats/token",
+        window="weighted_mean",
+        ranks="weighted_mean",
+        group=_BLEND,
+        title="Loss of source",
+        description="Cross-entropy over the tokens of one source (only with metrics.per_source).",
+        healthy="Falls for each source that is read.",
+        pathological="One source's rises while the total falls: it is starved, or at odds with the others.",
+    ),
+    MetricSpec(
+        name="modality/<modality>/loss",
+        unit="nats/token",
+        window="weighted_mean",
+        ranks="weighted_mean",
+        group=_BLEND,
+        title="Loss of modality",
+        description="Cross-entropy over the tokens of one modality (only with metrics.per_source).",
+        healthy="Falls for each modality that is read.",
+        pathological="One modality's rises while the total falls.",
+    ),
 )
 
 ROWS: tuple[MetricSpec, ...] = MIXING_ROWS + BLEND_ROWS

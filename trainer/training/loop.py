@@ -136,7 +136,7 @@ def finish_step(run: Run, outcome: StepOutcome, *, is_last: bool) -> None:
         extra["non_finite_steps"] = float(run.skipped_since_log)
         run.skipped_since_log = 0
         if run.gns is not None:
-            extra.update(run.gns.metrics())
+            extra.update(run.gns.drain_metrics())
         if run.saver.last_save_sec is not None:
             extra["checkpoint/save_sec"] = run.saver.last_save_sec
             run.saver.last_save_sec = None

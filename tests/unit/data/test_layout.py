@@ -92,6 +92,7 @@ def test_long_documents_become_runs_and_short_ones_share_rows() -> None:
     assert groups.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 1, 2]
     packed = build_groups(lengths, np.arange(7), pack=True, **cut)
     assert packed.documents.tolist() == [0, 0, 0, 2, 3, 4, 6]
+    assert packed.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 2]
     assert packed.segment_documents.tolist() == [2, 5]
     assert np.diff(packed.segment_offsets).tolist() == [0, 0, 0, 2, 0, 0, 0]
     kept = build_groups(lengths, np.array([3, 6]), pack=False, **cut)

@@ -63,8 +63,11 @@ class WandbSink:
         self._run: Any = None
         self._row: dict[str, float] = {}
         self._row_step = 0
-        settings = {"console": "off", "init_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
-        options = {"mode": mode, "project": project, "name": name, "id": run_id, "config": dict(config or {})}
+        # quiet: our own last lines say where the run is; wandb's would repeat every metric.
+        settings = {"console": "off", "quiet": True, "base_url": base_url}
+        settings |= {"init_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
+        options = {"mode": mode, "project": project, "entity": entity, "name": name, "id": run_id}
+        options["config"] = dict(config or {})
         self._guard.run(self._open, run_dir, options, settings)
 
     def _open(self, run_dir: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -72,7 +75,8 @@ class WandbSink:
         import wandb
 
         run_dir.mkdir(parents=True, exist_ok=True)
-        known = {key: value for key, value in settings.items() if key in wandb.Settings.model_fields}
+        fields = wandb.Settings.model_fields
+        known = {key: value for key, value in settings.items() if key in fields and value is not None}
         self._run = wandb.init(**options, resume="allow", dir=str(run_dir), settings=wandb.Settings(**known))
         self.run_id = self._run.id
         self._run.define_metric(STEP_KEY, hidden=True)

@@ -1,0 +1,123 @@
+"""One run, all sinks: each holds the same numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.runs import read_rows, run, write_tiny_config
+from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
+from trainer.metrics.catalog import lookup
+from trainer.metrics.display import display_key
+from trainer.metrics.payload_contract import validate_stream
+
+EXTRA = """
+tensorboard = true
+per_source = true
+wandb = { mode = "offline", project = "trainer-test" }
+
+[objective]
+token_types = true
+z_loss = 1e-4
+
+[eval]
+every = 3
+batches = 2
+holdout_fraction = 0.2
+"""
+# What the requests that this trainer grew from ask to see in every run with a pool, a ledger and the noise scale.
+POOL_KEYS = {
+    "stream_mixing/active/remaining_min",
+    "stream_mixing/active/remaining_max",
+    "stream_mixing/active/remaining_fraction_min",
+    "stream_mixing/active/remaining_fraction_max",
+    "stream_mixing/active/modalities/a",
+    "stream_mixing/active/modalities/b",
+    "stream_mixing/active/steps_since_pick_max",
+    "stream_mixing/active/pick_surprise_max",
+    "stream_mixing/refill/exhaust_events",
+}
+LEDGER_KEYS = {
+    f"ledger/{what}/{mode}{suffix}"
+    for what in ("evictions", "false_evictions")
+    for mode in ("lru", "stale")
+    for suffix in ("", "_max")
+}
+OTHER_KEYS = {
+    *("loss", "grad_norm", "lr", "tokens_per_sec", "step_time_sec", "tokens_in_step", "tokens_seen", "accuracy"),
+    *("smoothed/loss", "smoothed/tokens_per_sec", "smoothed/step_time"),
+    *("time/data_sec", "time/forward_backward_sec", "time/optimizer_sec"),
+    *("ledger/cold_starts", "ledger/refused_rows", "ledger/live_groups", "ledger/fill_fraction", "ledger_wipe_count"),
+    *("gns/tr_sigma", "gns/grad_sq", "gns/b_small", "gns/b_big", "gns/skipped", "gns/consistency"),
+    *("objective/token_ce", "objective/z_loss", "blend/max_share_error", "blend/share/first", "blend/share/second"),
+    *("source/first/loss", "modality/a/loss", "token_type/letter/loss", "token_type/letter/accuracy"),
+}
+EVAL_KEYS = {"eval_loss", "eval_accuracy", "eval_perplexity", "eval_bits_per_byte", "eval_modality/a/loss"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sinks")
+    config = write_tiny_config(directory, EXTRA)
+    config.write_text(config.read_text())
+    result = run("--config", config, "--run-dir", directory / "run", "--steps", "8", nproc=2)
+    assert result.returncode == 0, result.stderr
+    return directory / "run", result
+
+
+def test_stdout_and_the_record_hold_the_same_valid_payloads(finished):
+    run_dir, result = finished
+    assert result.stdout == (run_dir / "metrics.jsonl").read_text()
+    assert not list(validate_stream(result.stdout.splitlines()))
+    assert "WARNING" not in result.stderr
+
+
+def test_every_key_that_was_asked_for_is_there_and_in_the_catalog(finished):
+    run_dir, _ = finished
+    rows = read_rows(run_dir / "metrics.jsonl")
+    seen = {key for (mode, _), row in rows.items() if mode == "train" for key in row}
+    assert seen >= POOL_KEYS | LEDGER_KEYS | OTHER_KEYS, (POOL_KEYS | LEDGER_KEYS | OTHER_KEYS) - seen
+    assert rows["eval", 8].keys() >= EVAL_KEYS
+    for row in rows.values():
+        for key in row:
+            lookup(key)
+
+
+def test_wandb_s_file_holds_the_same_numbers_and_the_resolved_config(finished):
+    run_dir, _ = finished
+    file = find_wandb_file(run_dir)
+    wait_for_end(file)
+    history = {int(row["global_step"]): row for row in read_history(file)}
+    expected: dict[int, dict[str, float]] = {}
+    for (_, step), row in read_rows(run_dir / "metrics.jsonl").items():
+        expected.setdefault(step, {}).update({display_key(key): value for key, value in row.items()})
+    assert history.keys() == expected.keys()
+    for step, row in expected.items():
+        logged = {key: value for key, value in history[step].items() if not key.startswith("_") and key != "global_step"}
+        assert logged == row
+    configs = [record for record in read_records(file) if record.WhichOneof("record_type") == "run"]
+    logged_config = {item.key: json.loads(item.value_json) for item in configs[0].run.config.update}
+    assert logged_config["train"]["steps"] == 8
+    assert logged_config["ledger"]["wipe_mode"] == "lru"
+
+
+def test_tensorboard_holds_the_same_losses(finished):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_dir, _ = finished
+    events = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    rows = read_rows(run_dir / "metrics.jsonl")
+    found = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert found == {step: pytest.approx(row["loss"], rel=1e-6) for (mode, step), row in rows.items() if mode == "train"}
+
+
+def test_sources_modalities_and_token_types_add_up_to_the_whole(finished):
+    """Two ways to cut the same tokens: by modality and by source (each source here has one modality)."""
+    run_dir, _ = finished
+    for (mode, _), row in read_rows(run_dir / "metrics.jsonl").items():
+        if mode == "train":
+            assert row["loss"] == pytest.approx(row["objective/token_ce"] + row["objective/z_loss"], rel=1e-6)
+            for source, modality in (("first", "a"), ("second", "b")):
+                if f"source/{source}/loss" in row:
+                    assert row[f"source/{source}/loss"] == pytest.approx(row[f"modality/{modality}/loss"], rel=1e-9)
