@@ -20,7 +20,9 @@ def test_help_names_the_verbs_and_does_not_import_torch():
     assert result.returncode == 0
     for word in ("--config", "--set", "--steps", "--run-dir", "--resume", "--nproc", "--stdout", "check", "data"):
         assert word in result.stdout
-    code = "import sys, trainer.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'pydantic', 'wandb')))"
+    code = (
+        "import sys, trainer.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'pydantic', 'wandb')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
@@ -47,7 +49,9 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, me
 
 def test_config_mistakes_are_listed_together_with_their_lines_and_nothing_is_written(tmp_path):
     config = write_tiny_config(tmp_path)
-    text = config.read_text().replace('device = "cpu"', 'device = "gpu"').replace("num_streams_mixed", "num_stream_mixed")
+    text = (
+        config.read_text().replace('device = "cpu"', 'device = "gpu"').replace("num_streams_mixed", "num_stream_mixed")
+    )
     config.write_text(text)
     line = {key: 1 + text[: text.index(key)].count("\n") for key in ("device =", "num_stream_mixed")}
     result = run("--config", config)
@@ -65,7 +69,7 @@ def test_a_mistake_is_printed_once_under_torchrun(tmp_path):
     result = run("--config", config, "--set", "ledger.capacity=1", nproc=2)
     assert result.returncode == 1  # torchrun turns every failure into 1
     assert result.stderr.count("ledger.capacity: must hold the groups in flight: 16") == 1
-    assert "Traceback (most recent call last):\n  File \"" + str(ROOT / "train") not in result.stderr
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "train") not in result.stderr
 
 
 def test_check_prints_a_config_that_is_itself_a_config(tmp_path):
@@ -104,7 +108,13 @@ def test_every_way_to_launch_trains(way, tmp_path):
     config = write_tiny_config(tmp_path)
     line, cwd, world_size = launches(config, tmp_path / "run")[way]
     result = subprocess.run(
-        line, env=environment({"MASTER_PORT": "0"}), cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
+        line,
+        env=environment({"MASTER_PORT": "0"}),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SEC,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert not list(validate_stream(result.stdout.splitlines()))
@@ -136,10 +146,9 @@ def test_stdout_modes(tmp_path):
 def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
     config = write_tiny_config(tmp_path)
     arguments = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", "8"])
-    process = subprocess.Popen(
-        arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stderr is not None
+    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
     stderr = process.stderr.read()
@@ -167,7 +176,9 @@ def test_a_terminal_shows_bar_and_lines_and_stdout_only_lines(tmp_path):
     config = write_tiny_config(tmp_path)
     terminal, child_side = pty.openpty()
     arguments = command(["--config", config, "--steps", "4"])
-    process = subprocess.Popen(arguments, env={**environment(), "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=child_side)
+    process = subprocess.Popen(
+        arguments, env={**environment(), "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=child_side
+    )
     os.close(child_side)
     shown = b""
     deadline = time.monotonic() + TIMEOUT_SEC

@@ -94,7 +94,9 @@ def test_wandb_s_file_holds_the_same_numbers_and_the_resolved_config(finished):
         expected.setdefault(step, {}).update({display_key(key): value for key, value in row.items()})
     assert history.keys() == expected.keys()
     for step, row in expected.items():
-        logged = {key: value for key, value in history[step].items() if not key.startswith("_") and key != "global_step"}
+        logged = {
+            key: value for key, value in history[step].items() if not key.startswith("_") and key != "global_step"
+        }
         assert logged == row
     configs = [record for record in read_records(file) if record.WhichOneof("record_type") == "run"]
     logged_config = {item.key: json.loads(item.value_json) for item in configs[0].run.config.update}
@@ -109,7 +111,9 @@ def test_tensorboard_holds_the_same_losses(finished):
     events.Reload()
     rows = read_rows(run_dir / "metrics.jsonl")
     found = {event.step: event.value for event in events.Scalars("train/loss")}
-    assert found == {step: pytest.approx(row["loss"], rel=1e-6) for (mode, step), row in rows.items() if mode == "train"}
+    assert found == {
+        step: pytest.approx(row["loss"], rel=1e-6) for (mode, step), row in rows.items() if mode == "train"
+    }
 
 
 def test_sources_modalities_and_token_types_add_up_to_the_whole(finished):

@@ -51,9 +51,7 @@ def make_step(model: torch.nn.Module, inner: torch.nn.Module, *, micros: int, wo
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(
-            micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=clip, can_roll_back=True
-        ),
+        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=clip, can_roll_back=True),
         world_size=world,
         device=CPU,
         autocast=nullcontext,

@@ -54,7 +54,7 @@ def test_first_all_zero_equals_trying_every_batch(
     specs: list[WeightSpec], micro_batches: int, num_batches: int | None
 ) -> None:
     def is_zero(batch: int) -> bool:
-        return all(spec.evaluate(batch if spec.unit == "batch" else batch // micro_batches) == 0 for spec in specs)
+        return all(spec.evaluate(batch if spec.unit == "batch" else batch // micro_batches + 1) == 0 for spec in specs)
 
     limit = HORIZON if num_batches is None else num_batches
     start = next((batch for batch in range(limit) if is_zero(batch)), None)

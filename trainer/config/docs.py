@@ -80,7 +80,12 @@ def _type(annotation: Any) -> str:
     if choices:
         return " \\| ".join(choices)
     text = str(annotation)
-    names = (("dict[", "table"), ("list[str", "list of strings"), ("list[", "list of numbers"), ("bool", "true or false"))
+    names = (
+        ("dict[", "table"),
+        ("list[str", "list of strings"),
+        ("list[", "list of numbers"),
+        ("bool", "true or false"),
+    )
     for start, word in (*names, ("int", "integer"), ("float", "number"), ("str", "string")):
         if start in text:
             return word

@@ -11,7 +11,6 @@ from trainer.data.schedule import (
     WeightSpec,
     compose_weights,
     first_all_zero,
-    weight_from_config,
 )
 from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
@@ -34,5 +33,4 @@ __all__ = [
     "first_all_zero",
     "load_tokenizer",
     "open_documents",
-    "weight_from_config",
 ]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trainer.data.aggregate import MetricsMerger, ReduceOp, reduce_over_ranks
 from trainer.data.collate import Batch
 from trainer.data.keyed import BLOCK, KeyedUniforms
-from trainer.data.schedule import WeightSpec
+from trainer.data.schedule import WeightSpec, positions
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class BlendDataset:
     Args:
         sources: names must be unique.
         seed: of the choices.
-        micro_batches: micro-batches per optimizer step; a weight in steps is at step `i // micro_batches` at batch i.
+        micro_batches: micro-batches per optimizer step; batch i belongs to step `i // micro_batches + 1`.
         per_source: also report `blend/share/<name>`.
 
     Raises:
@@ -130,7 +130,7 @@ class BlendDataset:
         weights = np.zeros((BLOCK, len(self.sources)))
         for i, source in enumerate(self.sources):
             if not self._ended[i]:
-                xs = batches if source.weight.unit == "batch" else batches // self._micro_batches
+                xs = positions(source.weight.unit, batches, self._micro_batches)
                 weights[:, i] = source.weight.evaluate_many(xs)
         totals = weights.sum(axis=1, keepdims=True)
         self._shares = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
@@ -143,7 +143,7 @@ class BlendDataset:
         is_over = len(alive) < len(self.sources)
         for source in alive:
             zero_from = source.weight.zero_from()
-            x = index if source.weight.unit == "batch" else index // self._micro_batches
+            x = positions(source.weight.unit, index, self._micro_batches)
             is_over = is_over and zero_from is not None and x >= zero_from
         if is_over:
             raise StopIteration

@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,7 @@ class ScheduledWeight:
         kind: `linear` interpolates between points; `step` takes the last point at or before x.
         points: x (whole, >= 0) to value (finite, >= 0; zero is allowed). At least one.
         scale: a factor on every value.
-        unit: what x counts: micro-batches, or completed optimizer steps.
+        unit: what x counts: micro-batches from 0, or optimizer steps from 1.
         path: how messages name this weight.
     """
 
@@ -150,30 +150,6 @@ class ScheduledWeight:
 WeightSpec: TypeAlias = ConstantWeight | ScheduledWeight
 
 
-def weight_from_config(value: object, *, path: str) -> WeightSpec:
-    """Turn what a config says (a number, or a table with schedule, points and unit) into a weight.
-
-    Raises:
-        UserError: naming `path`, for anything else.
-    """
-    if not isinstance(value, Mapping):
-        return ConstantWeight(_checked(value, path), path)
-    unknown = sorted(set(value) - {"schedule", "points", "unit"})
-    if unknown:
-        raise UserError(f"{path}.{unknown[0]}", "unknown key", "a schedule has schedule, points and unit")
-    points = value.get("points")
-    if "schedule" not in value or not isinstance(points, Mapping):
-        raise UserError(
-            path, "a schedule needs schedule and points", 'write { schedule = "linear", points = { 0 = 1.0 } }'
-        )
-    parsed: dict[int, float] = {}
-    for x, y in points.items():
-        if not str(x).isdecimal():
-            raise UserError(f"{path}.points.{x}", "points must be whole numbers >= 0")
-        parsed[int(x)] = y
-    return ScheduledWeight(value["schedule"], parsed, unit=value.get("unit", "batch"), path=path)
-
-
 def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -> WeightSpec:
     """The product of two weights on one path of a nested blend.
 
@@ -194,13 +170,26 @@ def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -
     return ConstantWeight(a.value * b.value, path_b)
 
 
+Batches = TypeVar("Batches", int, IntArray)
+
+
+def positions(unit: str, batches: Batches, micro_batches: int) -> Batches:
+    """Where on its axis a weight stands at a batch index: the index itself, or the optimizer step that it belongs to.
+
+    Batches count from 0 and steps from 1, as `global_step` does.
+    """
+    return batches if unit == "batch" else batches // micro_batches + 1
+
+
 def _in_batches(spec: WeightSpec, micro_batches: int) -> list[Interval]:
     if spec.unit == "batch":
         return spec.zero_intervals()
-    return [
-        (start * micro_batches, None if end is None else (end + 1) * micro_batches - 1)
-        for start, end in spec.zero_intervals()
-    ]
+    found: list[Interval] = []
+    for start, end in spec.zero_intervals():
+        if end != 0:  # there is no step 0
+            first = (max(start, 1) - 1) * micro_batches
+            found.append((first, None if end is None else end * micro_batches - 1))
+    return found
 
 
 def _intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
@@ -220,7 +209,7 @@ def first_all_zero(
 ) -> Interval | None:
     """The first interval of batches in which every weight is zero, or None.
 
-    Exact: works on the schedules' zero sets, not on samples. A spec in steps is at step `batch // micro_batches`.
+    Exact: works on the schedules' zero sets, not on samples. See `positions` for weights in steps.
 
     Args:
         specs: the weights of one blend.

@@ -260,7 +260,7 @@ class Ledger:
 
 def check_distinct(group_ids: Ints) -> None:
     """Raise a ValueError that names a group (not -1) that appears twice."""
-    ordered = np.sort(group_ids)
-    twice = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
-    if twice.size:
-        raise ValueError(f"group {int(ordered[twice[0]])} appears twice in one micro-batch")
+    groups = group_ids[group_ids >= 0].tolist()
+    if len(set(groups)) < len(groups):
+        twice = next(group for i, group in enumerate(groups) if group in groups[:i])
+        raise ValueError(f"group {twice} appears twice in one micro-batch")

@@ -10,9 +10,17 @@ from torch import Tensor, nn
 
 from trainer.model.recurrence import GATE_SHARPNESS, gated_coefficients, linear_scan
 
-INIT_STD = 0.02
 INITIAL_DECAY_RANGE = (0.9, 0.999)
 """Range of the decay `a` of the channels at the start, where the recurrence gate is about one half."""
+
+
+def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
+    """Draw a weight [outputs, inputs] from a normal distribution of standard deviation `scale / sqrt(inputs)`.
+
+    Normed inputs then give outputs of about unit size. The fixed 0.02 that is customary for wide models is too small
+    below a width of about a thousand: gates and values start near zero, and recall over cells is learned far later.
+    """
+    nn.init.normal_(weight, std=scale / math.sqrt(weight.shape[1]))
 
 
 class GatedRecurrence(nn.Module):
@@ -30,13 +38,13 @@ class GatedRecurrence(nn.Module):
         self.decay = nn.Parameter(torch.empty(dim))
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def init_weights(self, residual_std: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_std` is for the output projection."""
+    def init_weights(self, residual_scale: float) -> None:
+        """Draw all parameters from torch's global generator; `residual_scale` is for the output projection."""
         for linear in (self.values, self.output_gate, self.recurrence_gate, self.input_gate):
-            nn.init.normal_(linear.weight, std=INIT_STD)
+            init_matrix(linear.weight)
         nn.init.zeros_(self.recurrence_gate.bias)
         nn.init.zeros_(self.input_gate.bias)
-        nn.init.normal_(self.out.weight, std=residual_std)
+        init_matrix(self.out.weight, residual_scale)
         low, high = INITIAL_DECAY_RANGE
         with torch.no_grad():
             # Uniform in a^2, as for the LRU's ring (Orvieto et al. 2023, arXiv 2303.06349, lemma 3.2).
@@ -64,11 +72,11 @@ class GatedMLP(nn.Module):
         self.gate = nn.Linear(dim, hidden, bias=False)
         self.out = nn.Linear(hidden, dim, bias=False)
 
-    def init_weights(self, residual_std: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_std` is for the output projection."""
-        nn.init.normal_(self.values.weight, std=INIT_STD)
-        nn.init.normal_(self.gate.weight, std=INIT_STD)
-        nn.init.normal_(self.out.weight, std=residual_std)
+    def init_weights(self, residual_scale: float) -> None:
+        """Draw all parameters from torch's global generator; `residual_scale` is for the output projection."""
+        init_matrix(self.values.weight)
+        init_matrix(self.gate.weight)
+        init_matrix(self.out.weight, residual_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, T, D] position by position."""
@@ -88,9 +96,9 @@ class Block(nn.Module):
 
     def init_weights(self, num_layers: int) -> None:
         """Draw all parameters; the 2 * num_layers projections that add to the residual stream start smaller."""
-        residual_std = INIT_STD / math.sqrt(2 * num_layers)
-        self.recurrence.init_weights(residual_std)
-        self.mlp.init_weights(residual_std)
+        residual_scale = 1.0 / math.sqrt(2 * num_layers)
+        self.recurrence.init_weights(residual_scale)
+        self.mlp.init_weights(residual_scale)
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the state after it [B, D]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.model.blocks import INIT_STD, Block
+from trainer.model.blocks import Block, init_matrix
 from trainer.model.protocol import ModelOutput
 
 
@@ -37,13 +37,13 @@ class RecurrentEncoder(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        nn.init.normal_(self.embedding.weight, std=INIT_STD)
+        init_matrix(self.embedding.weight)
         for block in blocks:
             block.init_weights(num_layers)
         if tie_embeddings:
             self.head.weight = self.embedding.weight
         else:
-            nn.init.normal_(self.head.weight, std=INIT_STD)
+            init_matrix(self.head.weight)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         """Predict from tokens [B, T], going on from `state` [B, state_width] (None: zero).

@@ -92,5 +92,5 @@ class Objective:
             num_tokens=terms["token_ce"].num_tokens,
             parts={name: Term(term.sum.detach(), term.num_tokens) for name, term in terms.items()},
             token_loss=per_token.detach(),
-            is_correct=(prepared.logits.detach().argmax(-1) == targets) & prepared.mask,
+            is_correct=prepared.logits.detach().argmax(-1) == targets,
         )

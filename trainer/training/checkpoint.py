@@ -155,9 +155,7 @@ def verify(path: Path) -> dict[str, Any]:
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error.strerror}") from None
         if found != expected:
-            raise CheckpointError(
-                f"{path / name}: is damaged (its size or hash is not what {MARKER} says)"
-            )
+            raise CheckpointError(f"{path / name}: is damaged (its size or hash is not what {MARKER} says)")
     state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     return state
 

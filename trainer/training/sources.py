@@ -90,5 +90,8 @@ def _streams(table: SourceTable, name: str, path: Path) -> list[Stream]:
         if table.paths is not None:
             return discover_direct(table.paths, format=table.format)
     except UserError as error:
-        raise UserError(f"source {name}: {error.key}", error.problem, error.fix, where=str(path)) from None
+        fix = error.fix
+        if table.root is not None and not Path(table.root).exists():
+            fix = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
+        raise UserError(f"source {name}: {error.key}", error.problem, fix, where=str(path)) from None
     return []

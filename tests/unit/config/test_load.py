@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,20 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("train.compile=flase", 'train.compile: must be true or false, got "flase"'),
         ("optimizer.lr=nan", "optimizer.lr: must be a finite number, got nan"),
         ("optimizer.lr=inf", "optimizer.lr: must be a finite number, got inf"),
-        ("optimizer.betas=[0.9]", "optimizer.betas: list should have at least 2 items after validation, not 1, got [0.9]"),
+        (
+            "optimizer.betas=[0.9]",
+            "optimizer.betas: list should have at least 2 items after validation, not 1, got [0.9]",
+        ),
         ("data.mixing.pick_mode=heaviest", 'must be one of weighted, uniform, round_robin; got "heaviest"'),
-        ("data.mixing.num_stream_mixed=3", "data.mixing.num_stream_mixed: unknown key; did you mean num_streams_mixed?"),
+        (
+            "data.mixing.num_stream_mixed=3",
+            "data.mixing.num_stream_mixed: unknown key; did you mean num_streams_mixed?",
+        ),
         ("ledgr.capacity=3", "ledgr: unknown key; did you mean ledger?"),
-        ("ledger.zzz=3", "unknown key; known are capacity, ownership, stale_threshold, sweep_every, wipe_every, wipe_mode"),
+        (
+            "ledger.zzz=3",
+            "unknown key; known are capacity, ownership, stale_threshold, sweep_every, wipe_every, wipe_mode",
+        ),
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
         ("ledger.wipe_mode=periodic_stale", 'wipe_mode "periodic_stale" needs stale_threshold >= 1'),
         ("data.source.first.weight=-1", "data.source.0.weight: must be >= 0.0, got -1"),
@@ -66,7 +76,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("data.source.second.weight={schedule='linear', points={}}", "at least 1 item"),
         ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
         ("data.source.third.weight=1", "has no element 'third'; use 0 to 1 or a name: first, second"),
-        ("run.name='../x'", "run.name: \"../x\" is not of the form"),
+        ("run.name='../x'", 'run.name: "../x" is not of the form'),
         ("run=5", "run: must be a table, got 5"),
         ("train.steps.more=5", "train.steps is no table"),
         ("train.steps", "is not of the form table.key=value"),
@@ -198,18 +208,15 @@ def test_every_key_is_found_on_its_own_line(tables):
     assert {path: line for path, line in found.items() if len(path) == 3} == expected
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_no_override_ends_in_anything_but_a_config_or_a_user_error(tmp_path, key, value):
-    raw = tomllib.loads(BASE)
-    try:
-        apply_override(raw, f"{key}={value}")
-    except UserError:
-        pass
+    with suppress(UserError):
+        apply_override(tomllib.loads(BASE), f"{key}={value}")
     parse_value(value)
     path = tmp_path / "x.toml"
     path.write_text(BASE)
-    try:
+    with suppress(UserError):
         load_config(path, [f"train.{key}={value}"])
-    except UserError as error:
-        assert error.message

@@ -33,7 +33,9 @@ def test_a_source_s_own_mixing_counts_in_flight(tmp_path):
 def test_capacity_below_the_groups_in_flight_is_refused_in_every_mode(tmp_path, mode):
     knobs = ["ledger.wipe_every=5", "ledger.stale_threshold=5", f"ledger.wipe_mode={mode}"]
     assert facts(tmp_path, "ledger.capacity=16", *knobs).ledger_capacity == 16
-    with pytest.raises(UserError, match=r"ledger\.capacity: must hold the groups in flight: 16 .* set it to 16 or more"):
+    with pytest.raises(
+        UserError, match=r"ledger\.capacity: must hold the groups in flight: 16 .* set it to 16 or more"
+    ):
         facts(tmp_path, "ledger.capacity=15", *knobs)
 
 

@@ -73,7 +73,7 @@ def test_shares_follow_a_schedule_and_zero_is_never_picked() -> None:
 def test_a_weight_in_steps_changes_every_micro_batches_batches() -> None:
     first = ScheduledWeight("step", {0: 1.0, 3: 0.0}, unit="step")
     then = ScheduledWeight("step", {0: 0.0, 3: 1.0}, unit="step")
-    assert names(plain({"a": first, "b": then}, micro_batches=4), 20) == ["a"] * 12 + ["b"] * 8
+    assert names(plain({"a": first, "b": then}, micro_batches=4), 20) == ["a"] * 8 + ["b"] * 12
 
 
 def test_the_choice_of_a_batch_depends_on_seed_and_index_alone() -> None:

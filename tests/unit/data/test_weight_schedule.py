@@ -12,7 +12,6 @@ from trainer.data.schedule import (
     ScheduledWeight,
     compose_weights,
     first_all_zero,
-    weight_from_config,
 )
 from trainer.errors import UserError
 
@@ -75,24 +74,4 @@ def test_a_point_where_all_touch_zero_is_found() -> None:
 
 def test_steps_are_stretched_to_batches() -> None:
     spec = ScheduledWeight("step", {0: 1.0, 3: 0.0, 5: 1.0}, unit="step")
-    assert first_all_zero([spec], micro_batches=4) == (12, 19)
-
-
-def test_config_values_become_weights() -> None:
-    assert weight_from_config(3, path="w") == ConstantWeight(3.0)
-    table = {"schedule": "linear", "unit": "step", "points": {"0": 3.0, "150": 1.0}}
-    assert weight_from_config(table, path="w") == ScheduledWeight("linear", {0: 3.0, 150: 1.0}, unit="step")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"schedule": "linear"}, "needs schedule and points"),
-        ({"schedule": "linear", "points": {"a": 1.0}}, r"w\.points\.a"),
-        ({"schedule": "linear", "points": {"0": 1.0}, "scales": 2}, r"w\.scales: unknown key"),
-        ("much", "must be a number"),
-    ],
-)
-def test_config_values_that_are_no_weights_name_their_path(value: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        weight_from_config(value, path="w")
+    assert first_all_zero([spec], micro_batches=4) == (8, 15)

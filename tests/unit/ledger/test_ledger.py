@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -260,66 +258,6 @@ def test_index_of_recency_stays_small_over_many_steps() -> None:
     store(ledger, [100])
     # Of groups 0..4 and 5..7 all slots are used; group 0 was stored longest ago (step 2995).
     assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}
-
-
-def test_state_dict_loads_with_weights_only_and_resets_the_counters() -> None:
-    ledger = new_ledger("lru")
-    ledger.begin_step(4)
-    store(ledger, [1, 2], 5.0)
-    lookup(ledger, [3])
-    buffer = io.BytesIO()
-    torch.save(ledger.state_dict(), buffer)
-    buffer.seek(0)
-    resumed = new_ledger("lru")
-    resumed.load_state_dict([torch.load(buffer, weights_only=True)])
-    assert lookup(resumed, [2, 1]) == [5.0, 5.0]
-    assert resumed.drain_metrics()["ledger/cold_starts"] == 0
-
-
-def saved_by(rank: int, groups: list[int], value: float, *, step: int = 1, world_size: int = 2) -> dict[str, object]:
-    ledger = new_ledger("lru", capacity=4, rank=rank, world_size=world_size)
-    ledger.begin_step(step)
-    store(ledger, groups, value)
-    return ledger.state_dict()
-
-
-def test_same_world_size_takes_the_own_shard_only() -> None:
-    ledger = new_ledger("lru", capacity=4, rank=1, world_size=2)
-    ledger.load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)])
-    assert lookup(ledger, [1, 2, 3]) == [0.0, 0.0, 2.0]
-
-
-def test_other_world_size_keeps_everything_or_what_is_owned() -> None:
-    shards = [saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)]
-    everything, owned = new_ledger("lru"), new_ledger("lru")
-    everything.load_state_dict(shards)
-    assert lookup(everything, [1, 2, 3]) == [1.0, 1.0, 2.0]
-    owned.load_state_dict(shards, owned=lambda groups: groups % 2 == 1)
-    assert lookup(owned, [1, 2, 3]) == [1.0, 0.0, 2.0]
-
-
-def test_of_a_group_in_several_shards_the_newest_state_counts() -> None:
-    shards = [saved_by(0, [1, 2], 9.0, step=7), saved_by(1, [1, 3], 1.0, step=5)]
-    for order in (shards, shards[::-1]):
-        ledger = new_ledger("lru")
-        ledger.load_state_dict(order)
-        assert lookup(ledger, [1, 2, 3]) == [9.0, 9.0, 1.0]
-
-
-def test_resharded_entries_keep_their_age() -> None:
-    ledger = new_ledger("lru", capacity=3)
-    ledger.load_state_dict([saved_by(0, [1, 2], 1.0, step=7), saved_by(1, [3], 1.0, step=5)])
-    ledger.begin_step(8)
-    store(ledger, [4])
-    assert dict(ledger.recently_evicted) == {3: ("lru", 8)}
-
-
-def test_checkpoint_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(UserError, match=r"ledger\.capacity: must hold the checkpoint's 3 groups, got 2"):
-        new_ledger("lru", capacity=2).load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)])
-    wide = Ledger(state_width=WIDTH + 1, capacity=4, wipe_mode="lru")
-    with pytest.raises(UserError, match="states are 2 wide, the model's 3"):
-        wide.load_state_dict([saved_by(0, [1], 1.0)])
 
 
 @pytest.mark.parametrize(

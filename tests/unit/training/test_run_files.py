@@ -176,7 +176,9 @@ def test_changed_keys_are_named_and_breaking_ones_refused(config, caplog):
     check_drift(saved, config)
     assert not caplog.records
     check_drift({**saved, "optimizer": {**saved["optimizer"], "lr": 5.0}, "run": {**saved["run"], "dir": "x"}}, config)
-    assert [record.getMessage() for record in caplog.records] == ["resuming with another config: optimizer.lr: 5.0 -> 0.001"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "resuming with another config: optimizer.lr: 5.0 -> 0.001"
+    ]
     with pytest.raises(UserError, match=r"model\.dim: 8 -> 16"):
         check_drift({**saved, "model": {**saved["model"], "dim": 8}}, config)
 

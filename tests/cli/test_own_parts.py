@@ -1,0 +1,122 @@
+"""A user's own model and own data, by import path, without a line of ours changed."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
+
+MODULE = """
+import numpy as np
+import torch
+from torch import nn
+from trainer.model.protocol import ModelOutput
+
+class GruModel(nn.Module):
+    def __init__(self, vocab_size, dim):
+        super().__init__()
+        self.state_width = dim
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.gru = nn.GRU(dim, dim, batch_first=True)
+        self.head = nn.Linear(dim, vocab_size)
+    def forward(self, tokens, state=None):
+        hidden, last = self.gru(self.embedding(tokens), None if state is None else state[None].contiguous())
+        return ModelOutput(self.head(hidden), last[0])
+
+class Bigram(nn.Module):
+    state_width = 0
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+    def forward(self, tokens, state=None):
+        assert state is None
+        return ModelOutput(self.table(tokens), None)
+
+def gru(vocab_size, dim, num_layers, *, scale=1):
+    return GruModel(vocab_size, dim * scale)
+
+def bigram(vocab_size, dim, num_layers):
+    return Bigram(vocab_size)
+
+def counting(rank, world_size, seed, seq_len, *, length=10**9, extra=None):
+    for index in range(length):
+        start = index + rank * 1000
+        tokens = (start + np.arange(seq_len))[None] % 50
+        batch = {"tokens": tokens, "targets": (tokens + 1) % 50}
+        if extra:
+            batch[extra] = np.zeros(1)
+        yield batch
+
+def not_a_model(vocab_size, dim, num_layers):
+    return object()
+"""
+
+
+def run_own(tmp_path, *arguments: object, nproc: int | None = None) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    config = write_tiny_config(tmp_path)
+    line = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", 20, *arguments], nproc=nproc)
+    env = environment({"PYTHONPATH": str(tmp_path)})
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+
+
+FAST = ("--set", "optimizer.lr=0.3", "--set", "scheduler.warmup_steps=0")
+OWN_DATA = ("--set", "data.source=[{name='own', target='own_parts:counting'}]")
+
+
+def test_a_model_with_state_of_its_own_trains_through_the_ledger(tmp_path):
+    result = run_own(tmp_path, "--set", "model.target=own_parts:gru", "--set", "model.args={scale=2}", *FAST)
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert rows["train", 20]["loss"] < 0.8 * rows["train", 1]["loss"]
+    assert rows["train", 20]["ledger/live_groups"] > 0
+    assert rows["train", 20]["ledger/cold_starts"] == 0
+
+
+@pytest.mark.distributed
+def test_a_model_without_state_and_data_of_one_s_own_train_on_two_ranks(tmp_path):
+    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", *OWN_DATA, *FAST, nproc=2)
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert rows["train", 20]["loss"] < 0.8 * rows["train", 1]["loss"]
+    assert not [key for key in rows["train", 20] if key.startswith(("stream_mixing/", "ledger/"))]
+    assert rows["train", 20]["tokens_in_step"] == 2 * 2 * 16
+
+
+def test_the_run_ends_when_the_data_do(tmp_path):
+    data = "data.source=[{name='own', target='own_parts:counting', args={length=7}}]"
+    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", data)
+    assert result.returncode == 0, result.stderr
+    assert "done at step 4 of 20: the data have ended" in result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["tokens_in_step"] for row in rows.values()] == [32, 32, 32, 16]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.target=own_parts:nothing"], "model.target: own_parts has no function nothing"),
+        (["model.target=no_such_module:build"], "model.target: cannot import no_such_module"),
+        (["model.target=own_parts:not_a_model"], "gave a object without state_width"),
+        (["model.target=own_parts:gru", "model.args={scael=2}"], "model.args: own_parts:gru does not take them"),
+        (
+            ["model.target=own_parts:bigram", "data.source=[{name='own', target='own_parts:counting', args={x=1}}]"],
+            "args",
+        ),
+        (
+            [
+                "model.target=own_parts:bigram",
+                "data.source=[{name='own', target='own_parts:counting', args={extra='odd'}}]",
+            ],
+            "batch key odd: neither an input of the model (tokens) nor a registered batch extra (dataset_labels",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_in_one_line(tmp_path, overrides, message):
+    options = [text for override in overrides for text in ("--set", override)]
+    result = run_own(tmp_path, *options)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,88 @@
+"""Saving and loading the ledger, for the same and for another number of ranks."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.errors import UserError
+from trainer.ledger import Ledger
+
+WIDTH = 2
+
+
+def new_ledger(wipe_mode: str = "lru", capacity: int = 4, **settings: int) -> Ledger:
+    return Ledger(state_width=WIDTH, capacity=capacity, wipe_mode=wipe_mode, **settings)
+
+
+def store(ledger: Ledger, groups: list[int], value: float = 1.0) -> None:
+    count = len(groups)
+    states = torch.full((count, WIDTH), value)
+    ledger.store(np.array(groups), np.ones(count, np.int64), np.zeros(count, np.bool_), states)
+
+
+def lookup(ledger: Ledger, groups: list[int]) -> list[float]:
+    return ledger.lookup(np.array(groups), np.ones(len(groups), np.int64))[:, 0].tolist()
+
+
+def test_state_dict_loads_with_weights_only_and_resets_the_counters() -> None:
+    ledger = new_ledger("lru")
+    ledger.begin_step(4)
+    store(ledger, [1, 2], 5.0)
+    lookup(ledger, [3])
+    buffer = io.BytesIO()
+    torch.save(ledger.state_dict(), buffer)
+    buffer.seek(0)
+    resumed = new_ledger("lru")
+    resumed.load_state_dict([torch.load(buffer, weights_only=True)])
+    assert lookup(resumed, [2, 1]) == [5.0, 5.0]
+    assert resumed.drain_metrics()["ledger/cold_starts"] == 0
+
+
+def saved_by(rank: int, groups: list[int], value: float, *, step: int = 1, world_size: int = 2) -> dict[str, object]:
+    ledger = new_ledger("lru", capacity=4, rank=rank, world_size=world_size)
+    ledger.begin_step(step)
+    store(ledger, groups, value)
+    return ledger.state_dict()
+
+
+def test_same_world_size_takes_the_own_shard_only() -> None:
+    ledger = new_ledger("lru", capacity=4, rank=1, world_size=2)
+    ledger.load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)])
+    assert lookup(ledger, [1, 2, 3]) == [0.0, 0.0, 2.0]
+
+
+def test_other_world_size_keeps_everything_or_what_is_owned() -> None:
+    shards = [saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)]
+    everything, owned = new_ledger("lru"), new_ledger("lru")
+    everything.load_state_dict(shards)
+    assert lookup(everything, [1, 2, 3]) == [1.0, 1.0, 2.0]
+    owned.load_state_dict(shards, owned=lambda groups: groups % 2 == 1)
+    assert lookup(owned, [1, 2, 3]) == [1.0, 0.0, 2.0]
+
+
+def test_of_a_group_in_several_shards_the_newest_state_counts() -> None:
+    shards = [saved_by(0, [1, 2], 9.0, step=7), saved_by(1, [1, 3], 1.0, step=5)]
+    for order in (shards, shards[::-1]):
+        ledger = new_ledger("lru")
+        ledger.load_state_dict(order)
+        assert lookup(ledger, [1, 2, 3]) == [9.0, 9.0, 1.0]
+
+
+def test_resharded_entries_keep_their_age() -> None:
+    ledger = new_ledger("lru", capacity=3)
+    ledger.load_state_dict([saved_by(0, [1, 2], 1.0, step=7), saved_by(1, [3], 1.0, step=5)])
+    ledger.begin_step(8)
+    store(ledger, [4])
+    assert dict(ledger.recently_evicted) == {3: ("lru", 8)}
+
+
+def test_checkpoint_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"ledger\.capacity: must hold the checkpoint's 3 groups, got 2"):
+        new_ledger("lru", capacity=2).load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)])
+    wide = Ledger(state_width=WIDTH + 1, capacity=4, wipe_mode="lru")
+    with pytest.raises(UserError, match="states are 2 wide, the model's 3"):
+        wide.load_state_dict([saved_by(0, [1], 1.0)])
