@@ -66,34 +66,7 @@ log_interval = 1
 
 def make_corpus(root: Path, *, streams: int = 4, documents: int = 12, seed: int = 0) -> Path:
     """A NESTED corpus of words in two modalities, a and b; the same arguments give the same bytes."""
-    words = np.array(["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his"])
-        [
-            "the",
-            "of",
-            "and",
-            "to",
-            "in",
-            "is",
-            "that",
-            "it",
-            "was",
-            "for",
-            "on",
-            "are",
-            "as",
-            "with",
-            "his",
-            "they",
-            "at",
-            "be",
-            "this",
-            "from",
-            "I",
-            "have",
-            "or",
-            "by",
-        ]
-    )
+    words = np.array(["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with"])
     generator = np.random.Generator(np.random.Philox(seed))
     for modality in ("a", "b"):
         directory = root / modality

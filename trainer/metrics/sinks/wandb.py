@@ -64,9 +64,9 @@ class WandbSink:
         self._row: dict[str, float] = {}
         self._row_step = 0
         # quiet: our own last lines say where the run is; wandb's would repeat every metric.
-        settings = {"console": "off", "quiet": True, "base_url": base_url}
+        settings: dict[str, Any] = {"console": "off", "quiet": True, "base_url": base_url}
         settings |= {"init_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
-        options = {"mode": mode, "project": project, "entity": entity, "name": name, "id": run_id}
+        options: dict[str, Any] = {"mode": mode, "project": project, "entity": entity, "name": name, "id": run_id}
         options["config"] = dict(config or {})
         self._guard.run(self._open, run_dir, options, settings)
 
