@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -116,6 +117,7 @@ class TrainStep:
             window: `micro_batches` of this rank.
             will_log: collect what is logged beside the loss.
         """
+        self._window = window
         self._details = self._make_details(will_log)
         if self._ledger is not None:
             self._ledger.begin_step(step)
@@ -184,7 +186,7 @@ class TrainStep:
         if is_finite and tokens > 0:
             self._apply(gradients, grad_norm, factor, lr)
         elif self._ledger is not None and self._settings.can_roll_back:
-            self._ledger.rollback()
+            self._forget_window(self._ledger)
         if self._scaler.is_enabled():
             self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -198,6 +200,12 @@ class TrainStep:
             all_saved=reduced[SAVED] == self._world_size,
             details=self._details,
         )
+
+    def _forget_window(self, ledger: Ledger) -> None:
+        """Take the rejected window back out of the ledger. The data go on, so groups that ended in it are freed again."""
+        ledger.rollback()
+        carries = [micro.carry for micro in self._window if micro.carry is not None]
+        ledger.release(np.concatenate([c.group_ids[c.is_last] for c in carries] or [np.empty(0, dtype=np.int64)]))
 
     def _apply(self, gradients: list[Tensor], grad_norm: float, factor: float, lr: float) -> None:
         limit = self._settings.clip_grad_norm
