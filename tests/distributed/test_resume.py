@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -82,7 +83,7 @@ def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_pat
     if sign == signal.SIGKILL:
         process.kill()
         for victim in victims:
-            subprocess.run(["kill", "-9", str(victim)], check=False)
+            os.kill(victim, signal.SIGKILL)
     else:
         process.terminate()
     _, stderr = process.communicate(timeout=TIMEOUT_SEC)
@@ -132,3 +133,34 @@ def test_a_changed_model_is_refused(uninterrupted, tmp_path):
     result = run("--config", config, "--resume", whole / "checkpoints" / "latest", "--set", "model.dim=32")
     assert result.returncode == 2
     assert "model.dim: 16 -> 32" in result.stderr
+
+
+def test_elastic_restart_comes_back_by_itself(uninterrupted, tmp_path):
+    """One rank dies; torchrun restarts both, and they go on from the newest checkpoint without being told."""
+    config, whole = uninterrupted
+    run_dir = tmp_path / "run"
+    line = command(["--config", config, "--run-dir", run_dir, *ARGUMENTS], nproc=2)
+    line.insert(line.index("--standalone"), "--max-restarts=2")
+    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_step(run_dir / "metrics.jsonl", 13, process)
+    (victim,) = [pid for pid in children(process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(victim, signal.SIGKILL)
+    stdout, stderr = process.communicate(timeout=TIMEOUT_SEC)
+    assert process.returncode == 0, stderr
+    assert "torchrun restarted the ranks (restart 1): resuming from the newest checkpoint" in stderr
+    assert losses(run_dir / "metrics.jsonl") == losses(whole / "metrics.jsonl")
+    assert not list(validate_stream(stdout.splitlines()))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_in_its_directory(uninterrupted, tmp_path):
+    config, whole = uninterrupted
+    run_dir = tmp_path / "run"
+    process = start(config, run_dir)
+    wait_for_step(run_dir / "metrics.jsonl", 4, process)
+    for victim in children(process.pid):
+        os.kill(victim, signal.SIGKILL)
+    process.communicate(timeout=TIMEOUT_SEC)
+    again = run("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, nproc=2)
+    assert again.returncode == 0, again.stderr
+    assert losses(run_dir / "metrics.jsonl") == losses(whole / "metrics.jsonl")
+    assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))

@@ -7,6 +7,7 @@ Nothing here imports torch at the top, so that `train --help` answers at once.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from trainer.errors import UserError
 
 EXIT_USER_ERROR = 2
 # torchrun ends all ranks when one fails. The others wait this long for that, so that rank 0 can say what is wrong.
-WAIT_FOR_RANK_0_SEC = 10.0
+WAIT_FOR_RANK_0_SEC = 5.0
 # What typer raises for a wrong command line. It has no public name of its own: newer releases carry click inside.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -159,10 +160,15 @@ def _usage_message(error: Exception) -> str:
 
 
 def _refuse(message: str) -> None:
-    """Say what is wrong, once for all ranks, and exit with the code for users' mistakes."""
-    if os.environ.get("RANK", "0") == "0":
-        if message:
-            print(message, file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
-    else:
+    """Say what is wrong, once for all ranks, and exit with the code for users' mistakes.
+
+    Most mistakes are found by every rank, so rank 0 speaks for all, and torchrun ends the others when it has. A rank that
+    is still there afterwards found something that rank 0 did not, such as a damaged file that only it read.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a stop handler would only set a flag that nobody reads now
         time.sleep(WAIT_FOR_RANK_0_SEC)
+        message = f"[rank {os.environ['RANK']}] {message}"
+    if message:
+        print(message, file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
     sys.exit(EXIT_USER_ERROR)

@@ -75,6 +75,21 @@ def pick_backend(wanted: str, device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> dist.Store:
+    """The key-value store through which the ranks find each other, fresh for every restart of torchrun's.
+
+    torchrun keeps one store for all its restarts (torch 2.13), so after a restart a rank may read the address that a rank
+    of the attempt before had left there, and fail to connect. On one node the number of the restart is the same for all
+    ranks and separates the attempts. On several nodes it is not; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the
+    launcher's environment makes it use a new store each time (scripts/slurm sets it).
+    """
+    store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
+    assert isinstance(store, dist.Store)
+    if environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return store
+    return dist.PrefixStore(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 @contextmanager
 def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: torch.device) -> Iterator[None]:
     """The process group of the run, from rendezvous to teardown; nothing at all for a single process.
@@ -88,6 +103,7 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
         return
     dist.init_process_group(
         backend,
+        store=rendezvous_store(info, timeout=timedelta(seconds=timeout_sec)),
         timeout=timedelta(seconds=timeout_sec),
         rank=info.rank,
         world_size=info.world_size,

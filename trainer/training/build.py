@@ -100,6 +100,7 @@ def build_parts(plan: Plan, info: RankInfo, device: torch.device, run_dir: RunDi
     optimizer = build_optimizer(model, config.optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
     events = EventRouter()
+    versions = environment(info)
     flops = getattr(model, "flops_per_token", None)
     tracker = MetricsTracker(
         log_interval=config.metrics.log_interval,
@@ -131,7 +132,7 @@ def build_parts(plan: Plan, info: RankInfo, device: torch.device, run_dir: RunDi
             scaler=scaler,
             ledger=ledger,
             device=device,
-            shared_state=lambda step: _shared_state(parts, step),
+            shared_state=lambda step: {**_shared_state(parts, step), "environment": versions},
         ),
     )
     if config.gns.enabled:
@@ -242,5 +243,4 @@ def _shared_state(parts: Parts, step: int) -> dict[str, Any]:
         "gns": parts.gns.state_dict() if parts.gns is not None else None,
         "wandb_run_id": parts.wandb_run_id,
         "config": parts.plan.config.model_dump(mode="json"),
-        "environment": environment(parts.info),
     }

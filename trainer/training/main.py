@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -76,13 +78,23 @@ def _place(config: RunConfig, given: str | None, info: RankInfo) -> tuple[RunDir
     answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
     with mistakes_together(world_size=info.world_size):
         if info.is_main:
-            run_dir = choose_run_dir(config, given, config.checkpoint.resume)
-            found = checkpoint.find(run_dir.checkpoints, config.checkpoint.resume)
+            resume = effective_resume(config.checkpoint.resume)
+            run_dir = choose_run_dir(config, given, resume)
+            found = checkpoint.find(run_dir.checkpoints, resume)
             answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
     answer = from_main_rank(answer, world_size=info.world_size)
     assert answer is not None
     path, found_path = answer
     return RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None
+
+
+def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
+    """`auto` when torchrun has restarted the ranks (--max-restarts): they go on where they were, whatever the config says."""
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if configured != "off" or restarts == "0":
+        return configured
+    logger.warning("torchrun restarted the ranks (restart %s): resuming from the newest checkpoint", restarts)
+    return "auto"
 
 
 class Position:
@@ -119,12 +131,15 @@ def _open_run(parts: Parts, position: Position, run_dir: RunDir, stop: StopReque
         stack.callback(events.close)
         parts.events.writer = events
         config = parts.plan.config
+        has_rows = run_dir.metrics.exists()
         sinks = make_sinks(config, run_dir, wandb_run_id=position.state.get("wandb_run_id"), on_event=events.write)
         parts.wandb_run_id = wandb_id(sinks)
         parts.tracker.init_backends(sinks)
-        if position.source is not None:
-            parts.tracker.log_restart(position.step, checkpoint=position.source.name)
-            events.write({"event": "restart", "global_step": position.step, "checkpoint": position.source.name})
+        if has_rows or position.source is not None:
+            # Also without a checkpoint: the record of an earlier attempt goes on, and its steps come again.
+            source = position.source.name if position.source is not None else None
+            parts.tracker.log_restart(position.step, checkpoint=source)
+            events.write({"event": "restart", "global_step": position.step, "checkpoint": source})
         run_dir.write_status("running", reason="", step=position.step, wandb_run_id=parts.wandb_run_id)
         _announce(parts, run_dir)
     stack.callback(parts.tracker.close)

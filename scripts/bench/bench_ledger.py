@@ -1,0 +1,186 @@
+"""What the ledger costs: microseconds a step at 10k, 100k and 1M live groups, beside two yardsticks.
+
+A step is one look-up and one store of 64 groups with states of 2 KiB, with exact LRU eviction and the memory of evicted
+groups. The yardsticks, on the same groups, in turns of 25 steps:
+
+- `OrderedDict`: a tensor a group, least recently stored first, with the same eviction and the same memory;
+- bare gather + scatter: one `index_select` and one `index_copy_` of 64 rows, which any store has to do.
+
+Patterns: `window`, in which 4 of 64 groups are new, so that a group comes about 16 times and never again; and `zipf`, in
+which groups are drawn with probability 1 / rank from 4 times as many as fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.ledger import Ledger
+
+Ints = NDArray[np.int64]
+
+BATCH = 64
+WIDTH = 512  # float32: 2 KiB
+NUM_NEW = 4
+BLOCK = 25
+MAX_OVER_BARE = 2.5
+MIN_UNDER_DICT = 2.5
+MAX_GROWTH = 2.0
+
+
+class DictOfTensors:
+    """LRU store of one tensor a group, as one would write it at first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: OrderedDict[int, Tensor] = OrderedDict()
+        self._evicted: OrderedDict[int, int] = OrderedDict()
+        self._zeros = torch.zeros(WIDTH)
+        self.num_false_evictions = 0
+
+    def step(self, step: int, groups: Ints, states: Tensor) -> Tensor:
+        """Look up and store one batch."""
+        ids = groups.tolist()
+        found = torch.stack([self._held.get(group, self._zeros) for group in ids])
+        for group, state in zip(ids, states, strict=True):
+            if group not in self._held and self._evicted.pop(group, None) is not None:
+                self.num_false_evictions += 1
+            self._held[group] = state.clone()
+            self._held.move_to_end(group)
+        while len(self._held) > self._capacity:
+            self._evicted[self._held.popitem(last=False)[0]] = step
+        while len(self._evicted) > self._capacity:
+            self._evicted.popitem(last=False)
+        return found
+
+
+class Slab:
+    """The floor: a gather and a scatter of rows whose places are known."""
+
+    def __init__(self, capacity: int) -> None:
+        self._rows = torch.zeros(capacity, WIDTH)
+
+    def step(self, slots: Tensor, states: Tensor) -> Tensor:
+        """Gather and scatter one batch."""
+        found = self._rows.index_select(0, slots)
+        self._rows.index_copy_(0, slots, states)
+        return found
+
+
+class LedgerSteps:
+    """The ledger, a micro-batch a step."""
+
+    def __init__(self, capacity: int) -> None:
+        self.ledger = Ledger(state_width=WIDTH, capacity=capacity, wipe_mode="lru")
+        self._cells = np.ones(BATCH, np.int64)
+        self._lasts = np.zeros(BATCH, np.bool_)
+
+    def step(self, step: int, groups: Ints, states: Tensor) -> Tensor:
+        """Look up and store one batch."""
+        self.ledger.begin_step(step)
+        found = self.ledger.lookup(groups, self._cells)
+        self.ledger.store(groups, self._cells, self._lasts, states)
+        return found
+
+
+def window_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
+    """Batches of groups from a window of `live` groups that moves on by `NUM_NEW` a step."""
+    first_new = live
+    while True:
+        old = np.unique(rng.integers(first_new - live // 2, first_new, 2 * BATCH))
+        new = np.arange(first_new, first_new + NUM_NEW)
+        yield rng.permutation(np.concatenate([rng.permutation(old)[: BATCH - NUM_NEW], new]))
+        first_new += NUM_NEW
+
+
+def zipf_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
+    """Batches of groups with probability 1 / rank among 4 * `live` groups."""
+    ranks = np.cumsum(1.0 / np.arange(1, 4 * live + 1))
+    while True:
+        drawn = np.searchsorted(ranks, rng.random(6 * BATCH) * ranks[-1])
+        _, first = np.unique(drawn, return_index=True)
+        yield drawn[np.sort(first)[:BATCH]]
+
+
+def timed(durations: list[float], run: Callable[[], object]) -> None:
+    """Run and note how long it took."""
+    start = time.perf_counter()
+    run()
+    durations.append(time.perf_counter() - start)
+
+
+def measure(live: int, batches: Iterator[Ints], num_steps: int, seed: int) -> tuple[float, float, float]:
+    """Median microseconds a step of the ledger, the `OrderedDict` and the bare gather + scatter."""
+    rng = np.random.default_rng(seed)
+    ledger, tensors, slab = LedgerSteps(live), DictOfTensors(live), Slab(live)
+    states = torch.randn(BATCH, WIDTH)
+    step = 0
+    for first in range(0, live - live % BATCH, BATCH):
+        step += 1
+        groups = np.arange(first, first + BATCH)
+        ledger.step(step, groups, states)
+        tensors.step(step, groups, states)
+    # Made beforehand, so that between the steps nothing but the other stores runs.
+    planned = [next(batches) for _ in range(num_steps)]
+    places = [torch.from_numpy(rng.integers(0, live, BATCH)) for _ in range(num_steps)]
+    gc.collect()
+    times: tuple[list[float], ...] = ([], [], [])
+    for first in range(0, num_steps, BLOCK):
+        block = list(enumerate(planned[first : first + BLOCK], start=step + first + 1))
+        for number, groups in block:
+            timed(times[0], partial(ledger.step, number, groups, states))
+        for number, groups in block:
+            timed(times[1], partial(tensors.step, number, groups, states))
+        for slots in places[first : first + BLOCK]:
+            timed(times[2], partial(slab.step, slots, states))
+    metrics = ledger.ledger.drain_metrics()
+    ours, theirs = metrics["ledger/false_evictions/lru"], tensors.num_false_evictions
+    # Groups stored at the same step are evicted in the order of their slots here, in that of the batch there.
+    assert abs(ours - theirs) <= 0.02 * theirs, "the stores disagree"
+    warm = num_steps // 5
+    medians = [statistics.median(values[warm:]) * 1e6 for values in times]
+    return medians[0], medians[1], medians[2]
+
+
+def main() -> None:
+    """Measure all sizes and patterns, print the table and whether the goals are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--live", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="live groups")
+    parser.add_argument("--steps", type=int, default=2000, help="steps per size and pattern")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    print(f"{platform.platform()}, {platform.processor() or platform.machine()}, torch {torch.__version__}")
+    print(f"{BATCH} groups a step, {WIDTH * 4} bytes a state, {args.threads} thread(s), medians in microseconds a step")
+    print("pattern  live groups  ledger  OrderedDict  gather+scatter  over bare  under dict  growth")
+    are_met = True
+    for name, make_batches in (("window", window_batches), ("zipf", zipf_batches)):
+        smallest: float | None = None
+        for live in args.live:
+            ours, tensors, bare = measure(live, make_batches(live, np.random.default_rng(live)), args.steps, seed=live)
+            smallest = ours if smallest is None else smallest
+            over, under, growth = ours / bare, tensors / ours, ours / smallest
+            are_met = are_met and over <= MAX_OVER_BARE and under >= MIN_UNDER_DICT and growth < MAX_GROWTH
+            print(
+                f"{name:7}  {live:11,}  {ours:6.1f}  {tensors:11.1f}  {bare:14.1f}  {over:8.2f}x  {under:9.2f}x  "
+                f"{growth:5.2f}x",
+                flush=True,
+            )
+    goals = f"at most {MAX_OVER_BARE}x bare, at least {MIN_UNDER_DICT}x under the dict, growth below {MAX_GROWTH}x"
+    print(f"goals ({goals}): {'met' if are_met else 'NOT met'}")
+
+
+if __name__ == "__main__":
+    main()
