@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke test test-slow check format docs bench clean
+.PHONY: help setup data smoke test test-slow check format docs bench bench-data bench-ledger clean
 
 help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
@@ -67,8 +67,10 @@ format: setup
 docs: setup
 	@$(BIN)/python scripts/make_docs.py
 
-bench: setup
-	@$(BIN)/python scripts/bench/run_all.py
+bench: bench-data bench-ledger
+
+bench-data bench-ledger: bench-%: setup
+	@$(BIN)/python scripts/bench/bench_$*.py
 
 clean:
 	rm -rf $(VENV) data runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
