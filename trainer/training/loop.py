@@ -78,7 +78,7 @@ def run_loop(run: Run) -> str:
         run.step, run.data_state = step, data_state
         if not outcome.is_finite:
             reject(run, window, outcome)
-        finish_step(run, outcome, is_last=step == steps)
+        finish_step(run, outcome, is_last=step == steps or outcome.should_stop)
         if outcome.all_saved:
             run.saver.conclude()
         if outcome.should_stop:

@@ -1,0 +1,64 @@
+"""Taking a data set's dict apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.errors import UserError
+from trainer.training.microbatch import accepted_inputs, masked_copy, split
+
+
+def batch(**more: object) -> dict[str, object]:
+    carry = {"group_ids": np.array([4, 5]), "cell_index": np.array([0, 3]), "is_last": np.array([False, True])}
+    return {"tokens": torch.zeros(2, 3), "targets": torch.ones(2, 3, dtype=torch.long), **carry, **more}
+
+
+def test_extras_and_bookkeeping_never_reach_the_model():
+    given = batch(dataset_labels=["x", "y"], instability_meta_json="{}", token_types=torch.zeros(2, 3))
+    micro = split(given, frozenset({"tokens"}))
+    assert micro.inputs.keys() == {"tokens"}
+    assert micro.extras.keys() == {"dataset_labels", "instability_meta_json", "token_types"}
+    assert micro.carry is not None
+    assert micro.carry.is_last.tolist() == [False, True]
+    assert "tokens" in given  # the data set's dict is not changed
+
+
+def test_a_batch_without_groups_carries_nothing():
+    micro = split({"tokens": torch.zeros(2, 3), "targets": torch.zeros(2, 3)}, None)
+    assert micro.carry is None
+    assert micro.meta == "{}"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokens": 1}, "has no targets; it has tokens"),
+        ({"tokens": 1, "targets": 1, "group_ids": 1}, "has group_ids but not all of group_ids, cell_index, is_last"),
+        (batch(odd=1), "batch key odd: neither an input of the model"),
+    ],
+)
+def test_an_incomplete_or_unknown_batch_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        split(given, frozenset({"tokens"}))
+
+
+def test_a_masked_copy_has_one_row_with_nothing_to_predict_and_no_group():
+    copy = masked_copy(batch(dataset_labels=["x", "y"]))
+    assert copy["targets"].tolist() == [[-100, -100, -100]]
+    assert copy["group_ids"].tolist() == [-1]
+    assert len(copy["tokens"]) == len(copy["cell_index"]) == len(copy["dataset_labels"]) == 1
+
+
+def test_the_model_s_own_signature_says_what_it_takes():
+    class Plain(torch.nn.Module):
+        def forward(self, tokens, state=None, resets=None):
+            return tokens
+
+    class Any(torch.nn.Module):
+        def forward(self, **inputs):
+            return inputs
+
+    assert accepted_inputs(Plain()) == {"tokens", "resets"}
+    assert accepted_inputs(Any()) is None

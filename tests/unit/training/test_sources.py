@@ -1,0 +1,102 @@
+"""Sources of a blend: included files, multiplied weights, and what is refused before a run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import make_corpus
+from trainer.config.load import load_config
+from trainer.data.schedule import ConstantWeight, ScheduledWeight
+from trainer.errors import UserError
+from trainer.training.plan import make_plan
+from trainer.training.sources import Source, resolve_sources
+
+HEAD = "[train]\nsteps = 10\nmicro_batches = 2\n"
+SCHEDULE = '{ schedule = "linear", points = { 0 = 4.0, 10 = 2.0 } }'
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_with_a_corpus(tmp_path, monkeypatch):
+    make_corpus(tmp_path / "corpus", streams=2)
+    monkeypatch.chdir(tmp_path)
+
+
+def resolve(sources: str, **files: str) -> list[Source]:
+    for name, text in files.items():
+        path = Path("sets", f"{name}.toml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    Path("x.toml").write_text(HEAD + sources)
+    return resolve_sources(load_config("x.toml"), Path("x.toml"))
+
+
+def source(name: str, body: str, table: str = "data.source") -> str:
+    return f'[[{table}]]\nname = "{name}"\n{body}\n'
+
+
+def test_weights_multiply_on_the_way_down_and_paths_are_relative_to_the_file_that_names_them():
+    inner = source("leaf", 'root = "corpus"\nweight = 0.5', "source")
+    middle = source("deep", 'include = "inner.toml"\nweight = 3', "source") + source(
+        "flat", 'paths = ["corpus/a/stream0.jsonl"]', "source"
+    )
+    outer = source("outer", f'include = "sets/middle.toml"\nweight = {SCHEDULE}') + source("own", 'root = "corpus"')
+    found = resolve(outer, inner=inner, middle=middle)
+    assert [each.name for each in found] == ["outer.deep.leaf", "outer.flat", "own"]
+    deep, flat, own = (each.weight for each in found)
+    assert isinstance(deep, ScheduledWeight)
+    assert [deep.evaluate(x) for x in (0, 5, 10)] == [6.0, 4.5, 3.0]
+    assert [flat.evaluate(x) for x in (0, 5, 10)] == [4.0, 3.0, 2.0]
+    assert own == ConstantWeight(1.0, "own.weight")
+    assert [len(each.streams) for each in found] == [4, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("sources", "files", "message"),
+    [
+        (
+            source("outer", f'include = "sets/a.toml"\nweight = {SCHEDULE}'),
+            {"a": source("inner", f'root = "corpus"\nweight = {SCHEDULE}', "source")},
+            "outer.inner.weight: is a schedule, and so is the weight of outer above it",
+        ),
+        (
+            source("outer", 'include = "sets/a.toml"'),
+            {"a": source("inner", 'include = "a.toml"', "source")},
+            "a.toml includes itself",
+        ),
+        (source("outer", 'include = "sets/none.toml"'), {}, "sets/none.toml: cannot be read"),
+        (source("a", 'root = "nowhere"'), {}, "make it .train data build pytext --out nowhere"),
+        (source("a", 'root = "corpus"\nmodalities = ["c"]'), {}, "has no modality 'c'"),
+        (source("a", 'paths = ["corpus/*.txt"]'), {}, "names no stream file"),
+        (source("a", 'root = "corpus"\nweight = 0'), {}, "all weights are zero from batch 0 to the end"),
+        (
+            source(
+                "a", 'root = "corpus"\nweight = { schedule = "step", unit = "step", points = { 1 = 1, 4 = 0, 6 = 1 } }'
+            ),
+            {},
+            r"all weights are zero from batch 6 to batch 9 \(the run has 20 batches a rank\)",
+        ),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(sources, files, message):
+    with pytest.raises(UserError, match=message):
+        resolve(sources, **files)
+
+
+def test_a_time_without_weights_after_the_run_s_end_does_no_harm():
+    weight = '{ schedule = "step", unit = "step", points = { 1 = 1, 11 = 0 } }'
+    assert len(resolve(source("a", f'root = "corpus"\nweight = {weight}'))) == 1
+
+
+def test_two_leaves_of_one_name_are_refused_by_the_plan():
+    Path("x.toml").write_text(HEAD + source("a", 'root = "corpus"') + source("a", 'root = "corpus"'))
+    with pytest.raises(UserError, match="two sources are named a"):
+        make_plan(load_config("x.toml"), Path("x.toml"), 1)
+
+
+def test_coordinates_beyond_the_vocabulary_are_refused_by_the_plan():
+    Path("x.toml").write_text(HEAD + source("a", 'root = "corpus"'))
+    config = load_config("x.toml", ["objective.coord={first_token=250, num_bins=20, sigma=1.0}"])
+    with pytest.raises(UserError, match="its last bin is token 269, beyond the vocabulary of 257"):
+        make_plan(config, Path("x.toml"), 1)
