@@ -54,6 +54,15 @@ def not_a_model(vocab_size, dim, num_layers):
 """
 
 
+BROKEN = """
+def broken(vocab_size, dim, num_layers):
+    model = Bigram(vocab_size)
+    del model.table
+    model.unused = nn.Linear(1, 1)
+    return model
+"""
+
+
 def run_own(tmp_path, *arguments: object, nproc: int | None = None) -> subprocess.CompletedProcess[str]:
     (tmp_path / "own_parts.py").write_text(MODULE)
     config = write_tiny_config(tmp_path)
@@ -120,3 +129,20 @@ def test_parts_that_do_not_fit_are_refused_in_one_line(tmp_path, overrides, mess
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_failure_is_told_once_with_its_place_and_recorded(tmp_path):
+    """wandb hooks uncaught exceptions and would print them again; the command line's frames say nothing."""
+    (tmp_path / "own_parts.py").write_text(MODULE + BROKEN)
+    config = write_tiny_config(tmp_path, '\nwandb = { mode = "offline" }\n')
+    arguments = ["--config", config, "--run-dir", tmp_path / "run", "--set", "model.target=own_parts:broken"]
+    env = environment({"PYTHONPATH": str(tmp_path)})
+    result = subprocess.run(
+        command(arguments), env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback (most recent call last)") == 1
+    assert "cli/main.py" not in result.stderr
+    assert "failed at step 0 of 6: AttributeError: 'Bigram' object has no attribute 'table'" in result.stderr
+    assert "Traceback" in (tmp_path / "run" / "logs" / "rank_000.log").read_text()
+    assert '"state": "failed"' in (tmp_path / "run" / "status.json").read_text()

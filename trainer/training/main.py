@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.distributed.agree import from_main_rank, mistakes_together
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
+from trainer.errors import UserError
 from trainer.metrics.events import EventWriter
 from trainer.metrics.logger import add_log_file, get_logger
 from trainer.training import checkpoint
@@ -27,7 +30,12 @@ from trainer.training.signals import StopRequest
 from trainer.training.sinks import make_sinks, wandb_id
 
 logger = get_logger(__name__)
+every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)
 EXIT_FAILED = 1
+
+
+class RunFailed(Exception):
+    """Something unexpected ended this rank's run; it is logged. Other ranks may be in a collective: nobody waits for them."""
 
 
 def train(config: RunConfig, config_path: Path, given_run_dir: str | None) -> int:
@@ -46,8 +54,11 @@ def train(config: RunConfig, config_path: Path, given_run_dir: str | None) -> in
     stop.install()
     backend = pick_backend(config.distributed.backend, device)
     timeout = config.distributed.timeout_sec
-    with process_group(info, backend=backend, timeout_sec=timeout, device=device):
-        return _train_in_group(plan, config_path, given_run_dir, info, device, stop)
+    try:
+        with process_group(info, backend=backend, timeout_sec=timeout, device=device):
+            return _train_in_group(plan, config_path, given_run_dir, info, device, stop)
+    except RunFailed:
+        return EXIT_FAILED
 
 
 def _train_in_group(
@@ -160,9 +171,14 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
     except (NonFiniteError, SaveError) as error:
         reason = str(error)
         logger.error("%s", reason)
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
+    except UserError as error:
+        reason = error.message
         raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        # Once, into this rank's log too, and without the frames of the command line above it.
+        every_rank_logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
+        raise RunFailed from error
     finally:
         run.progress.close()
         if run.info.is_main:
@@ -196,10 +212,11 @@ def _conclude(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         lines.append(change + (f", held out {eval_loss:.4f}" if eval_loss is not None else ""))
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: what happened besides")
-    lines.append("  checkpoints/    go on with: --resume auto --run-dir " + str(run_dir.path))
+    if checkpoint.complete_checkpoints(run_dir.checkpoints):
+        lines.append(f"  checkpoints/    go on with: --resume auto --run-dir {run_dir.path}")
     if run.config.metrics.wandb.mode == "offline":
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
-    for line in lines:
-        logger.info("%s", line)
+    for number, line in enumerate(lines):
+        logger.log(logging.ERROR if state == "failed" and number == 0 else logging.INFO, "%s", line)
     sys.stderr.flush()
