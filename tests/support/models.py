@@ -1,0 +1,27 @@
+"""Models for tests, named by import path in configs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from trainer.model.protocol import ModelOutput
+
+
+class DropoutModel(nn.Module):
+    """Without state, but with randomness of its own in training."""
+
+    state_width = 0
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(dim, vocab_size)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        return ModelOutput(self.head(self.dropout(self.embedding(tokens))), None)
+
+
+def dropout(vocab_size: int, dim: int, num_layers: int) -> DropoutModel:
+    """For `[model] target`."""
+    return DropoutModel(vocab_size, dim)
