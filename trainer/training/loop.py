@@ -85,6 +85,7 @@ def run_loop(run: Run) -> str:
             reason = f"stopped by {run.stop.signal_name or 'a signal on another rank'}"
             break
         at_boundary(run, is_last=step == steps)
+    run.progress.close()
     if run.saver.last_saved != run.step and run.step > 0:
         run.saver.save(run.step, run.data_state, in_background=False)
     return reason
