@@ -64,15 +64,23 @@ def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells: np.ndarray, num
     offsets = np.concatenate([[0], np.cumsum(cells)])
     plan = plan_lanes(offsets[:-1], cells, np.random.default_rng(seed).random(len(cells)), num_lanes)
     assert plan.num_batches == plan_length(cells, num_lanes)
-    batches = [row[row >= 0] for row in plan.cells]
+    split = min(3, plan.num_batches)
+    parts = [plan.rows(a, b) for a, b in ((0, split), (split, plan.num_batches)) if a < b]
+    read, positions = (np.concatenate([part[i] for part in parts] or [np.zeros((0, num_lanes))]) for i in (0, 1))
+    batches = [row[row >= 0] for row in read]
     assert sorted(c for batch in batches for c in batch.tolist()) == list(range(offsets[-1]))
-    owners = np.searchsorted(offsets, plan.cells, side="right") - 1
-    assert (plan.groups[plan.cells >= 0] == owners[plan.cells >= 0]).all()
+    owners = np.searchsorted(offsets, read, side="right") - 1
+    assert (positions[read >= 0] == owners[read >= 0]).all()
+    assert (positions[read < 0] == -1).all()
     place = {c: (t, lane) for t, batch in enumerate(batches) for lane, c in enumerate(batch.tolist())}
     for first, size in zip(offsets[:-1].tolist(), cells.tolist(), strict=True):
         t, lane = place[first]
         assert [place[first + i] for i in range(size)] == [(t + i, lane) for i in range(size)]
-    assert plan.row_ends.tolist() == np.cumsum([len(batch) for batch in batches]).tolist()
+    for stop in range(plan.num_batches + 2):
+        assert plan.cells_before(stop) == sum(len(batch) for batch in batches[:stop])
+        done = [int(c) for batch in batches[:stop] for c in batch]
+        taken = [sum(first <= c < first + size for c in done) for first, size in zip(offsets, cells, strict=False)]
+        assert plan.taken(cells, stop).tolist() == taken
 
 
 @PROFILE

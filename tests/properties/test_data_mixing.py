@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,6 @@ settings_of = st.fixed_dictionaries(
         "seed": st.integers(0, 3),
     }
 )
-worlds_of = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), min_size=1, max_size=3)
 
 
 @contextmanager
@@ -95,11 +95,14 @@ def check_rows(batches: list[dict[str, Any]], cells: dict[int, list[int]]) -> No
                 cells[group].append(cell)
 
 
-@PROFILE
-@given(layouts, settings_of, st.integers(1, 4))
+@pytest.mark.parametrize("batching_mode", ["per_stream", "device_per_stream"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@settings(PROFILE, max_examples=25)
+@given(layouts, settings_of)
 def test_an_epoch_reads_every_token_once_over_all_ranks_and_groups_in_order(
-    layout: list[list[int]], kwargs: dict[str, Any], world_size: int
+    world_size: int, batching_mode: str, layout: list[list[int]], kwargs: dict[str, Any]
 ) -> None:
+    kwargs = dict(kwargs, batching_mode=batching_mode)
     with streams_of(layout) as streams:
         per_rank = [list(rank) for rank in world(streams, world_size, **kwargs)]
         batches = [batch for rank in per_rank for batch in rank]
@@ -107,6 +110,8 @@ def test_an_epoch_reads_every_token_once_over_all_ranks_and_groups_in_order(
         cells: dict[int, list[int]] = defaultdict(list)
         check_rows(batches, cells)
         assert all(order == list(range(len(order))) for order in cells.values())
+        groups = [{group for batch in rank for group in batch["group_ids"].tolist()} - {-1} for rank in per_rank]
+        assert sum(map(len, groups)) == len(cells)  # a group is on one rank
         last = {
             g: c
             for b in batches
@@ -187,6 +192,32 @@ def test_resuming_on_other_worlds_loses_and_repeats_nothing(
             check_rows(part, cells)
             read += part
             states = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
+        assert tokens_read(read) == all_tokens(streams, layout)
+        assert all(order == list(range(len(order))) for order in cells.values())
+
+
+@pytest.mark.parametrize("batching_mode", ["per_stream", "device_per_stream"])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
+@settings(PROFILE, max_examples=25)
+@given(layouts, settings_of, st.integers(0, 15))
+def test_four_ranks_go_on_as_two_and_two_as_three(
+    batching_mode: str, before: int, after: int, layout: list[list[int]], kwargs: dict[str, Any], stop: int
+) -> None:
+    kwargs = dict(kwargs, batching_mode=batching_mode)
+    with streams_of(layout) as streams:
+        read: list[dict[str, Any]] = []
+        cells: dict[int, list[int]] = defaultdict(list)
+        ranks = world(streams, before, **kwargs)
+        for rank in ranks:
+            part = list(itertools.islice(rank, stop))
+            check_rows(part, cells)
+            read += part
+        states = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
+        for rank in world(streams, after, **kwargs):
+            rank.load_state_dict(states)
+            part = list(rank)
+            check_rows(part, cells)
+            read += part
         assert tokens_read(read) == all_tokens(streams, layout)
         assert all(order == list(range(len(order))) for order in cells.values())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from fractions import Fraction
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +31,27 @@ specs_of = st.lists(st.one_of(schedules, schedules, schedules, constants), min_s
 def test_evaluating_many_equals_evaluating_each(spec: ScheduledWeight) -> None:
     xs = np.arange(40)
     assert spec.evaluate_many(xs).tolist() == [spec.evaluate(int(x)) for x in xs]
+
+
+def brute_force(spec: ScheduledWeight, x: int) -> Fraction:
+    """The weight in exact arithmetic, by walking along the points one by one."""
+    points = sorted((at, Fraction(value)) for at, value in spec.points.items())
+    weight = points[0][1]
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if x >= right:
+            weight = high
+        elif x > left and spec.kind == "linear":
+            weight = low + (high - low) * Fraction(x - left, right - left)
+    return weight * Fraction(spec.scale)
+
+
+@PROFILE
+@given(schedules, st.integers(0, 10**9))
+def test_values_equal_exact_arithmetic_to_one_in_a_million_million(spec: ScheduledWeight, far: int) -> None:
+    for x in (*range(30), far):
+        exact = brute_force(spec, x)
+        assert abs(Fraction(spec.evaluate(x)) - exact) <= exact * Fraction(1, 10**12)
+        assert (spec.evaluate(x) == 0) == (exact == 0)
 
 
 @PROFILE

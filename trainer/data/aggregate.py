@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -25,6 +23,10 @@ POOL_OPS: Mapping[str, ReduceOp] = {
 }
 
 
+REDUCTIONS: Mapping[ReduceOp, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": sum}
+IDENTITIES: Mapping[ReduceOp, float] = {"min": float("inf"), "max": -float("inf"), "sum": 0.0}
+
+
 def pool_ops(modalities: Iterable[str]) -> dict[str, ReduceOp]:
     """How each metric of a pool is reduced."""
     return {**POOL_OPS, **dict.fromkeys((pool.MODALITY_PREFIX + m for m in sorted(modalities)), "sum")}
@@ -33,41 +35,43 @@ def pool_ops(modalities: Iterable[str]) -> dict[str, ReduceOp]:
 class MetricsMerger:
     """The metrics of several sources on one rank, reduced key by key whenever asked.
 
-    A table of one row a source, with minima kept negated, so that reducing is one maximum and one sum over the rows.
+    A column of plain floats a key: for the few sources of a blend that is several times as fast as an array.
 
     Args:
         ops: every key that a source may have, and how it is reduced.
-        num_sources: rows of the table.
+        num_sources: entries of a column.
     """
 
     def __init__(self, ops: Mapping[str, ReduceOp], num_sources: int) -> None:
-        keys = sorted(ops, key=lambda key: ops[key] == "sum")  # extremes first
-        self._columns = {key: column for column, key in enumerate(keys)}
-        self._num_extremes = sum(op != "sum" for op in ops.values())
-        self._signs = np.array([-1.0 if ops[key] == "min" else 1.0 for key in keys])
-        self._table = np.zeros((num_sources, len(keys)))
-        self._table[:, : self._num_extremes] = -np.inf
-        self._layouts: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
-        self._known: list[tuple[str, int]] = []
+        self._columns = {key: [IDENTITIES[op]] * num_sources for key, op in ops.items()}
+        self._reductions = {key: REDUCTIONS[op] for key, op in ops.items()}
+        self._said: set[str] = set()
+        self._merged: dict[str, float] = {}
+        self._stale: set[str] = set()  # keys whose column changed since they were merged
 
     def update(self, source: int, metrics: Mapping[str, float]) -> None:
         """Replace what a source said; keys it left out keep their value."""
-        layout = tuple(metrics)
-        columns = self._layouts.get(layout)
-        if columns is None:
-            columns = self._layouts[layout] = np.array([self._columns[key] for key in layout], dtype=np.int64)
-            known = {key for each in self._layouts for key in each}
-            self._known = [(key, column) for key, column in self._columns.items() if key in known]
-        self._table[source, columns] = self._signs[columns] * list(metrics.values())
+        if not self._said.issuperset(metrics):
+            self._said.update(metrics)
+            self._stale.update(metrics)
+        columns, stale = self._columns, self._stale
+        for key, value in metrics.items():
+            column = columns[key]
+            if column[source] != value:
+                column[source] = value
+                stale.add(key)
 
     def merged(self) -> dict[str, float]:
         """All sources reduced; a key that no source has said is absent. Counted events are forgotten with it."""
-        table, split = self._table, self._num_extremes
-        values = np.concatenate([table[:, :split].max(axis=0), table[:, split:].sum(axis=0)])
-        merged = (self._signs * values).tolist()
-        if pool.EXHAUST_EVENTS in self._columns:
-            table[:, self._columns[pool.EXHAUST_EVENTS]] = 0.0
-        return {key: merged[column] for key, column in self._known}
+        merged, columns = self._merged, self._columns
+        for key in self._stale:
+            merged[key] = self._reductions[key](columns[key])
+        self._stale.clear()
+        result = merged.copy()
+        if merged.get(pool.EXHAUST_EVENTS):
+            merged[pool.EXHAUST_EVENTS] = 0.0
+            columns[pool.EXHAUST_EVENTS] = [0.0] * len(columns[pool.EXHAUST_EVENTS])
+        return result
 
 
 def reduce_over_ranks(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.data.aggregate import MetricsMerger, ReduceOp, reduce_over_ranks
 from trainer.data.collate import Batch
@@ -75,14 +74,16 @@ class BlendDataset:
         self._batch_index = 0
         self._ended = [False] * len(sources)
         self._counts = [0] * len(sources)
-        self._expected = np.zeros(len(sources))
-        self._block = -1
-        self._shares: npt.NDArray[np.float64] = np.zeros((0, len(sources)))
-        self._cumulative: list[list[float]] = []
+        self._first = 0  # the batch at which the table of choices begins
+        self._choices: list[int] = []
+        self._expected = [[0.0] * len(sources)]  # batches each source was to give before each of those, and after
         self._undrained: set[int] = set()
+        datasets = [source.dataset for source in sources]
+        self._drains = [getattr(d, "drain_step_metrics", None) if hasattr(d, "metric_ops") else None for d in datasets]
         self._ops = self.metric_ops
         self._merger = MetricsMerger(self._ops, len(sources))
-        self._states: list[Mapping[str, Any] | None] = [self._state_of(i) for i in range(len(sources))]
+        self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
+        self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -95,47 +96,54 @@ class BlendDataset:
             UserError: all weights are zero at this batch.
         """
         while True:
-            chosen = self._choose()
+            at = self._batch_index - self._first
+            if at >= len(self._choices):
+                self._choose(self._expected[at])
+                at = 0
+            chosen = self._choices[at]
+            if chosen < 0:
+                self._stop_or_refuse()
+            self._unsaved.add(chosen)
             try:
                 batch = next(self._iterators[chosen])
             except StopIteration:
                 self._ended[chosen] = True
-                self._block = -1
+                self._choose(self._expected[at])
                 continue
             break
         self._counts[chosen] += 1
-        self._expected += self._shares[self._batch_index % BLOCK]
         self._batch_index += 1
-        self._states[chosen] = self._state_of(chosen)
         self._undrained.add(chosen)
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
         return batch
 
-    def _choose(self) -> int:
-        block, offset = divmod(self._batch_index, BLOCK)
-        if block != self._block:
-            self._weigh(block)
-        ends = self._cumulative[offset]
-        total = ends[-1]
-        if total == 0.0:
-            self._stop_or_refuse()
-        chosen = bisect_right(ends, self._uniforms(self._batch_index) * total)
-        # The product may round up to the total itself: then it is the last source that has a weight.
-        return chosen if chosen < len(ends) else bisect_left(ends, total)
+    def _choose(self, expected: list[float]) -> None:
+        """Work out the choices from the next batch to the end of its block, -1 where all weights are zero.
 
-    def _weigh(self, block: int) -> None:
-        """Shares of the sources that have data, at each batch of a block; pure functions of the batch index."""
-        batches = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
-        weights = np.zeros((BLOCK, len(self.sources)))
+        A choice is a pure function of the batch index and of which sources have data: when one ends this is done anew.
+        `expected` is what each source was to give up to here.
+        """
+        self._first = self._batch_index
+        block, offset = divmod(self._first, BLOCK)
+        batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)
+        weights = np.zeros((len(batches), len(self.sources)))
         for i, source in enumerate(self.sources):
             if not self._ended[i]:
                 xs = positions(source.weight.unit, batches, self._micro_batches)
                 weights[:, i] = source.weight.evaluate_many(xs)
-        totals = weights.sum(axis=1, keepdims=True)
-        self._shares = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
-        self._cumulative = self._shares.cumsum(axis=1).tolist()
-        self._block = block
+        sums = weights.sum(axis=1, keepdims=True)
+        shares = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
+        ends = shares.cumsum(axis=1)
+        totals = ends[:, -1:]
+        chosen = (ends <= self._uniforms.block(block)[offset:, None] * totals).sum(axis=1)
+        # The product may round up to the total itself: then it is the last source that has a weight.
+        chosen = np.where(chosen < len(self.sources), chosen, (ends < totals).sum(axis=1))
+        self._choices = np.where(totals[:, 0] > 0, chosen, -1).tolist()
+        self._expected = np.cumsum(np.vstack([expected, shares]), axis=0).tolist()
+
+    def _expected_now(self) -> list[float]:
+        return self._expected[self._batch_index - self._first]
 
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
@@ -178,12 +186,12 @@ class BlendDataset:
         if not self._batch_index:
             return {}
         for index in self._undrained:
-            dataset = self.sources[index].dataset
-            if hasattr(dataset, "drain_step_metrics") and hasattr(dataset, "metric_ops"):
-                self._merger.update(index, dataset.drain_step_metrics())
+            drain = self._drains[index]
+            if drain is not None:
+                self._merger.update(index, drain())
         self._undrained.clear()
         metrics = self._merger.merged()
-        error = float(np.abs(self._counts - self._expected).max()) / self._batch_index
+        error = max(map(abs, map(sub, self._counts, self._expected_now()))) / self._batch_index
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR, 0.0))
         if self._per_source:
             for name, count in zip(self._names, self._counts, strict=True):
@@ -201,7 +209,10 @@ class BlendDataset:
         return reduce_over_ranks(local, self._ops, world_size=world_size, device=device, group=group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain python; a snapshot that later batches do not change. Only the last source's state is made anew."""
+        """Plain python; a snapshot that later batches do not change. Only states of sources that moved are made anew."""
+        for index in self._unsaved:
+            self._states[index] = self._state_of(index)
+        self._unsaved.clear()
         return {
             "version": VERSION,
             "seed": self._seed,
@@ -209,7 +220,7 @@ class BlendDataset:
             "names": self._names,
             "ended": self._ended.copy(),
             "counts": self._counts.copy(),
-            "expected": self._expected.tolist(),
+            "expected": self._expected_now().copy(),
             "sources": self._states.copy(),
         }
 
@@ -232,23 +243,23 @@ class BlendDataset:
         gone = [name for name in own["names"] if name not in self._names]
         if gone:
             raise UserError("data.source", f"the saved state has a source {gone[0]!r}, which is gone", "put it back")
-        self._batch_index = own["batch_index"]
-        self._block = -1
+        self._batch_index = self._first = own["batch_index"]
+        self._choices = []
         self._undrained.clear()
         self._merger = MetricsMerger(self._ops, len(self.sources))
-        self._expected = np.zeros(len(self.sources))
+        self._expected = [[0.0] * len(self.sources)]
         for index, name in enumerate(self._names):
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states)
         self._iterators = [iter(source.dataset) for source in self.sources]
-        self._states = [self._state_of(index) for index in range(len(self.sources))]
+        self._unsaved = set(range(len(self.sources)))
 
     def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]]) -> None:
         dataset = self.sources[index].dataset
         parts = [state["sources"][saved] for state in states]
         self._counts[index] = states[0]["counts"][saved]
-        self._expected[index] = states[0]["expected"][saved]
+        self._expected[0][index] = states[0]["expected"][saved]
         self._ended[index] = all(state["ended"][saved] for state in states)
         load = getattr(dataset, "load_state_dict", None)
         if parts[0] is not None and load is not None:

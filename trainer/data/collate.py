@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -33,13 +32,13 @@ class Collator:
     `dataset_labels`, `dataset_segments` lists of B names; `pack_num_samples` int64 [B]; `instability_meta_json`.
     """
 
-    def __init__(self, *, name: str, tokenizer: Tokenizer, seq_len: int, pack: bool) -> None:
+    def __init__(self, *, name: str, tokenizer: Tokenizer, seq_len: int, pack: bool, max_rows: int) -> None:
         self._name = name
         self._bos = tokenizer.bos_id
         self._types = _type_table(tokenizer)
         self._seq_len = seq_len
         self._pack = pack
-        self._name_json = json.dumps(name)
+        self._ones = np.ones(max_rows, dtype=np.int64)
 
     def batch(self, reader: StreamReader, rows: Rows | None, *, epoch: int, position: int) -> Batch:
         """The micro-batch of these rows; without any, one fully masked row.
@@ -51,16 +50,20 @@ class Collator:
         """
         source = reader.source
         if rows is None:
-            return self.masked(source.stream.modality, source.path_json, epoch, position)
+            return self.masked(source.stream.modality, source.name_json, epoch, position)
         batch: Batch = {"group_ids": rows.group_ids, "cell_index": rows.cell_index, "is_last": rows.is_last}
         if self._pack or source.windows is None:
             self._fill_one_by_one(batch, source, rows)
         else:
             self._fill_together(batch, source, source.windows, rows)
-        self._add_extras(batch, source.stream.modality, source.path_json, epoch, position)
+        self._add_extras(batch, source.stream.modality)
+        batch["instability_meta_json"] = (
+            f'{{{source.name_json}, "epoch": {epoch}, "position": {position}, '
+            f'"group_ids": [{rows.ids_text}], "cell_indices": [{rows.cells_text}]}}'
+        )
         return batch
 
-    def masked(self, modality: str, path_json: str, epoch: int, position: int) -> Batch:
+    def masked(self, modality: str, name_json: str, epoch: int, position: int) -> Batch:
         """One row without any target, for a rank that has nothing to read while others do."""
         batch: Batch = {
             **self._blank(1),
@@ -69,7 +72,10 @@ class Collator:
             "is_last": np.zeros(1, dtype=np.bool_),
             "pack_num_samples": np.zeros(1, dtype=np.int64),
         }
-        self._add_extras(batch, modality, path_json, epoch, position)
+        self._add_extras(batch, modality)
+        batch["instability_meta_json"] = (
+            f'{{{name_json}, "epoch": {epoch}, "position": {position}, "group_ids": [-1], "cell_indices": [0]}}'
+        )
         return batch
 
     def _blank(self, rows: int) -> Batch:
@@ -83,21 +89,19 @@ class Collator:
             blank["resets"] = np.zeros(shape, dtype=np.bool_)
         return blank
 
-    def _add_extras(self, batch: Batch, modality: str, path_json: str, epoch: int, position: int) -> None:
+    def _add_extras(self, batch: Batch, modality: str) -> None:
         rows = len(batch["group_ids"])
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         batch["dataset_labels"] = [self._name] * rows
         batch["dataset_segments"] = [modality] * rows
-        # Lists of whole numbers print as JSON; the two strings are the only parts that need quoting.
-        batch["instability_meta_json"] = (
-            f'{{"source": {self._name_json}, "stream": {path_json}, "epoch": {epoch}, "position": {position}, '
-            f'"group_ids": {batch["group_ids"].tolist()}, "cell_indices": {batch["cell_index"].tolist()}}}'
-        )
 
     def _fill_together(self, batch: Batch, source: OpenStream, windows: TokenArray, rows: Rows) -> None:
         """All rows in one gather; then the rows that begin or end a document are put right."""
         block = windows[rows.windows]  # [B, T + 1]
+        if source.bounds is not None and source.bounds.is_broken_by(block):
+            for row, begin in enumerate(rows.windows.tolist()):
+                source.bounds.check(block[row], begin)
         tokens, targets = block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
         for row in rows.firsts:
             tokens[row, 0] = self._bos
@@ -105,7 +109,7 @@ class Collator:
             tokens[row], targets[row] = 0, IGNORE
             self._fill_row(source, *_place(source, rows, row), tokens[row], targets[row])
         batch["tokens"], batch["targets"] = tokens, targets
-        batch["pack_num_samples"] = np.ones(len(tokens), dtype=np.int64)
+        batch["pack_num_samples"] = self._ones[: len(tokens)].copy()
 
     def _fill_one_by_one(self, batch: Batch, source: OpenStream, rows: Rows) -> None:
         """Row by row: for packed rows, and for documents that are not one array."""

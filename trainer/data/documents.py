@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.id_bounds import IdBounds
 from trainer.data.keyed import IntArray
 from trainer.data.tokenizer import Tokenizer
 
@@ -39,11 +40,15 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class TokenTable:
-    """All tokens of a stream in one array (in memory or mapped), and where each document lies in it."""
+    """All tokens of a stream in one array (in memory or mapped), and where each document lies in it.
+
+    `bounds` is None if every id is known to be in the vocabulary; otherwise ids are checked against it when they are read.
+    """
 
     tokens: TokenArray
     starts: IntArray
     lengths: IntArray
+    bounds: IdBounds | None = None
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,18 @@ class ArrayDocuments:
         return self.table.lengths
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document: a view."""
+        """Tokens [start, stop) of a document: a view.
+
+        Raises:
+            UserError: an id is outside the vocabulary, with its place.
+        """
         table = self.table
         assert 0 <= start <= stop <= table.lengths[document], (document, start, stop)
-        base = int(table.starts[document])
-        return table.tokens[base + start : base + stop]
+        begin = int(table.starts[document]) + start
+        tokens = table.tokens[begin : begin + stop - start]
+        if table.bounds is not None:
+            table.bounds.check(tokens, begin)
+        return tokens
 
     def close(self) -> None:
         """Drop the array; a later use reads the file again."""

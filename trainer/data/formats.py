@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,8 @@ from types import MappingProxyType
 
 from trainer.data.documents import ArrayDocuments, Documents, ReadOptions, TokenTable
 from trainer.data.jsonl import load_jsonl
+from trainer.data.megatron import load_megatron
+from trainer.data.parquet import load_parquet
 from trainer.data.text import load_text
 from trainer.data.token_arrays import load_bin, load_npy
 from trainer.data.tokenizer import Tokenizer
@@ -18,10 +21,17 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class Format:
-    """One row of the table: the file names it is told by, and how a file is read."""
+    """One row of the table.
+
+    Args:
+        suffixes: the endings of file names that the format is told by.
+        load: reads a file.
+        beside: the format is told by a second file with this ending too; that file is no stream of its own.
+    """
 
     suffixes: tuple[str, ...]
     load: Callable[[Path, ReadOptions], TokenTable]
+    beside: str | None = None
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -29,7 +39,9 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "text": Format((".txt", ".md", ".py"), load_text),
         "jsonl": Format((".jsonl",), load_jsonl),
         "npy": Format((".npy",), load_npy),
+        "megatron": Format((".bin",), load_megatron, beside=".idx"),
         "bin": Format((".bin",), load_bin),
+        "parquet": Format((".parquet",), load_parquet),
     }
 )
 TEXT_SPLITS = ("file", "blank_line")
@@ -37,29 +49,49 @@ TEXT_SPLITS = ("file", "blank_line")
 
 def suffixes() -> tuple[str, ...]:
     """All file name endings that some format is told by."""
-    return tuple(suffix for each in FORMATS.values() for suffix in each.suffixes)
+    return tuple(dict.fromkeys(suffix for each in FORMATS.values() for suffix in each.suffixes))
 
 
-def _format_of(path: Path, name: str) -> Format:
+def index_suffixes() -> tuple[str, ...]:
+    """The endings of files that only say where things lie in the file beside them."""
+    return tuple(each.beside for each in FORMATS.values() if each.beside is not None)
+
+
+def format_name(path: Path, name: str = "auto") -> str:
+    """The name of the format that a file is read as: the given one, or, with `auto`, the first row that fits.
+
+    Raises:
+        UserError: no such format, or none is known for the file's name.
+    """
     if name != "auto":
         if name not in FORMATS:
             raise UserError("format", f"must be one of auto, {', '.join(FORMATS)}; got {name!r}")
-        return FORMATS[name]
-    for each in FORMATS.values():
-        if path.suffix in each.suffixes:
-            return each
+        return name
+    for found, each in FORMATS.items():
+        if path.suffix in each.suffixes and (each.beside is None or path.with_suffix(each.beside).exists()):
+            return found
     raise UserError(str(path), f"no format is known for {path.suffix!r}", f"name the format: {', '.join(FORMATS)}")
 
 
 def _load(path: Path, load: Callable[[Path, ReadOptions], TokenTable], options: ReadOptions) -> TokenTable:
     try:
-        if path.stat().st_size == 0:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+            raise UserError(str(path), f"is {kind}, not a file", "name the files in it, or remove it")
+        if status.st_size == 0:
             raise UserError(str(path), "the file is empty", "remove it")
+        with path.open("rb"):  # what cannot be opened at all is not a matter of the format
+            pass
         return load(path, options)
     except OSError as error:
         raise UserError(
             str(path), f"cannot be read ({error.strerror or error})", "check the path and its mode"
         ) from error
+    except ValueError as error:
+        if "null byte" not in str(error):
+            raise
+        raise UserError(repr(str(path)), "is no path: it has a NUL character", "correct the path") from error
 
 
 def open_documents(
@@ -84,4 +116,4 @@ def open_documents(
     if text_split not in TEXT_SPLITS:
         raise UserError("text_split", f"must be one of {', '.join(TEXT_SPLITS)}; got {text_split!r}")
     options = ReadOptions(tokenizer=tokenizer, dtype=dtype, eod=eod, text_split=text_split)
-    return ArrayDocuments(partial(_load, Path(path), _format_of(Path(path), format).load, options))
+    return ArrayDocuments(partial(_load, Path(path), FORMATS[format_name(Path(path), format)].load, options))

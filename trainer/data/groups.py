@@ -7,6 +7,7 @@ A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -19,7 +20,7 @@ class GroupTable:
     """The groups of a stream in file order; G groups, C cells.
 
     Args:
-        group_ids: stable 63-bit ids, int64 [G].
+        namespace, relative_path: what ids are made of, see `group_ids`.
         documents: the group's document (of a packed row: its first), int64 [G].
         first_cells: the document's cell at which the group begins, int64 [G].
         num_cells: int64 [G].
@@ -29,7 +30,8 @@ class GroupTable:
         segment_documents: int64 [packed documents].
     """
 
-    group_ids: IntArray
+    namespace: str
+    relative_path: str
     documents: IntArray
     first_cells: IntArray
     num_cells: IntArray
@@ -40,7 +42,16 @@ class GroupTable:
     @property
     def num_groups(self) -> int:
         """G."""
-        return len(self.group_ids)
+        return len(self.documents)
+
+    def ids_of(self, groups: IntArray) -> IntArray:
+        """Stable 63-bit ids of some groups, of the shape of `groups`."""
+        return group_ids(self.namespace, self.relative_path, self.documents[groups], self.first_cells[groups])
+
+    @cached_property
+    def group_ids(self) -> IntArray:
+        """The ids of all groups, int64 [G]."""
+        return self.ids_of(np.arange(self.num_groups))
 
 
 def group_ids(namespace: str, relative_path: str, documents: IntArray, first_cells: IntArray) -> IntArray:
@@ -55,12 +66,16 @@ def group_ids(namespace: str, relative_path: str, documents: IntArray, first_cel
 
 
 def _offsets(counts: IntArray) -> IntArray:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
 
 
 def _runs(documents: IntArray, lengths: IntArray, seq_len: int, max_cells: int) -> tuple[IntArray, IntArray, IntArray]:
     """(document, first cell, number of cells) of each run of the documents' cells."""
     cells = -(-lengths // seq_len)
+    if cells.max(initial=0) <= max_cells:
+        return documents, np.zeros(len(documents), np.int64), cells
     counts = -(-cells // max_cells)
     owner = np.repeat(np.arange(len(documents)), counts)
     first = (np.arange(len(owner)) - np.repeat(_offsets(counts)[:-1], counts)) * max_cells
@@ -88,28 +103,35 @@ def build_groups(
         max_group_cells: most cells a group.
         pack: put documents shorter than a cell together.
     """
-    kept = kept[lengths[kept] > 0]
-    is_short = (lengths[kept] < seq_len) & pack
-    documents, first, cells = _runs(kept[~is_short], lengths[kept[~is_short]], seq_len, max_group_cells)
-    short = kept[is_short]
-    row_of = pack_rows(lengths[short], seq_len)
-    segments = short[np.argsort(row_of, kind="stable")]
-    row_sizes = np.bincount(row_of, minlength=0).astype(np.int64)
-    leaders = segments[_offsets(row_sizes)[:-1]]
-
-    documents = np.concatenate([documents, leaders])
-    first = np.concatenate([first, np.zeros(len(leaders), np.int64)])
-    cells = np.concatenate([cells, np.ones(len(leaders), np.int64)])
-    sizes = np.concatenate([np.zeros(len(documents) - len(leaders), np.int64), row_sizes])
-    # The packed rows are in the order of their leaders, and sorting keeps that: `segments` needs no reordering.
-    order = np.lexsort((first, documents))
-    documents, first, cells, sizes = documents[order], first[order], cells[order], sizes[order]
+    # Streams of millions of documents: a gather over all of them costs more than seeing that it is not needed.
+    sizes = lengths if len(kept) == len(lengths) else lengths[kept]
+    if sizes.min(initial=1) == 0:
+        kept, sizes = kept[sizes > 0], sizes[sizes > 0]
+    segments = sizes_of_rows = np.empty(0, np.int64)
+    if pack and (is_short := sizes < seq_len).any():
+        short, kept, sizes = kept[is_short], kept[~is_short], sizes[~is_short]
+        row_of = pack_rows(lengths[short], seq_len)
+        segments = short[np.argsort(row_of, kind="stable")]
+        sizes_of_rows = np.bincount(row_of).astype(np.int64)
+    documents, first, cells = _runs(kept, sizes, seq_len, max_group_cells)
+    segment_offsets = np.zeros(len(documents) + 1, np.int64)
+    if len(segments):
+        leaders = segments[_offsets(sizes_of_rows)[:-1]]
+        documents = np.concatenate([documents, leaders])
+        first = np.concatenate([first, np.zeros(len(leaders), np.int64)])
+        cells = np.concatenate([cells, np.ones(len(leaders), np.int64)])
+        num_segments = np.concatenate([np.zeros(len(documents) - len(leaders), np.int64), sizes_of_rows])
+        # The packed rows are in the order of their leaders, and sorting keeps that: `segments` needs no reordering.
+        order = np.lexsort((first, documents))
+        documents, first, cells = documents[order], first[order], cells[order]
+        segment_offsets = _offsets(num_segments[order])
     return GroupTable(
-        group_ids=group_ids(namespace, relative_path, documents, first),
+        namespace=namespace,
+        relative_path=relative_path,
         documents=documents,
         first_cells=first,
         num_cells=cells,
         cell_offsets=_offsets(cells),
-        segment_offsets=_offsets(sizes),
+        segment_offsets=segment_offsets,
         segment_documents=segments,
     )

@@ -36,7 +36,7 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
 
 def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
     """The documents that a split sees; bool [num_documents]."""
-    if split == "all":
+    if split == "all" or (split == "train" and fraction == 0.0):
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)
     return held if split == "holdout" else ~held

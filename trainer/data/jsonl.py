@@ -18,7 +18,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(where, f"is not JSON ({error})", "write one JSON object a line") from error
     if not isinstance(record, dict):
         raise UserError(where, f"is a JSON {type(record).__name__}, not an object", 'write {"text": "..."}')

@@ -47,8 +47,12 @@ class KeyedUniforms:
         self._values: list[float] = []
 
     def __call__(self, index: int) -> float:
-        block, offset = divmod(index, BLOCK)
+        block = index // BLOCK
         if block != self._block:
-            self._values = keyed_generator(*self._parts, block).random(BLOCK).tolist()
+            self._values = self.block(block).tolist()
             self._block = block
-        return self._values[offset]
+        return self._values[index % BLOCK]
+
+    def block(self, block: int) -> npt.NDArray[np.float64]:
+        """The numbers [block * BLOCK, (block + 1) * BLOCK)."""
+        return keyed_generator(*self._parts, block).random(BLOCK)

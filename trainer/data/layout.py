@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.formats import suffixes
+from trainer.data.formats import index_suffixes, suffixes
 from trainer.errors import UserError
 
 
@@ -32,6 +32,8 @@ class Stream:
 
 def _is_stream_file(path: Path, format: str) -> bool:
     if path.name.startswith((".", "_")) or path.name == "manifest.json":
+        return False
+    if path.suffix in index_suffixes():
         return False
     return format != "auto" or path.suffix in suffixes()
 

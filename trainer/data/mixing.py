@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +140,9 @@ class StreamMixingDataset:
             fingerprint, rank, world_size, num_streams_mixed, self._batch_sizes
         )
         self._uniforms = KeyedUniforms("pick", name, seed, "all" if self._shared else rank)
-        self._collator = Collator(name=name, tokenizer=tokenizer, seq_len=seq_len, pack=pack)
+        self._no_stream = f'"source": {json.dumps(name)}, "stream": null'
+        max_rows = max(batch_size, *sizes.values(), 0)
+        self._collator = Collator(name=name, tokenizer=tokenizer, seq_len=seq_len, pack=pack, max_rows=max_rows)
         self._queue = ReaderQueue(
             self.streams,
             opener=StreamOpener(format=format, options=options, cut=cut, keep=2 * num_streams_mixed),
@@ -165,13 +168,13 @@ class StreamMixingDataset:
         pool, queue = self._pool, self._queue
         if not pool.readers and not self._fill():
             self._batch_index += 1
-            return self._collator.masked(self.modalities[0], "null", queue.epoch, 0)
-        slot = pool.pick(self._uniforms(self._batch_index))
+            return self._collator.masked(self.modalities[0], self._no_stream, queue.epoch, 0)
+        slot = pool.pick(self._uniforms(self._batch_index) if len(pool.readers) > 1 else 0.0)
         reader = pool.readers[slot]
         position = reader.position
         batch = self._collator.batch(reader, reader.take(), epoch=queue.epoch, position=position)
         self._batch_index += 1
-        if pool.advance(slot):
+        if not reader.remaining_picks:
             self._exhaust_events += 1
             pool.replace(slot, queue.next_reader())
         return batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -22,12 +22,16 @@ PICK_SURPRISE_MAX = "stream_mixing/active/pick_surprise_max"
 EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
 MODALITY_PREFIX = "stream_mixing/active/modalities/"
 
-# Rows of the pool's statistics; minima are kept negated, so that one maximum over the readers answers all of them.
-_NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _WAIT, _SURPRISE = range(6)
+# Rows of the pool's statistics. Minima are kept negated, so that one maximum over the readers answers all of them; the
+# pick at which a reader was last picked too, since the longest wait belongs to the smallest of those.
+_NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _NEG_LAST_PICK, _SURPRISE = range(6)
 
 
 class ActivePool:
     """The active readers, one a slot.
+
+    What is reported is the pool as it was when the last pick was drawn. So the picked reader's progress is not noted
+    before the next pick, and before readers come or go the peaks are taken.
 
     Args:
         modalities: all that can occur; each is reported at every pick, zero included.
@@ -39,20 +43,24 @@ class ActivePool:
         self.turn = 0  # the slot that round_robin picks next
         self._pick_mode = pick_mode
         self._stats = np.zeros((6, 0))
-        self._counts: Counter[str] = Counter(dict.fromkeys(sorted(modalities), 0))
-        self._peaks: np.ndarray | None = None
-        self._counts_at_pick: dict[str, int] = {}
+        self._counts: dict[str, float] = dict.fromkeys((MODALITY_PREFIX + m for m in sorted(modalities)), 0.0)
+        self._num_picks = 0
+        self._moved: int | None = None  # the slot whose reader moved since the statistics were noted
+        self._lone = (0.0, 0.0)  # remaining picks and fraction of a reader that was alone when it was picked
+        self._seen: dict[str, float] | None = {}  # what the last pick saw; None: not worked out yet
 
     def add(self, reader: StreamReader) -> None:
         """Give the reader a new slot, the last."""
+        self._settle()
         self.readers.append(reader)
-        self._counts[reader.stream.modality] += 1
+        self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
         self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
-        self._refresh(len(self.readers) - 1)
+        self._note(len(self.readers) - 1)
 
     def replace(self, slot: int, reader: StreamReader | None) -> None:
         """Put a reader into a slot, or, without one, drop the slot."""
-        self._counts[self.readers[slot].stream.modality] -= 1
+        self._settle()
+        self._counts[MODALITY_PREFIX + self.readers[slot].stream.modality] -= 1.0
         if reader is None:
             del self.readers[slot]
             self._stats = np.delete(self._stats, slot, axis=1)
@@ -60,15 +68,22 @@ class ActivePool:
             self.turn %= max(len(self.readers), 1)
             return
         self.readers[slot] = reader
-        self._counts[reader.stream.modality] += 1
-        self._stats[:, slot] = 0.0
-        self._refresh(slot)
+        self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
+        self._note(slot)
 
-    def _refresh(self, slot: int) -> None:
-        reader, stats = self.readers[slot], self._stats
+    def _note(self, slot: int) -> None:
+        """Write down a reader that was picked last, or that enters."""
+        reader = self.readers[slot]
         remaining, fraction = reader.remaining_picks, reader.remaining_fraction
-        stats[_NEG_REMAINING, slot], stats[_REMAINING, slot] = -remaining, remaining
-        stats[_NEG_FRACTION, slot], stats[_FRACTION, slot] = -fraction, fraction
+        self._stats[:, slot] = (-remaining, remaining, -fraction, fraction, -self._num_picks, 0.0)
+
+    def _settle(self) -> None:
+        """Take the peaks that the last pick saw, and note what it moved."""
+        if self._seen is None:
+            self._seen = self._peaks()
+        if self._moved is not None:
+            self._note(self._moved)
+            self._moved = None
 
     def pick(self, uniform: float) -> int:
         """Choose a slot, and observe the pool: what remains as it was before this pick, waits with it counted.
@@ -76,47 +91,57 @@ class ActivePool:
         Args:
             uniform: a number in [0, 1) that decides; not used by round_robin.
         """
-        stats, num_readers = self._stats, len(self.readers)
-        surprise: np.ndarray | float = 0.0
+        self._seen = None
+        num_readers = len(self.readers)
+        if num_readers == 1:
+            # Sources of a blend often have one stream each: nothing to choose, and nothing to compare.
+            reader = self.readers[0]
+            self._lone = float(reader.remaining_picks), reader.remaining_fraction
+            self._num_picks += 1
+            self._moved = 0
+            return 0
+        if self._moved is not None:
+            self._note(self._moved)
+        stats = self._stats
         if self._pick_mode == "weighted":
-            ends = stats[_REMAINING].cumsum()  # whole numbers below 2^53: exact in float64
-            total = ends[-1]
+            remaining = stats[_REMAINING]
+            ends = remaining.cumsum()  # whole numbers below 2^53: exact in float64
+            total = float(ends[-1])
             # uniform * total may round up to total itself.
             slot = min(int(ends.searchsorted(uniform * total, side="right")), num_readers - 1)
-            if num_readers > 1:
-                surprise = -np.log1p(stats[_REMAINING] / -total)
+            stats[_SURPRISE] -= np.log1p(remaining / -total)
         elif self._pick_mode == "uniform":
             slot = int(uniform * num_readers)
-            if num_readers > 1:
-                surprise = -np.log1p(-1.0 / num_readers)
+            stats[_SURPRISE] -= math.log1p(-1.0 / num_readers)
         else:
             slot = self.turn
             self.turn = (slot + 1) % num_readers
-        stats[_WAIT] += 1.0
-        stats[_SURPRISE] += surprise
-        stats[_WAIT:, slot] = 0.0
-        self._peaks = stats.max(axis=1)
-        self._counts_at_pick = dict(self._counts)
+        self._num_picks += 1
+        stats[_NEG_LAST_PICK, slot] = -self._num_picks
+        stats[_SURPRISE, slot] = 0.0
+        self._moved = slot
         return slot
 
-    def advance(self, slot: int) -> bool:
-        """Take note that the slot's reader has moved; True if it is exhausted now."""
-        self._refresh(slot)
-        return self.readers[slot].remaining_picks == 0
+    def _peaks(self) -> dict[str, float]:
+        """What the last pick saw, from statistics that nothing has changed since."""
+        if len(self.readers) == 1:
+            remaining, fraction = self._lone
+            low, high, low_fraction, high_fraction, wait, surprise = remaining, remaining, fraction, fraction, 0.0, 0.0
+        else:
+            peaks: list[float] = np.maximum.reduce(self._stats, axis=1).tolist()
+            low, high = -peaks[_NEG_REMAINING], peaks[_REMAINING]
+            low_fraction, high_fraction = 0.0 - peaks[_NEG_FRACTION], peaks[_FRACTION]  # 0.0 -: no negative zero
+            wait, surprise = self._num_picks + peaks[_NEG_LAST_PICK], peaks[_SURPRISE]
+        return {
+            REMAINING_MIN: low,
+            REMAINING_MAX: high,
+            FRACTION_MIN: low_fraction,
+            FRACTION_MAX: high_fraction,
+            STEPS_SINCE_PICK_MAX: wait,
+            PICK_SURPRISE_MAX: surprise,
+            **self._counts,
+        }
 
     def snapshot(self) -> dict[str, float]:
         """The pool that the last pick was drawn from; empty before the first pick."""
-        if self._peaks is None:
-            return {}
-        peaks = self._peaks.tolist()
-        metrics = {
-            REMAINING_MIN: -peaks[_NEG_REMAINING],
-            REMAINING_MAX: peaks[_REMAINING],
-            FRACTION_MIN: -peaks[_NEG_FRACTION] + 0.0,  # + 0.0: no negative zero
-            FRACTION_MAX: peaks[_FRACTION],
-            STEPS_SINCE_PICK_MAX: peaks[_WAIT],
-            PICK_SURPRISE_MAX: peaks[_SURPRISE],
-        }
-        for modality, count in self._counts_at_pick.items():
-            metrics[MODALITY_PREFIX + modality] = float(count)
-        return metrics
+        return self._peaks() if self._seen is None else self._seen.copy()

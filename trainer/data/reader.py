@@ -65,9 +65,8 @@ def after_progress(groups: GroupTable, before: Remainder, progress: Progress) ->
         if picks < 0:
             taken[before.groups[start:stop]] = before.num_cells[start:stop]
         elif picks > 0 and stop > start:
-            rows = before.plan(start, stop, progress.batch_size).cells[:picks]
-            owners = np.searchsorted(groups.cell_offsets, rows[rows >= 0], side="right") - 1
-            taken += np.bincount(owners, minlength=groups.num_groups)
+            plan = before.plan(start, stop, progress.batch_size)
+            taken[before.groups[start:stop]] = plan.taken(before.num_cells[start:stop], picks)
     taken = taken[before.groups]
     left = taken < before.num_cells
     # Uniform priorities lie in [0, 1): subtracting 1 puts begun groups first and keeps their order.
@@ -103,13 +102,14 @@ class StreamReader:
         self.path = source.stream.path
         self.bs = bs
         bounds = cut_slices(remainder.num_cells, world_size).tolist()
-        plan = remainder.plan(bounds[rank], bounds[rank + 1], bs)
+        self._plan = plan = remainder.plan(bounds[rank], bounds[rank + 1], bs)
         self._rows = RowTable(source, plan, remainder.groups[bounds[rank] : bounds[rank + 1]])
-        self._row_ends: list[int] = [0, *plan.row_ends.tolist()]
         self._num_own_picks = plan.num_batches
         self.num_picks = plan.num_batches
         if shared:
-            self.num_picks = max(plan_length(remainder.num_cells[a:b], bs) for a, b in itertools.pairwise(bounds))
+            others = [pair for other, pair in enumerate(itertools.pairwise(bounds)) if other != rank]
+            lengths = [plan_length(remainder.num_cells[start:stop], bs) for start, stop in others]
+            self.num_picks = max([plan.num_batches, *lengths])
         self.slice_start = int(remainder.num_cells[: bounds[rank]].sum())
         self.slice_end = int(remainder.num_cells[: bounds[rank + 1]].sum())
         self.position = self.slice_start
@@ -132,16 +132,15 @@ class StreamReader:
         self.picks = index + 1
         if index >= self._num_own_picks:
             return None
-        end = self._row_ends[index + 1]
-        num_rows = end - self._row_ends[index]
-        self.position = self.slice_start + end
-        return self._rows.batch(index, num_rows)
+        rows = self._rows.batch(index)
+        self.position += len(rows.owners)
+        return rows
 
     def skip_to(self, picks: int) -> None:
         """Go on as if `picks` batches had been taken."""
         assert 0 <= picks <= self.num_picks, (picks, self.num_picks)
         self.picks = picks
-        self.position = self.slice_start + self._row_ends[min(picks, self._num_own_picks)]
+        self.position = self.slice_start + self._plan.cells_before(picks)
 
 
 def remaining_stream(groups: GroupTable, generator: np.random.Generator, progress: Sequence[Progress]) -> Remainder:

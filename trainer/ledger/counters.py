@@ -17,14 +17,16 @@ COUNTER_KEYS = (
 
 GAUGE_KEYS = ("ledger/live_groups", "ledger/fill_fraction")
 
+_NONE = dict.fromkeys(COUNTER_KEYS, 0)
+
 
 class Counters:
     """Counts per key since the last drain and since the step began."""
 
     def __init__(self) -> None:
-        self._total = dict.fromkeys(COUNTER_KEYS, 0)
-        self._step = dict.fromkeys(COUNTER_KEYS, 0)
-        self._undrained = dict.fromkeys(COUNTER_KEYS, 0)
+        self._total = _NONE.copy()
+        self._step = _NONE.copy()
+        self._undrained = _NONE.copy()
 
     def add(self, key: str, count: int) -> None:
         """Count `count` more of `key`."""
@@ -35,8 +37,8 @@ class Counters:
 
     def begin_step(self) -> None:
         """Start a step: what is counted from here on can be rolled back."""
-        self._step = dict.fromkeys(COUNTER_KEYS, 0)
-        self._undrained = dict.fromkeys(COUNTER_KEYS, 0)
+        self._step = _NONE.copy()
+        self._undrained = _NONE.copy()
 
     def roll_back(self) -> None:
         """Forget what was counted since the step began, but for what was drained already."""
@@ -51,6 +53,6 @@ class Counters:
     def drain(self) -> dict[str, float]:
         """The counts since the last drain, which start again from zero."""
         drained = {key: float(count) for key, count in self._total.items()}
-        self._total = dict.fromkeys(COUNTER_KEYS, 0)
-        self._undrained = dict.fromkeys(COUNTER_KEYS, 0)
+        self._total = _NONE.copy()
+        self._undrained = _NONE.copy()
         return drained

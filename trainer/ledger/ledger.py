@@ -85,6 +85,7 @@ class Ledger:
         self._world_size = world_size
         self._ownership = ownership
         self._counters = Counters()
+        self._checked: tuple[list[int], bool] = ([], False)
         self._store = StateStore(
             width=state_width,
             capacity=capacity,
@@ -133,14 +134,16 @@ class Ledger:
         Raises:
             ValueError: a group appears twice.
         """
-        check_distinct(group_ids)
-        asked = np.flatnonzero((group_ids >= 0) & (cell_index != 0))
-        rows, held = self._fetch(group_ids[asked])
-        self._counters.add("ledger/cold_starts", int((~held).sum()))
-        if asked.size == group_ids.size:
-            return rows
-        states = rows.new_zeros(group_ids.size, self._store.width)
-        return states.index_copy_(0, torch.from_numpy(asked).to(rows.device), rows)
+        groups, has_none = self._distinct(group_ids)
+        is_fresh = cell_index == 0
+        if has_none:
+            is_fresh |= group_ids < 0
+        if self._exchange is None:
+            states, num_missing = self._shard.lookup(groups, is_fresh)
+        else:
+            states, num_missing = self._fetch(self._exchange, group_ids, is_fresh)
+        self._counters.add("ledger/cold_starts", num_missing)
+        return states
 
     def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
         """Store the states after a micro-batch's cells ([B, state_width], copied); call it after the backward.
@@ -158,27 +161,28 @@ class Ledger:
             UserError: the capacity is exhausted (with `lru`: below one micro-batch's groups); nothing is changed.
             RuntimeError: no step has begun.
         """
-        check_distinct(group_ids)
-        known = np.flatnonzero(group_ids >= 0)
-        groups, starts, lasts = group_ids[known], cell_index[known] == 0, is_last[known]
-        if known.size < group_ids.size:
-            states = states.index_select(0, torch.from_numpy(known).to(states.device))
+        groups, has_none = self._distinct(group_ids)
+        is_start = cell_index == 0
         states = states.detach()
+        if has_none:
+            known = np.flatnonzero(group_ids >= 0)
+            groups, is_start, is_last = group_ids[known].tolist(), is_start[known], is_last[known]
+            states = states.index_select(0, torch.from_numpy(known).to(states.device))
         if self._exchange is not None:
-            route = self._exchange.route(groups)
-            ids = self._exchange.to_owners(route, torch.from_numpy(np.stack([groups, starts, lasts], axis=1)))
+            ids = np.stack([np.array(groups, np.int64), is_start, is_last], axis=1)
+            route = self._exchange.route(ids[:, 0])
+            columns = self._exchange.to_owners(route, torch.from_numpy(ids)).numpy().T
             states = self._exchange.to_owners(route, states)
-            groups, starts, lasts = (column.copy() for column in ids.numpy().T)
+            groups, is_start, is_last = columns[0].tolist(), columns[1] != 0, columns[2] != 0
             check_distinct(groups)
-        self._shard.store(groups, starts.astype(np.bool_), lasts.astype(np.bool_), states)
+        self._shard.store(groups, is_start, is_last, states)
 
     def release(self, group_ids: Ints) -> None:
         """Free the slots of groups that will not come back; unknown groups and -1 are ignored. Not an eviction."""
         groups = group_ids[group_ids >= 0]
         if self._exchange is not None:
-            ids = self._exchange.to_owners(self._exchange.route(groups), torch.from_numpy(groups))
-            groups = ids.numpy()
-        self._shard.release(np.unique(groups))
+            groups = self._exchange.to_owners(self._exchange.route(groups), torch.from_numpy(groups)).numpy()
+        self._shard.release(np.unique(groups).tolist())
 
     def rollback(self) -> None:
         """Undo the step: everything since `begin_step`, its sweep or wipe and all counts included.
@@ -240,15 +244,28 @@ class Ledger:
         self._counters.drain()
         self._counters.begin_step()
 
-    def _fetch(self, groups: Ints) -> tuple[Tensor, Flags]:
-        """States and whether they are held, from the owners."""
-        if self._exchange is None:
-            return self._shard.lookup(groups)
-        route = self._exchange.route(groups)
-        asked = self._exchange.to_owners(route, torch.from_numpy(groups))
-        rows, held = self._shard.lookup(asked.numpy())
-        answer = self._exchange.from_owners(route, torch.from_numpy(held.astype(np.int64)))
-        return self._exchange.from_owners(route, rows), cast(Flags, answer.numpy() != 0)
+    def _fetch(self, exchange: OwnerExchange, group_ids: Ints, is_fresh: Flags) -> tuple[Tensor, int]:
+        """The states from their owners, zeros for the fresh, and how many are not held."""
+        asked = np.flatnonzero(~is_fresh)
+        groups = group_ids[asked]
+        route = exchange.route(groups)
+        wanted: list[int] = exchange.to_owners(route, torch.from_numpy(groups)).tolist()
+        rows, _ = self._shard.lookup(wanted, np.zeros(len(wanted), np.bool_))
+        is_held = torch.tensor([group in self._store.slot_of for group in wanted], dtype=torch.int64)
+        held = exchange.from_owners(route, is_held)
+        rows = exchange.from_owners(route, rows)
+        states = rows.new_zeros(group_ids.size, self._store.width)
+        states.index_copy_(0, torch.from_numpy(asked).to(rows.device), rows)
+        return states, asked.size - int(held.sum())
+
+    def _distinct(self, group_ids: Ints) -> tuple[list[int], bool]:
+        """The ids as a list, found to be distinct, and whether -1 is among them."""
+        groups: list[int] = group_ids.tolist()
+        # A store comes with the groups of the look-up before it.
+        if groups != self._checked[0]:
+            check_distinct(groups)
+            self._checked = groups, bool(groups) and min(groups) < 0
+        return self._checked
 
     def _is_mine(self, groups: Ints) -> Flags:
         return cast(Flags, owner_of(groups, self._world_size) == self._rank)
@@ -258,9 +275,10 @@ class Ledger:
         return {"ledger/live_groups": float(num_live), "ledger/fill_fraction": num_live / self._store.capacity}
 
 
-def check_distinct(group_ids: Ints) -> None:
+def check_distinct(groups: list[int]) -> None:
     """Raise a ValueError that names a group (not -1) that appears twice."""
-    groups = group_ids[group_ids >= 0].tolist()
     if len(set(groups)) < len(groups):
-        twice = next(group for i, group in enumerate(groups) if group in groups[:i])
-        raise ValueError(f"group {twice} appears twice in one micro-batch")
+        known = [group for group in groups if group >= 0]
+        twice = next((group for i, group in enumerate(known) if group in known[:i]), None)
+        if twice is not None:
+            raise ValueError(f"group {twice} appears twice in one micro-batch")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +18,11 @@ Ints = NDArray[np.int64]
 
 
 class Bucket(NamedTuple):
-    """Slots that were stored at one step; a step may have several buckets next to each other."""
+    """Distinct slots that were stored at one step; a step may have several buckets next to each other."""
 
     step: int
     slots: Ints
     is_sorted: bool
-    """The slots are sorted and distinct."""
 
 
 class RecencyBuckets:
@@ -70,12 +70,15 @@ class RecencyBuckets:
             self._num_entries -= sum(b.slots.size for b in removed) - rest.size
             self._log_removal(removed)
         self._put_back(kept)
-        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+        return _joined(taken)
 
     def _choose(self, bucket: Bucket, count: int, pinned: Ints) -> tuple[Ints, Ints]:
         """The first `count` slots of a sorted bucket that count and are not pinned, and what must stay."""
-        # A long bucket is searched from its front in pieces, so that taking few of many stays cheap.
         can_be_pinned = pinned.size > 0 and self._last_step[pinned[0]] == bucket.step
+        if not can_be_pinned and bucket.slots.size <= max(64, 2 * count):
+            valid = bucket.slots[self._last_step[bucket.slots] == bucket.step]
+            return valid[:count], valid[count:]
+        # A long bucket is searched from its front in pieces, so that taking few of many stays cheap.
         position = 0
         chosen: list[Ints] = []
         passed: list[Ints] = []
@@ -105,15 +108,16 @@ class RecencyBuckets:
             taken.append(bucket.slots[self._last_step[bucket.slots] == bucket.step])
             self._num_entries -= sum(b.slots.size for b in removed)
             self._log_removal(removed)
-        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+        return _joined(taken)
 
     def rebuild(self) -> None:
         """Forget every entry that no longer counts. Not undone: call it where nothing is left to undo."""
         live = np.flatnonzero(self._last_step >= 0)
         slots = live[np.argsort(self._last_step[live], kind="stable")]
         steps, starts = np.unique(self._last_step[slots], return_index=True)
-        parts = np.split(slots, starts[1:]) if slots.size else []
-        self._buckets = deque(Bucket(int(s), part, is_sorted=True) for s, part in zip(steps, parts, strict=True))
+        bounds = pairwise([*starts.tolist(), slots.size])
+        runs = zip(steps.tolist(), bounds, strict=True)
+        self._buckets = deque(Bucket(step, slots[a:b], is_sorted=True) for step, (a, b) in runs)
         self._num_entries = slots.size
 
     def _pop_step(self) -> tuple[Bucket, list[Bucket]]:
@@ -122,8 +126,9 @@ class RecencyBuckets:
         step = removed[0].step
         while self._buckets and self._buckets[0].step == step:
             removed.append(self._buckets.popleft())
-        if len(removed) == 1 and removed[0].is_sorted:
-            return removed[0], removed
+        if len(removed) == 1:
+            bucket = removed[0]
+            return bucket if bucket.is_sorted else Bucket(step, np.sort(bucket.slots), is_sorted=True), removed
         return Bucket(step, np.unique(np.concatenate([b.slots for b in removed])), is_sorted=True), removed
 
     def _log_removal(self, removed: list[Bucket]) -> None:
@@ -147,3 +152,9 @@ class RecencyBuckets:
 
     def _undo_add(self) -> None:
         self._num_entries -= self._buckets.pop().slots.size
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -6,10 +6,11 @@ The order in a step: `begin_step` sweeps or wipes; then, micro-batch by micro-ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import compress
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from trainer.errors import UserError
 from trainer.ledger.counters import Counters
 from trainer.ledger.eviction import EvictionMode, WipeMode, is_due, lru_overflow, stale_cutoff
 from trainer.ledger.ghosts import RecentlyEvicted
-from trainer.ledger.store import NO_SLOT, Ints, StateStore
+from trainer.ledger.store import Ints, StateStore
 
 Flags = NDArray[np.bool_]
 
@@ -45,7 +46,7 @@ class LedgerShard:
     ) -> None:
         self.data = store
         self.counters = counters
-        self.ghosts = RecentlyEvicted(store.capacity, store.on_undo)
+        self.ghosts = RecentlyEvicted(store.capacity, store.on_undo if store.keeps_undo else None)
         self.step: int | None = None
         self._wipe_mode = wipe_mode
         self._stale_threshold = stale_threshold
@@ -56,9 +57,10 @@ class LedgerShard:
     def begin_step(self, step: int) -> None:
         """Commit the step before, then wipe or sweep where it is due."""
         previous = step - 1 if self.step is None else self.step
-        if step < previous:
-            raise RuntimeError(f"ledger steps go forward: step {step} after step {previous}")
+        if step < 0 or step < previous:
+            raise RuntimeError(f"ledger steps go forward from 0: step {step} after step {previous}")
         self.data.commit()
+        self.ghosts.compact()
         self.counters.begin_step()
         before = self.step
         self.data.on_undo(lambda: setattr(self, "step", before))
@@ -69,46 +71,64 @@ class LedgerShard:
             assert self.data.recency is not None
             self._evict(self.data.recency.take_before(stale_cutoff(step, self._stale_threshold)), "stale")
 
-    def lookup(self, groups: Ints) -> tuple[Tensor, Flags]:
-        """The states of `groups` ([n, width], zeros where none is held) and whether each is held."""
-        slots = self.data.find(groups)
-        return self.data.read(slots), slots != NO_SLOT
+    def lookup(self, groups: list[int], is_fresh: Flags) -> tuple[Tensor, int]:
+        """The states of `groups` ([n, width]), and how many of those that are not fresh are not held.
 
-    def store(self, groups: Ints, is_start: Flags, is_last: Flags, states: Tensor) -> None:
+        What is fresh (a group's start, or no group at all) or not held is zeros.
+        """
+        slots = self.data.find(groups)
+        is_absent = slots == self.data.no_slot
+        num_missing = 0
+        if np.count_nonzero(is_absent):
+            num_missing = int(np.count_nonzero(is_absent & ~is_fresh))
+        if np.count_nonzero(is_fresh):
+            slots[is_fresh] = self.data.no_slot
+        return self.data.read(slots), num_missing
+
+    def store(self, groups: list[int], is_start: Flags, is_last: Flags, states: Tensor) -> None:
         """Store the states of distinct groups; see `Ledger.store`."""
         step = self._require_step()
         self._check_owned(groups)
+        data = self.data
+        slots = data.find(groups)
+        is_missing = slots == data.no_slot
+        states = states.to(data.device, data.slab.dtype)
         is_finite = self._finite_rows(states)
-        slots = self.data.find(groups)
-        is_kept = ~is_last & is_finite
-        is_missing = slots == NO_SLOT
-        freed = slots[~(is_kept | is_missing)]
-        kept = np.flatnonzero(is_kept)
-        is_new = is_missing[kept]
-        num_new = int(is_new.sum())
-        self._check_capacity(kept.size, self.data.num_live - freed.size + num_new)
+        is_kept = ~is_last if is_finite is None else is_finite & ~is_last
+        num_kept = int(np.count_nonzero(is_kept))
+        has_all = num_kept == len(groups)
+        is_new = is_missing if has_all else is_missing & is_kept
+        num_new = int(np.count_nonzero(is_new))
+        freed = slots[:0] if has_all else slots[~(is_kept | is_missing)]
+        self._check_capacity(num_kept, data.num_live - freed.size + num_new)
 
-        self.counters.add("ledger/refused_rows", int((~(is_last | is_finite)).sum()))
-        self._count_false_evictions(groups[is_missing], is_start[is_missing])
-        self.data.vacate(freed)
-        kept_slots = slots[kept]
-        self.data.touch(kept_slots[~is_new], step)
-        self._evict_overflow(num_new, pinned=kept_slots[~is_new])
-        kept_slots[is_new] = self.data.acquire(groups[kept[is_new]])
-        self.data.touch(kept_slots[is_new], step)
-        rows = states if kept.size == groups.size else states[torch.from_numpy(kept).to(states.device)]
-        self.data.write(kept_slots, rows.detach().to(self.data.slab.dtype))
+        if is_finite is not None:
+            self.counters.add("ledger/refused_rows", int(np.count_nonzero(~(is_last | is_finite))))
+        if np.count_nonzero(is_missing):
+            self._count_false_evictions(list(compress(groups, is_missing.tolist())), is_start[is_missing])
+        if freed.size:
+            data.vacate(freed)
+        if num_new:
+            self._make_room(num_new, slots[is_kept & ~is_missing], step)
+            slots[is_new] = data.acquire(list(compress(groups, is_new.tolist())))
+        kept_slots = slots if has_all else slots[is_kept]
+        data.touch(kept_slots, step)
+        data.record(kept_slots, step)
+        if not has_all:
+            slots[~is_kept] = data.waste_slot
+        data.write(slots, states)
 
-    def release(self, groups: Ints) -> None:
-        """Free the slots of those of `groups` that are held; not an eviction."""
+    def release(self, groups: list[int]) -> None:
+        """Free the slots of those of the distinct `groups` that are held; not an eviction."""
         self._check_owned(groups)
         slots = self.data.find(groups)
-        self.data.vacate(slots[slots != NO_SLOT])
+        slots = slots[slots != self.data.no_slot]
+        if slots.size:
+            self.data.vacate(slots)
 
     def roll_back(self) -> None:
         """Undo everything since `begin_step`, and `begin_step` itself."""
         self.data.undo()
-        self.ghosts.restore_order()
         self.counters.roll_back()
 
     def _require_step(self) -> int:
@@ -116,14 +136,17 @@ class LedgerShard:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")
         return self.step
 
-    def _check_owned(self, groups: Ints) -> None:
-        if self._is_owned is not None and not (owned := self._is_owned(groups)).all():
-            raise RuntimeError(f"group {int(groups[~owned][0])} belongs to another rank's ledger")
+    def _check_owned(self, groups: list[int]) -> None:
+        if self._is_owned is not None and not (owned := self._is_owned(np.array(groups, np.int64))).all():
+            raise RuntimeError(f"group {groups[int(owned.argmin())]} belongs to another rank's ledger")
 
-    def _finite_rows(self, states: Tensor) -> Flags:
-        # x * 0 is 0 for every finite x, and NaN otherwise; several times faster than isfinite().all().
-        finite: Flags = states.mul(0.0).sum(dim=1).eq(0.0).cpu().numpy()
-        return finite
+    def _finite_rows(self, states: Tensor) -> Flags | None:
+        """Which rows are finite; None: all of them."""
+        # A sum is not finite if any term is not; it may also overflow, so only then each row is looked at.
+        if math.isfinite(states.sum().item()):
+            return None
+        finite: Flags = states.isfinite().all(dim=1).cpu().numpy()
+        return None if finite.all() else finite
 
     def _check_capacity(self, num_rows: int, num_live: int) -> None:
         capacity = self.data.capacity
@@ -141,23 +164,23 @@ class LedgerShard:
                 f"set it to at least {num_live}, or wipe_mode to lru",
             )
 
-    def _count_false_evictions(self, groups: Ints, is_start: Flags) -> None:
-        modes = [mode for i, mode in self.ghosts.take(groups.tolist()) if not is_start[i]]
+    def _count_false_evictions(self, groups: list[int], is_start: Flags) -> None:
+        modes = [mode for i, mode in self.ghosts.take(groups) if not is_start[i]]
         for mode in set(modes):
             self.counters.add(f"ledger/false_evictions/{mode}", modes.count(mode))
 
-    def _evict_overflow(self, num_new: int, pinned: Ints) -> None:
-        if self._wipe_mode != "lru":
-            return
+    def _make_room(self, num_new: int, pinned: Ints, step: int) -> None:
+        """With `lru`, evict until `num_new` groups fit beside those that are held, the `pinned` slots untouched."""
         overflow = lru_overflow(self.data.num_live, num_new, self.data.capacity)
-        if overflow:
+        if overflow and self._wipe_mode == "lru":
             assert self.data.recency is not None
+            self.data.touch(pinned, step)
             self._evict(self.data.recency.take_oldest(overflow, pinned), "lru")
 
     def _evict(self, slots: Ints, mode: EvictionMode) -> None:
         groups = self.data.vacate(slots)
-        self.ghosts.add(groups.tolist(), mode, self._require_step())
-        self.counters.add(f"ledger/evictions/{mode}", groups.size)
+        self.ghosts.add(groups, mode, self._require_step())
+        self.counters.add(f"ledger/evictions/{mode}", len(groups))
 
     def _wipe(self) -> None:
         self.data.vacate(self.data.live_slots())

@@ -104,7 +104,7 @@ def _fill_anew(shard: LedgerShard, saved: Sequence[Shard], keeps: Callable[[Ints
             f"must hold the checkpoint's {order.size} groups, got {shard.data.capacity}",
             f"set it to at least {order.size}",
         )
-    slots = shard.data.acquire(groups[order])
+    slots = shard.data.acquire(groups[order].tolist())
     shard.data.last_step[slots] = last_step[order]
     rows = _joined(saved, "rows")[torch.from_numpy(order)]
     shard.data.write(slots, rows.to(shard.data.device, shard.data.slab.dtype))

@@ -17,11 +17,10 @@ from trainer.ledger.recency import RecencyBuckets
 
 Ints = NDArray[np.int64]
 
-NO_SLOT = -1
-
 
 class StateStore:
-    """A preallocated slab `[capacity + 1, width]` whose last row is never written and reads as zeros.
+    """A preallocated slab `[capacity + 2, width]`: a row a slot, a row that is never written and reads as zeros, and a
+    row that is never read, for what is not kept: writing all rows of a batch there costs less than picking some.
 
     Args:
         width: numbers per state.
@@ -44,8 +43,12 @@ class StateStore:
         self.width = width
         self.capacity = capacity
         self.device = device
-        self.slab = torch.zeros(capacity + 1, width, device=device, dtype=dtype)
+        self._is_on_cpu = device.type == "cpu"
+        self.slab = torch.zeros(capacity + 2, width, device=device, dtype=dtype)
         self.slot_of: dict[int, int] = {}
+        # The last groups looked for and their slots, until a group comes or goes.
+        self._found: tuple[list[int], Ints] | None = None
+        # Of a free slot the last group that it had.
         self.group_of: Ints = np.full(capacity, -1, np.int64)
         self.last_step: Ints = np.full(capacity, -1, np.int64)
         self.free_slots: list[int] = list(range(capacity - 1, -1, -1))
@@ -53,22 +56,39 @@ class StateStore:
         self.recency = RecencyBuckets(self.last_step, self.on_undo if keep_undo else None) if has_recency else None
 
     @property
+    def keeps_undo(self) -> bool:
+        """Whether changes can be taken back."""
+        return self._journal is not None
+
+    @property
     def num_live(self) -> int:
         """Number of groups held."""
         return len(self.slot_of)
 
-    def find(self, groups: Ints) -> Ints:
-        """The slot of each group, `NO_SLOT` where it is not held."""
-        return np.fromiter(map(self.slot_of.get, groups.tolist(), repeat(NO_SLOT)), np.int64, groups.size)
+    @property
+    def no_slot(self) -> int:
+        """What stands for the slot of a group that is not held: the row of zeros."""
+        return self.capacity
+
+    @property
+    def waste_slot(self) -> int:
+        """Where rows are written that are not kept."""
+        return self.capacity + 1
+
+    def find(self, groups: list[int]) -> Ints:
+        """The slot of each group, `no_slot` where it is not held; the caller's own copy."""
+        # A store asks for what its look-up asked for, mostly with nothing moved in between.
+        if self._found is None or self._found[0] != groups:
+            slots = np.fromiter(map(self.slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
+            self._found = groups, slots
+        return self._found[1].copy()
 
     def read(self, slots: Ints) -> Tensor:
-        """The rows of `slots`, [len(slots), width], copied; zeros for `NO_SLOT`."""
-        return self.slab.index_select(0, self._index(np.where(slots == NO_SLOT, self.capacity, slots)))
+        """The rows of `slots`, [len(slots), width], copied; zeros for `no_slot`."""
+        return self.slab.index_select(0, self._index(slots))
 
     def write(self, slots: Ints, rows: Tensor) -> None:
-        """Copy `rows` into the distinct `slots`."""
-        if not slots.size:
-            return
+        """Copy `rows` into `slots`, distinct but for `waste_slot`."""
         index = self._index(slots)
         if self._journal is not None:
             old = self.slab.index_select(0, index)
@@ -76,35 +96,40 @@ class StateStore:
         self.slab.index_copy_(0, index, rows)
 
     def touch(self, slots: Ints, step: int) -> None:
-        """Note that the distinct live `slots` are stored at `step`."""
+        """Note that the distinct live `slots` are stored at `step`; `record` must follow."""
         if self._journal is not None:
             old = self.last_step[slots]
             self.on_undo(lambda: self.last_step.__setitem__(slots, old))
         self.last_step[slots] = step
+
+    def record(self, slots: Ints, step: int) -> None:
+        """Enter the slots touched at `step` into the order of the stores, if it is kept."""
         if self.recency is not None:
             self.recency.add(step, slots)
 
-    def acquire(self, groups: Ints) -> Ints:
+    def acquire(self, groups: list[int]) -> Ints:
         """Give each of the distinct groups that are not held a free slot; there must be enough of them."""
-        count = groups.size
-        taken = [self.free_slots.pop() for _ in range(count)]
-        self.slot_of.update(zip(groups.tolist(), taken, strict=True))
+        num_left = len(self.free_slots) - len(groups)
+        taken = self.free_slots[num_left:][::-1]
+        del self.free_slots[num_left:]
+        self._found = None
+        self.slot_of.update(zip(groups, taken, strict=True))
         slots = np.array(taken, np.int64)
         self.group_of[slots] = groups
         if self._journal is not None:
             self.on_undo(lambda: self._drop(groups, slots))
         return slots
 
-    def vacate(self, slots: Ints) -> Ints:
+    def vacate(self, slots: Ints) -> list[int]:
         """Free the distinct live `slots`; returns their groups."""
-        groups = self.group_of[slots]
+        groups: list[int] = self.group_of[slots].tolist()
         if self._journal is not None:
             steps = self.last_step[slots]
             self.on_undo(lambda: self._restore(groups, slots, steps))
-        for group in groups.tolist():
+        self._found = None
+        for group in groups:
             del self.slot_of[group]
         self.free_slots.extend(slots.tolist())
-        self.group_of[slots] = -1
         self.last_step[slots] = -1
         return groups
 
@@ -116,9 +141,9 @@ class StateStore:
 
     def place(self, groups: Ints, slots: Ints, steps: Ints, free_slots: Iterable[int]) -> None:
         """Set the whole index at once, with nothing left to undo; the rows are to be written next."""
+        self._found = None
         self.slot_of = dict(zip(groups.tolist(), slots.tolist(), strict=True))
         self.free_slots = list(free_slots)
-        self.group_of.fill(-1)
         self.last_step.fill(-1)
         self.group_of[slots] = groups
         self.last_step[slots] = steps
@@ -129,7 +154,7 @@ class StateStore:
 
     def live_slots(self) -> Ints:
         """The slots in use, ascending."""
-        return np.flatnonzero(self.group_of >= 0)
+        return np.flatnonzero(self.last_step >= 0)
 
     def on_undo(self, inverse: Callable[[], object]) -> None:
         """Add the inverse of a change to the journal, if one is kept."""
@@ -141,7 +166,7 @@ class StateStore:
         if self._journal is not None:
             self._journal.clear()
         # An entry is kept per store; dropping the outdated ones once they outnumber the rows costs O(1) per store.
-        if self.recency is not None and len(self.recency) > 2 * self.capacity + 1024:
+        if self.recency is not None and len(self.recency) > 4 * self.capacity + 1024:
             self.recency.rebuild()
 
     def undo(self) -> None:
@@ -152,20 +177,21 @@ class StateStore:
             self._journal.pop()()
 
     def _index(self, slots: Ints) -> Tensor:
-        return torch.from_numpy(slots).to(self.device, non_blocking=True)
+        index = torch.from_numpy(slots)
+        return index if self._is_on_cpu else index.to(self.device, non_blocking=True)
 
-    def _drop(self, groups: Ints, slots: Ints) -> None:
+    def _drop(self, groups: list[int], slots: Ints) -> None:
         """Inverse of `acquire`."""
-        for group in groups.tolist():
+        self._found = None
+        for group in groups:
             del self.slot_of[group]
         self.free_slots.extend(reversed(slots.tolist()))
-        self.group_of[slots] = -1
         self.last_step[slots] = -1
 
-    def _restore(self, groups: Ints, slots: Ints, steps: Ints) -> None:
+    def _restore(self, groups: list[int], slots: Ints, steps: Ints) -> None:
         """Inverse of `vacate`."""
-        if slots.size:
-            del self.free_slots[-slots.size :]
-        self.slot_of.update(zip(groups.tolist(), slots.tolist(), strict=True))
+        del self.free_slots[len(self.free_slots) - slots.size :]
+        self._found = None
+        self.slot_of.update(zip(groups, slots.tolist(), strict=True))
         self.group_of[slots] = groups
         self.last_step[slots] = steps

@@ -203,6 +203,8 @@ def _details_maker(parts: Parts) -> Callable[[bool], StepDetails]:
         token_types=_token_types(parts.plan),
         token_type_guard=parts.diagnostics.best_effort("token_type"),
         per_source=parts.plan.config.metrics.per_source,
+        per_source_guard=parts.diagnostics.best_effort("per_source"),
+        planned=frozenset(_detail_keys(parts)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from trainer.config.schema import RunConfig
@@ -16,7 +17,11 @@ from trainer.training.run_dir import RunDir
 
 def make_sinks(config: RunConfig, run_dir: RunDir, *, wandb_run_id: str | None, on_event: EventCallback) -> list[Sink]:
     """The record first: if it cannot be written, nothing else should say that a step was."""
-    sinks: list[Sink] = [JsonlSink(run_dir.metrics), StdoutSink(resolve_stdout_mode(config.metrics.stdout))]
+    mode = resolve_stdout_mode(config.metrics.stdout)
+    sinks: list[Sink] = [JsonlSink(run_dir.metrics), StdoutSink(mode)]
+    if mode == "json" and sys.stderr.isatty():
+        # Somebody watches, and the payload goes to a program: the line for people stands beside the bar.
+        sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
     if table.mode != "disabled":
         resolved: dict[str, Any] = config.model_dump(mode="json")

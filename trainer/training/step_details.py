@@ -5,7 +5,7 @@ All are sums and counts on the device, over this rank's micro-batches; on other 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,15 +25,27 @@ class StepDetails:
         token_types: names of the token types; empty if they are not wanted or not known.
         token_type_guard: a failure there costs this diagnostic alone.
         per_source: also losses by source and modality.
+        per_source_guard: as `token_type_guard`, for these.
+        planned: keys that the reduction over ranks has a place for; a label that a data set of one's own makes up is left
+            out. None: all of them are.
     """
 
     def __init__(
-        self, is_enabled: bool, *, token_types: Sequence[str], token_type_guard: BestEffort, per_source: bool
+        self,
+        is_enabled: bool,
+        *,
+        token_types: Sequence[str],
+        token_type_guard: BestEffort,
+        per_source: bool,
+        per_source_guard: BestEffort | None = None,
+        planned: Collection[str] | None = None,
     ) -> None:
         self._is_enabled = is_enabled
         self._token_types = token_types
         self._token_type_guard = token_type_guard
         self._per_source = per_source
+        self._per_source_guard = per_source_guard or BestEffort("per_source")
+        self._planned = planned
         self._sums: dict[str, SumCount] = {}
 
     def add(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
@@ -47,8 +59,7 @@ class StepDetails:
         if self._token_types and "token_types" in micro.extras:
             self._token_type_guard.run(self._add_token_types, micro, result)
         if self._per_source:
-            self._add_labels("source", micro.extras.get("dataset_labels"), micro, result)
-            self._add_labels("modality", micro.extras.get("dataset_segments"), micro, result)
+            self._per_source_guard.run(self._add_sources, micro, result)
 
     def values(self) -> dict[str, SumCount]:
         """The sums of the step, by catalog key."""
@@ -70,12 +81,19 @@ class StepDetails:
             self._put(f"token_type/{name}/loss", sums.loss[index], sums.num_tokens[index])
             self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])
 
-    def _add_labels(self, kind: str, labels: Sequence[str] | None, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        for name in sorted(set(labels or ())):
-            assert labels is not None
-            rows = torch.tensor([label == name for label in labels], device=result.token_loss.device)
-            count = (micro.targets[rows] != IGNORED).sum()
-            self._put(f"{kind}/{name}/loss", result.token_loss[rows].sum(), count)
+    def _add_sources(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+        self._add_labels("source", micro.extras.get("dataset_labels", ()), micro, result)
+        self._add_labels("modality", micro.extras.get("dataset_segments", ()), micro, result)
+
+    def _add_labels(self, kind: str, labels: Sequence[str], micro: MicroBatch, result: ObjectiveOutput) -> None:
+        if labels and len(labels) != len(micro.targets):
+            raise SkipBatch(f"{len(labels)} labels for {len(micro.targets)} rows")
+        for name in sorted(set(labels)):
+            key = f"{kind}/{name}/loss"
+            if self._planned is None or key in self._planned:
+                rows = torch.tensor([label == name for label in labels], device=result.token_loss.device)
+                count = (micro.targets[rows] != IGNORED).sum()
+                self._put(key, result.token_loss[rows].sum(), count)
 
 
 def detail_keys(

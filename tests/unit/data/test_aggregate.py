@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.support.gloo import run_on_ranks
 from trainer.data.aggregate import MetricsMerger, pool_ops, reduce_over_ranks
+from trainer.data.layout import discover_nested
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.tokenizer import BytesTokenizer
 
 A = "stream_mixing/active/"
 EXHAUST = "stream_mixing/refill/exhaust_events"
@@ -88,3 +92,40 @@ def test_merging_sources_equals_reducing_ranks_and_forgets_counted_events() -> N
         merger.update(source, local_metrics(source))
     assert merger.merged() == EXPECTED
     assert merger.merged() == {**EXPECTED, EXHAUST: 0.0}
+
+
+def pool_of_a_rank(rank: int, world_size: int, root: str) -> tuple[dict[str, float], dict[str, float]]:
+    """What a rank's own dataset says after two picks, and what all of them together say."""
+    dataset = StreamMixingDataset(
+        discover_nested(root),
+        name="s",
+        tokenizer=BytesTokenizer(),
+        seq_len=4,
+        batch_size=1,
+        batching_mode="device_per_stream",
+        rank=rank,
+        world_size=world_size,
+    )
+    for _ in range(2):
+        next(dataset)
+    local = dataset.drain_step_metrics()
+    return local, dataset.aggregate_step_metrics(local, world_size, "cpu")
+
+
+@pytest.mark.distributed
+def test_three_real_pools_one_of_them_empty_reduce_to_the_right_numbers(tmp_path: Path) -> None:
+    """Two streams of two equal groups each: of three slices the one in the middle gets nothing."""
+    for modality, length in (("a", 32), ("b", 12)):
+        (tmp_path / modality).mkdir()
+        (tmp_path / modality / "s.jsonl").write_text(f'{{"text": "{"x" * length}"}}\n' * 2)
+    results = run_on_ranks(pool_of_a_rank, 3, str(tmp_path))
+    assert results[1][0] == {}
+    reduced = results[0][1]
+    assert all(each == reduced for _, each in results)
+    assert set(reduced) == set(pool_ops(["a", "b"]))
+    for key, op in pool_ops(["a", "b"]).items():
+        assert reduced[key] == {"min": min, "max": max, "sum": sum}[op](results[rank][0][key] for rank in (0, 2))
+    assert reduced[A + "modalities/a"] == reduced[A + "modalities/b"] == 2  # two ranks with both streams each
+    assert 7 <= reduced[A + "remaining_max"] <= 8
+    assert 2 <= reduced[A + "remaining_min"] <= 3
+    assert reduced[EXHAUST] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -171,6 +172,15 @@ def test_a_state_is_a_snapshot(write_streams: Write, mixing: Make) -> None:
         pass
     assert json.dumps(state) == before
     assert blend.state_dict()["ended"] == [True, True]
+
+
+def test_a_state_taken_after_every_batch_is_the_one_that_is_taken_once(write_streams: Write, mixing: Make) -> None:
+    streams = write_streams(LAYOUT)
+    often = blended(streams, mixing, repeat=False)
+    for number, _ in enumerate(often, start=1):
+        once = blended(streams, mixing, repeat=False)
+        list(itertools.islice(once, number))
+        assert often.state_dict() == once.state_dict()
 
 
 def test_weights_may_change_and_sources_may_be_added_at_a_restart(write_streams: Write, mixing: Make) -> None:

@@ -90,6 +90,8 @@ def test_long_documents_become_runs_and_short_ones_share_rows() -> None:
     assert groups.documents.tolist() == [0, 0, 0, 2, 3, 4, 5, 6]
     assert groups.first_cells.tolist() == [0, 3, 6, 0, 0, 0, 0, 0]
     assert groups.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 1, 2]
+    longer = build_groups(np.array([16, 12]), np.arange(2), pack=False, **cut)
+    assert longer.num_cells.tolist() == [3, 1, 3]
     packed = build_groups(lengths, np.arange(7), pack=True, **cut)
     assert packed.documents.tolist() == [0, 0, 0, 2, 3, 4, 6]
     assert packed.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 2]

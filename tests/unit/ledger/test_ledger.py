@@ -116,91 +116,6 @@ def test_lru_refuses_a_micro_batch_that_exceeds_the_capacity() -> None:
         store(ledger, [1, 2, 3])
 
 
-def test_lru_evicts_the_least_recently_stored_and_pins_the_micro_batch() -> None:
-    ledger = new_ledger("lru", capacity=3)
-    for step, group in ((1, 1), (2, 2), (3, 3)):
-        ledger.begin_step(step)
-        store(ledger, [group])
-    ledger.begin_step(4)
-    store(ledger, [1, 4])
-    assert lookup(ledger, [1, 2, 3, 4]) == [1.0, 0.0, 1.0, 1.0]
-    assert dict(ledger.recently_evicted) == {2: ("lru", 4)}
-
-
-def test_lru_ties_fall_in_slot_order() -> None:
-    ledger = new_ledger("lru", capacity=3)
-    ledger.begin_step(1)
-    store(ledger, [30])
-    store(ledger, [20])
-    store(ledger, [10])
-    store(ledger, [30])
-    ledger.begin_step(2)
-    store(ledger, [40])
-    assert 30 in ledger.recently_evicted
-
-
-def test_false_eviction_is_counted_once_and_only_in_mid_group() -> None:
-    ledger = new_ledger("lru", capacity=1)
-    ledger.begin_step(1)
-    store(ledger, [1])
-    store(ledger, [2])
-    store(ledger, [1], cell=1)
-    metrics = ledger.drain_metrics()
-    assert metrics["ledger/evictions/lru"] == 2
-    assert metrics["ledger/false_evictions/lru"] == 1
-    store(ledger, [2], cell=0)
-    store(ledger, [2], cell=1)
-    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
-
-
-@pytest.mark.parametrize(("is_last", "value"), [(True, 1.0), (False, float("nan"))])
-def test_false_eviction_counts_though_the_row_is_not_kept(is_last: bool, value: float) -> None:
-    ledger = new_ledger("lru", capacity=1)
-    ledger.begin_step(1)
-    store(ledger, [1])
-    store(ledger, [2])
-    store(ledger, [1], value, is_last=is_last)
-    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 1
-
-
-def test_stale_sweep_evicts_what_is_older_than_the_threshold() -> None:
-    ledger = new_ledger("periodic_stale", stale_threshold=2, sweep_every=1)
-    ledger.begin_step(1)
-    store(ledger, [1])
-    ledger.begin_step(2)
-    store(ledger, [2])
-    ledger.begin_step(3)
-    assert ledger.drain_metrics()["ledger/evictions/stale"] == 0
-    ledger.begin_step(4)
-    assert ledger.last_extra_metrics["ledger/evictions/stale"] == 1
-    store(ledger, [1])
-    assert ledger.drain_metrics()["ledger/false_evictions/stale"] == 1
-
-
-def test_full_wipe_empties_everything_on_its_step() -> None:
-    ledger = new_ledger("full", wipe_every=3)
-    ledger.begin_step(2)
-    store(ledger, [1, 2])
-    ledger.begin_step(3)
-    metrics = ledger.drain_metrics()
-    assert metrics["ledger_wipe_count"] == 1
-    assert metrics["ledger/live_groups"] == 0
-    assert metrics["ledger/evictions/lru"] == metrics["ledger/evictions/stale"] == 0
-
-
-def test_full_wipe_forgets_who_was_evicted() -> None:
-    before = new_ledger("lru", capacity=1)
-    before.begin_step(1)
-    store(before, [1])
-    store(before, [2])
-    ledger = new_ledger("full", capacity=1, wipe_every=3)
-    ledger.load_state_dict([before.state_dict()])
-    assert 1 in ledger.recently_evicted
-    ledger.begin_step(3)
-    store(ledger, [1])
-    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
-
-
 def test_non_finite_rows_are_refused_and_their_groups_start_cold() -> None:
     ledger = new_ledger()
     ledger.begin_step(1)
@@ -211,6 +126,34 @@ def test_non_finite_rows_are_refused_and_their_groups_start_cold() -> None:
     metrics = ledger.drain_metrics()
     assert metrics["ledger/refused_rows"] == 1
     assert metrics["ledger/cold_starts"] == 1
+
+
+def test_states_are_kept_in_the_ledgers_dtype_and_refused_if_they_do_not_fit_it() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    states = torch.tensor([[0.5, 1.5], [1e300, 0.0]], dtype=torch.float64)
+    ledger.store(np.array([1, 2]), np.array([0, 0]), np.array([False, False]), states)
+    found = ledger.lookup(np.array([1, 2]), np.array([1, 1]))
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[0.5, 1.5], [0.0, 0.0]]
+    assert ledger.drain_metrics()["ledger/refused_rows"] == 1
+
+
+def test_finite_rows_whose_sum_overflows_are_kept() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    store(ledger, [1, 2, 3], 3e38)
+    assert lookup(ledger, [1, 2, 3]) == pytest.approx([3e38] * 3)
+    assert ledger.drain_metrics()["ledger/refused_rows"] == 0
+
+
+def test_rows_that_are_not_kept_leave_nothing_behind() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    states = torch.tensor([[1.0, 1.0], [2.0, 2.0], [float("nan"), 3.0], [4.0, 4.0]])
+    ledger.store(np.array([1, 2, 3, 4]), np.zeros(4, np.int64), np.array([True, False, False, True]), states)
+    assert lookup(ledger, [1, 2, 3, 4, -1, 99]) == [0.0, 2.0, 0.0, 0.0, 0.0, 0.0]
+    assert ledger.drain_metrics()["ledger/live_groups"] == 1
 
 
 def test_duplicate_group_is_an_error_that_names_it() -> None:
@@ -235,29 +178,6 @@ def test_store_without_a_step_and_steps_that_go_back_are_errors() -> None:
 def test_rollback_needs_the_undo_journal() -> None:
     with pytest.raises(RuntimeError, match="keep_undo=True"):
         new_ledger().rollback()
-
-
-def test_wipe_that_was_rolled_back_is_made_up_for_at_the_next_step() -> None:
-    ledger = new_ledger("full", wipe_every=3, keep_undo=True)
-    ledger.begin_step(2)
-    store(ledger, [1])
-    ledger.begin_step(3)
-    ledger.rollback()
-    assert lookup(ledger, [1]) == [1.0]
-    ledger.begin_step(4)
-    assert ledger.last_extra_metrics["ledger_wipe_count"] == 1
-    assert lookup(ledger, [1]) == [0.0]
-
-
-def test_index_of_recency_stays_small_over_many_steps() -> None:
-    ledger = new_ledger("lru", capacity=8)
-    for step in range(1, 3000):
-        ledger.begin_step(step)
-        store(ledger, [step % 5, 5 + step % 3])
-    assert len(ledger._store.recency) <= 2 * 8 + 1024 + 2
-    store(ledger, [100])
-    # Of groups 0..4 and 5..7 all slots are used; group 0 was stored longest ago (step 2995).
-    assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 How wandb behaves and what follows: a second `log` of a committed step is dropped with a mere warning, so the training
 and evaluation payloads of a step are held back until the step is over and go out as one row; a step below the run's own
-counter is dropped too, so after a rewind (resume from an older checkpoint) rows go out without a step and the axis is
-the logged `global_step`.
+counter is dropped too, so after a rewind (resume from an older checkpoint) rows get the next number of that counter, and the
+axis is the logged `global_step`. The counter is kept here: wandb's own says 0 after a resume until the first row is through.
 """
 
 from __future__ import annotations
@@ -15,10 +15,37 @@ from typing import Any, Literal
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.display import display_key
+from trainer.metrics.logger import get_logger
 
+logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
+
+
+class _Messages:
+    """Takes what wandb would write on the terminal, part of it on stdout: the first warning is said, all are recorded.
+
+    Attributes:
+        is_quiet: nothing is said; while a run is opened a failure is an exception anyway.
+    """
+
+    def __init__(self, on_event: EventCallback | None) -> None:
+        self.is_quiet = True
+        self._on_event = on_event
+
+    def info(self, msg: str) -> None:
+        """Nothing: progress of a service that nobody waits for."""
+
+    def warning(self, msg: str) -> None:
+        """Say the first one."""
+        if self._on_event is not None:
+            self._on_event({"event": "wandb_warning", "text": msg})
+        if not self.is_quiet:
+            self.is_quiet = True
+            logger.warning("wandb: %s", msg.removeprefix("wandb: ").removeprefix("WARNING ").removeprefix("ERROR "))
+
+    error = warning
 
 
 class WandbSink:
@@ -63,9 +90,15 @@ class WandbSink:
         self._run: Any = None
         self._row: dict[str, float] = {}
         self._row_step = 0
-        # quiet: our own last lines say where the run is; wandb's would repeat every metric.
-        settings: dict[str, Any] = {"console": "off", "quiet": True, "base_url": base_url}
-        settings |= {"init_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
+        self._next_own_step = 0
+        self._messages = _Messages(on_event)
+        # silent: our own lines say where the run is; wandb's would repeat every metric, and some of them go to stdout.
+        settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True, "base_url": base_url}
+        settings |= {
+            "init_timeout": init_timeout_sec,
+            "login_timeout": init_timeout_sec,
+            "finish_timeout": finish_timeout_sec,
+        }
         options: dict[str, Any] = {"mode": mode, "project": project, "entity": entity, "name": name, "id": run_id}
         options["config"] = dict(config or {})
         self._guard.run(self._open, run_dir, options, settings)
@@ -77,10 +110,17 @@ class WandbSink:
         run_dir.mkdir(parents=True, exist_ok=True)
         fields = wandb.Settings.model_fields
         known = {key: value for key, value in settings.items() if key in fields and value is not None}
-        self._run = wandb.init(**options, resume="allow", dir=str(run_dir), settings=wandb.Settings(**known))
+        silent = wandb.Settings(**known)
+        wandb.setup()
+        wandb.termsetup(silent, self._messages)
+        self._run = wandb.init(**options, resume="allow", dir=str(run_dir), settings=silent)
+        self._messages.is_quiet = False
         self.run_id = self._run.id
+        self._next_own_step = self._run.starting_step
         self._run.define_metric(STEP_KEY, hidden=True)
         self._run.define_metric("*", step_metric=STEP_KEY, step_sync=True)
+        if options["mode"] == "online":
+            logger.info("wandb: %s", self._run.url)
 
     def log(self, payload: Mapping[str, Any]) -> None:
         """Take one payload; it goes out with the next step's or at `close`."""
@@ -98,8 +138,9 @@ class WandbSink:
 
     def _send(self) -> None:
         row, self._row = {**self._row, STEP_KEY: self._row_step}, {}
-        step = self._row_step if self._row_step >= self._run.step else None
-        self._run.log(row, step=step, commit=True)
+        own_step = max(self._row_step, self._next_own_step)
+        self._next_own_step = own_step + 1
+        self._run.log(row, step=own_step, commit=True)
         self.last_step = self._row_step
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -116,6 +157,7 @@ class WandbSink:
         # wandb keeps to the timeout by itself while its service is alive; the rest is for a service that is not.
         finisher.join(self._finish_timeout_sec + _GRACE_SEC)
         if finisher.is_alive() or not self._guard.enabled:
+            self._messages.is_quiet = True
             self._abandon()
         self._run = None
 

@@ -1,0 +1,228 @@
+"""What mixing costs: picks and samples a second against a bare numpy loop in the same run, and the cost of the pool's metrics.
+
+Eight sources of 4,000 samples of 1,024 uint16 tokens, weights 8, 4, 2, 1, 1, 1, 1, 2, batches of 8 as int64, one process, no
+workers. The contestants take turns, so that what else the machine does falls on all of them; medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.layout import discover_direct
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.pool import ActivePool
+from trainer.data.schedule import ScheduledWeight
+from trainer.data.tokenizer import IdsTokenizer
+
+WEIGHTS = (8, 4, 2, 1, 1, 1, 1, 2)
+SAMPLES, SEQ_LEN, ROWS, VOCAB = 4000, 1024, 8, 50_000
+GOAL, GOALS_US = 0.8, {8: 10.0, 64: 20.0}
+Loop = Callable[[int], None]
+
+
+def write_corpus(folder: Path, num_streams: int, samples: int) -> list[Path]:
+    """Headerless token files, one a stream."""
+    paths = []
+    for number in range(num_streams):
+        paths.append(folder / f"s{number:02d}.bin")
+        ids = np.random.default_rng(number).integers(0, VOCAB, samples * SEQ_LEN, dtype=np.uint16)
+        ids.tofile(paths[-1])
+    return paths
+
+
+def dataset(paths: list[Path], name: str, num_mixed: int) -> StreamMixingDataset:
+    """A mixing dataset over some of the files."""
+    return StreamMixingDataset(
+        discover_direct(paths),
+        name=name,
+        tokenizer=IdsTokenizer(VOCAB),
+        seq_len=SEQ_LEN,
+        num_streams_mixed=num_mixed,
+        batch_size=ROWS,
+        dtype="uint16",
+    )
+
+
+def blend_loop(paths: list[Path], *, drain: bool) -> Loop:
+    """Ours: a blend of one source a file, every weight on a schedule, metrics drained at every batch."""
+    sources = []
+    for path, weight in zip(paths, WEIGHTS, strict=True):
+        schedule = ScheduledWeight("linear", {0: float(weight), 10_000_000: float(weight) + 1.0})
+        sources.append(BlendSource(path.stem, dataset([path], path.stem, 1), schedule))
+    blend = BlendDataset(sources, seed=0)
+
+    def run(batches: int) -> None:
+        for _ in range(batches):
+            next(blend)
+            if drain:
+                blend.drain_step_metrics()
+
+    return run
+
+
+def pool_loop(paths: list[Path]) -> Loop:
+    """Ours: one source, all files in one pool, weighted by what remains, metrics drained at every batch."""
+    mixing = dataset(paths, "pool", len(paths))
+
+    def run(batches: int) -> None:
+        for _ in range(batches):
+            next(mixing)
+            mixing.drain_step_metrics()
+
+    return run
+
+
+def bare_loop(paths: list[Path], *, with_targets: bool) -> Loop:
+    """What one writes without us: a weighted `choice`, and the next block of a memmap as int64; no resume, no metrics.
+
+    With targets it makes what a trainer needs, inputs and the same shifted by one, instead of the inputs alone.
+    """
+    maps = [np.memmap(path, dtype=np.uint16, mode="r") for path in paths]
+    generator = np.random.default_rng(0)
+    probabilities = np.array(WEIGHTS) / sum(WEIGHTS)
+    cursors = [0] * len(paths)
+    block = ROWS * SEQ_LEN
+
+    def run(batches: int) -> None:
+        for _ in range(batches):
+            source = generator.choice(len(maps), p=probabilities)
+            begin = cursors[source]
+            maps[source][begin : begin + block].reshape(ROWS, SEQ_LEN).astype(np.int64)
+            if with_targets:
+                maps[source][begin + 1 : begin + block + 1].reshape(ROWS, SEQ_LEN).astype(np.int64)
+            cursors[source] = (begin + block) % ((SAMPLES - ROWS) * SEQ_LEN)
+
+    return run
+
+
+def floor_loop(paths: list[Path]) -> Loop:
+    """The same by hand: plain arrays, a bisection instead of `choice`, numbers drawn ahead. No loop can do less."""
+    arrays = [np.asarray(np.memmap(path, dtype=np.uint16, mode="r")) for path in paths]
+    generator = np.random.default_rng(0)
+    ends = (np.cumsum(WEIGHTS) / sum(WEIGHTS)).tolist()
+    cursors = [0] * len(paths)
+    block = ROWS * SEQ_LEN
+
+    def run(batches: int) -> None:
+        for uniform in generator.random(batches).tolist():
+            source = bisect_right(ends, uniform)
+            begin = cursors[source]
+            arrays[source][begin : begin + block].reshape(ROWS, SEQ_LEN).astype(np.int64)
+            cursors[source] = (begin + block) % ((SAMPLES - ROWS) * SEQ_LEN)
+
+    return run
+
+
+def time_in_turns(loops: dict[str, Loop], batches: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a batch, of each round."""
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(rounds + 1):
+        for name, loop in loops.items():
+            begin = time.perf_counter()
+            loop(batches)
+            found[name].append((time.perf_counter() - begin) / batches * 1e6)
+    return {name: times[1:] for name, times in found.items()}  # the first round warms up
+
+
+def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -> list[float]:
+    """Microseconds that observing and reporting the pool adds to a pick: with a drain, less a pick that only chooses."""
+    mixing = dataset(paths[:num_readers], "cost", num_readers)
+    next(mixing)
+    pool: ActivePool = mixing._pool
+    assert len(pool.readers) == num_readers
+    remaining = [float(reader.remaining_picks) for reader in pool.readers]
+    uniforms = np.random.default_rng(0).random(picks).tolist()
+
+    def bare(_: int) -> None:
+        weights = np.array(remaining)
+        for uniform in uniforms:
+            ends = weights.cumsum()
+            min(int(ends.searchsorted(uniform * float(ends[-1]), side="right")), num_readers - 1)
+
+    def observed(_: int) -> None:
+        for uniform in uniforms:
+            pool.pick(uniform)
+            mixing.drain_step_metrics()
+
+    times = time_in_turns({"bare": bare, "observed": observed}, picks, rounds)
+    return [high - low for high, low in zip(times["observed"], times["bare"], strict=True)]
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {"median": round(middle, 2), "low_quartile": round(low, 2), "high_quartile": round(high, 2)}
+
+
+def measure(batches: int, rounds: int) -> dict[str, object]:
+    """Everything, as one JSON object."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = write_corpus(Path(folder), len(WEIGHTS), SAMPLES)
+        loops = {
+            "blend, metrics on": blend_loop(paths, drain=True),
+            "blend, metrics off": blend_loop(paths, drain=False),
+            "pool of 8, metrics on": pool_loop(paths),
+            "bare": bare_loop(paths, with_targets=False),
+            "bare with targets": bare_loop(paths, with_targets=True),
+            "floor": floor_loop(paths),
+        }
+        times = time_in_turns(loops, batches, rounds)
+        ours = times["blend, metrics on"]
+        ratios = {
+            name: summary([other / own for other, own in zip(times[name], ours, strict=True)])
+            for name in ("bare", "bare with targets", "floor")
+        }
+    with tempfile.TemporaryDirectory() as folder:
+        many = write_corpus(Path(folder), max(GOALS_US), 512)
+        costs = {str(k): summary(metrics_cost(many, k, batches, rounds)) for k in GOALS_US}
+    return {
+        "machine": f"{platform.machine()}, {cpu_name()}, Python {platform.python_version()}, numpy {np.__version__}",
+        "us_per_batch": {name: summary(each) for name, each in times.items()},
+        "picks_per_sec": {name: round(1e6 / statistics.median(each)) for name, each in times.items()},
+        "samples_per_sec": {name: round(ROWS * 1e6 / statistics.median(each)) for name, each in times.items()},
+        "ratio_to": ratios,
+        "metrics_us_per_pick": costs,
+        "goals": {
+            "at least 0.8 of bare": ratios["bare"]["median"] >= GOAL,
+            **{f"metrics under {us:g} us at K={k}": costs[str(k)]["median"] < us for k, us in GOALS_US.items()},
+        },
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def main() -> None:
+    """Measure, and print JSON to stdout; --check exits with 1 unless every goal is met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=400, help="batches a turn")
+    parser.add_argument("--rounds", type=int, default=75, help="turns of each, after one that warms up")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
+    options = parser.parse_args()
+    found = measure(options.batches, options.rounds)
+    print(json.dumps(found, indent=2))
+    goals = found["goals"]
+    assert isinstance(goals, dict)
+    sys.exit(1 if options.check and not all(goals.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What the metrics cost a step on one rank: medians in microseconds.
+
+- a silent step: `end_step` of a step that is not logged, with its three timed sections' clock reads counted separately;
+- a logged step: `end_step` that sends 60 keys to metrics.jsonl and, as JSON, to stdout (here /dev/null: a reader's own
+  speed is not ours); every line is one write and is handed to the system before `end_step` returns;
+- reducing 60 keys on one rank, where no collective is needed: packing, combining and reading them.
+
+wandb is apart: its client's `log` costs 75 to 270 us whatever we do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trainer.metrics.aggregate import SumCount, Value
+from trainer.metrics.catalog import CATALOG
+from trainer.metrics.payload_contract import parse_payload
+from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
+from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.sinks.stdout import StdoutSink
+from trainer.metrics.tracker import MetricsTracker
+
+NUM_KEYS = 60
+MAX_SILENT_US = 20.0
+MAX_LOGGED_US = 250.0
+SECTIONS = ("data", "forward_backward", "optimizer")
+
+
+def counter_and_gauge_keys(count: int) -> list[str]:
+    """Keys as a run with pool, ledger and noise scale has them, none of which the tracker makes by itself."""
+    own = ("smoothed/", "time/", "gpu/")
+    single = {"loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "step_time_sec", "tokens_in_step", "tokens_seen"}
+    names = [spec.name for spec in CATALOG if not spec.is_pattern]
+    keys = [name for name in names if not name.startswith(own) and name not in single]
+    keys += [f"token_type/{name}/{what}" for name in "abcdefgh" for what in ("loss", "accuracy")]
+    keys += [f"objective/{name}" for name in "abcdefgh"]
+    assert len(keys) >= count
+    return keys[:count]
+
+
+def median_us(action: Callable[[int], float], repeats: int) -> float:
+    """The median of what `action(step)` returns in seconds, in microseconds, after a tenth as warm-up."""
+    spent = [action(step) for step in range(1, repeats + repeats // 10 + 1)]
+    return statistics.median(spent[repeats // 10 :]) * 1e6
+
+
+def make_step(tracker: MetricsTracker, extra: dict[str, Value], *, sections: bool) -> Callable[[int], float]:
+    """One step of the tracker; the seconds that `end_step` took, or the sections if they are asked for."""
+
+    def step(number: int) -> float:
+        tracker.start_step()
+        began = time.perf_counter()
+        for name in SECTIONS:
+            with tracker.section(name):
+                pass
+        between = time.perf_counter()
+        tracker.end_step(number + 1, loss=2.5, grad_norm=1.25, lr=3e-4, tokens_in_step=65_536, extra=extra)
+        return between - began if sections else time.perf_counter() - between
+
+    return step
+
+
+def make_tracker(log_interval: int) -> MetricsTracker:
+    """A tracker as a run has it, with an MFU."""
+    return MetricsTracker(log_interval=log_interval, num_devices=1, device="cpu", flops_per_token=1e6, peak_tflops=1.0)
+
+
+def logged_us(repeats: int) -> float:
+    """A step that sends 60 keys to a file and to stdout."""
+    with tempfile.TemporaryDirectory() as folder, open("/dev/null", "w", encoding="utf-8") as stdout:
+        path = Path(folder, "metrics.jsonl")
+        tracker = make_tracker(1)
+        tracker.init_backends([JsonlSink(path), StdoutSink("json", stream=stdout)])
+        own = len(SECTIONS) * 2 + 12  # what the tracker adds: times and shares, raw and smoothed values, tokens
+        extra: dict[str, Value] = dict.fromkeys(counter_and_gauge_keys(NUM_KEYS - own), 0.123456789)
+        cost = median_us(make_step(tracker, extra, sections=False), repeats)
+        tracker.close()
+        keys = len(parse_payload(path.read_bytes().splitlines()[-1]).metrics)
+        assert keys == NUM_KEYS, f"{keys} keys"
+    return cost
+
+
+def reduced_us(repeats: int) -> float:
+    """Reducing 60 keys on one rank."""
+    keys = counter_and_gauge_keys(NUM_KEYS)
+    plan = MetricPlan.from_keys(keys)
+    sums = SumCount(torch.tensor(3.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64))
+    weighted = dict.fromkeys((key for key, how in plan.entries if how == "weighted_mean"), sums)
+    local: dict[str, Value] = {**dict.fromkeys(keys, 1.0), **weighted}
+
+    def reduce(_: int) -> float:
+        began = time.perf_counter()
+        reduce_over_ranks(local, plan, device="cpu", world_size=1)
+        return time.perf_counter() - began
+
+    return median_us(reduce, repeats)
+
+
+def main() -> None:
+    """Measure, print the table and whether the goals are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5000, help="steps of each measurement")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"{platform.platform()}, {platform.processor() or platform.machine()}, torch {torch.__version__}")
+    print(f"{args.repeats} steps each, {args.threads} thread(s), medians in microseconds")
+    silent = median_us(make_step(make_tracker(10**9), {}, sections=False), args.repeats)
+    timed = median_us(make_step(make_tracker(10**9), {}, sections=True), args.repeats)
+    logged = logged_us(args.repeats)
+    print(f"end_step, not logged                     {silent:8.1f}   goal: under {MAX_SILENT_US:.0f}")
+    print(f"end_step, 60 keys to jsonl and stdout    {logged:8.1f}   goal: under {MAX_LOGGED_US:.0f}")
+    print(f"three timed sections of a step           {timed:8.1f}")
+    print(f"reducing 60 keys on one rank             {reduced_us(args.repeats):8.1f}")
+    are_met = silent < MAX_SILENT_US and logged < MAX_LOGGED_US
+    print(f"goals: {'met' if are_met else 'NOT met'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""`train data inspect` and `train data verify`, as real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.runs import command, environment, make_corpus, run
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), streams=2, documents=5)
+
+
+def texts(corpus: Path, modality: str) -> list[bytes]:
+    lines = [line for path in sorted((corpus / modality).iterdir()) for line in path.read_text().splitlines()]
+    return [json.loads(line)["text"].encode() for line in lines]
+
+
+def test_inspect_counts_what_is_there(corpus: Path) -> None:
+    result = run("data", "inspect", corpus, "--json", "--seq-len", "16", "--max-group-cells", "4")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    assert found["layout"] == "nested"
+    every = b""
+    for modality in ("a", "b"):
+        documents = texts(corpus, modality)
+        cells = [-(-len(text) // 16) for text in documents]
+        tokens = sum(map(len, documents))
+        expected = {
+            "streams": 2,
+            "documents": 10,
+            "empty_documents": 0,
+            "tokens": tokens,
+            "groups": sum(-(-c // 4) for c in cells),
+            "cells": sum(cells),
+            "padding_share": pytest.approx(1 - tokens / (16 * sum(cells))),
+        }
+        assert found["modalities"][modality] == expected
+        every += b"".join(documents)
+    assert found["totals"]["tokens"] == len(every) == sum(stream["tokens"] for stream in found["streams"])
+    assert [stream["stream"] for stream in found["streams"]][:2] == ["a/stream0.jsonl", "a/stream1.jsonl"]
+    assert {stream["format"] for stream in found["streams"]} == {"jsonl"}
+    histogram = found["histogram"]
+    spaces = every.count(b" ")
+    assert histogram["types"]["space"] == {"tokens": spaces, "share": pytest.approx(spaces / len(every))}
+    assert histogram["types"]["letter"]["tokens"] == len(every) - spaces
+    assert histogram["top_ids"][0] == {
+        "id": 32,
+        "text": " ",
+        "tokens": spaces,
+        "share": pytest.approx(spaces / len(every)),
+    }
+    assert histogram["distinct_ids"] == len(set(every))
+
+
+def test_inspect_draws_tables_that_say_the_same(corpus: Path) -> None:
+    result = run("data", "inspect", corpus, "--seq-len", "16", "--pack")
+    assert result.returncode == 0, result.stderr
+    assert "layout nested; cells of 16 tokens, at most 64 a group, short documents packed" in result.stdout
+    for word in ("modality", "padding", "letter", "32 ' '", "all"):
+        assert word in result.stdout
+    tokens = sum(len(text) for modality in "ab" for text in texts(corpus, modality))
+    assert f"{tokens:,}" in result.stdout
+
+
+def test_inspect_reads_files_and_globs_of_any_format(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    np.array([1, 2, 0, 3, 0], dtype=np.uint16).tofile(tmp_path / "x" / "a.bin")
+    np.save(tmp_path / "x" / "b.npy", np.array([9, 9, 0]))
+    arguments = ("--tokenizer", "ids", "--vocab-size", "10", "--dtype", "uint16", "--eod", "0", "--json")
+    for paths in ([tmp_path / "x"], [tmp_path / "x" / "a.bin", tmp_path / "x" / "*.npy"]):
+        result = run("data", "inspect", *paths, *arguments)
+        assert result.returncode == 0, result.stderr
+        found = json.loads(result.stdout)
+        assert (found["layout"], list(found["modalities"])) == ("direct", ["x"])
+        assert [(s["format"], s["documents"], s["tokens"]) for s in found["streams"]] == [("bin", 2, 5), ("npy", 1, 3)]
+        assert found["histogram"]["types"] == {}
+        assert found["histogram"]["top_ids"][0] == {"id": 0, "text": "0", "tokens": 3, "share": pytest.approx(3 / 8)}
+
+
+def test_verify_says_that_all_is_well(corpus: Path) -> None:
+    tokens = sum(len(text) for modality in "ab" for text in texts(corpus, modality))
+    result = run("data", "verify", corpus)
+    assert (result.returncode, result.stdout) == (0, f"4 streams, 20 documents, {tokens:,} tokens: no damage\n")
+    assert result.stderr == ""
+
+
+def test_verify_reports_every_damaged_file_on_a_line_and_exits_with_2(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "corpus", streams=3, documents=4)
+    with (corpus / "a" / "stream1.jsonl").open("a") as file:
+        file.write('{"text": ')
+    (corpus / "b" / "stream0.jsonl").write_bytes(b"")
+    (corpus / "b" / "c.bin").write_bytes(b"123")
+    result = run("data", "verify", corpus, "--dtype", "uint16")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3, result.stderr
+    assert lines[0].startswith(f"{corpus}/a/stream1.jsonl: line 5: is not JSON")
+    assert lines[1].startswith(f"{corpus}/b/c.bin: ends in the middle of a token")
+    assert lines[2].startswith(f"{corpus}/b/stream0.jsonl: the file is empty")
+    inspected = run("data", "inspect", corpus, "--dtype", "uint16")
+    assert (inspected.returncode, inspected.stderr.splitlines()) == (2, lines[:1])
+
+
+def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.md").write_text(f"Text number {number}.\n" * 20)
+    corpus = tmp_path / "corpus"
+    built = run("data", "build", "text", "--out", corpus, "--modality", f"prose={tmp_path}/*.md")
+    assert built.returncode == 0, built.stderr
+    result = run("data", "verify", corpus)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("no damage, hashes as in manifest.json\n")
+
+    stream = next((corpus / "prose").iterdir())
+    whole = stream.read_bytes()
+    stream.write_bytes(whole.replace(b"number 1", b"number 7", 1))  # still good JSON, of the same size
+    (corpus / "prose" / "new.txt").write_text("more")
+    lines = run("data", "verify", corpus).stderr.splitlines()
+    digest = hashlib.sha256(stream.read_bytes()).hexdigest()
+    assert [line.split("; ")[0] for line in lines] == [
+        f"{stream}: its sha256 is {digest}, manifest.json says {hashlib.sha256(whole).hexdigest()}",
+        f"{corpus}/prose/new.txt: is not in manifest.json",
+    ]
+    stream.unlink()
+    result = run("data", "verify", corpus)
+    assert result.returncode == 2
+    assert f"{stream}: is in manifest.json, but not here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "nowhere"], "nowhere: names no stream file"),
+        (["verify", "."], ".: has no stream files"),
+        (["inspect"], "Missing argument"),
+        (["verify", "x.txt", "--tokenizer", "words"], "data.tokenizer: must be"),
+        (
+            ["inspect", "x.txt", "--format", "xml"],
+            "format: must be one of auto, text, jsonl, npy, megatron, bin, parquet",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    if "x.txt" in arguments:
+        (tmp_path / "x.txt").write_text("text")
+    result = run("data", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_terminal_gets_a_progress_bar_on_stderr(corpus: Path) -> None:
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        command(["data", "verify", corpus]), env=environment({"TERM": "xterm"}), stdout=subprocess.PIPE, stderr=child
+    )
+    os.close(child)
+    shown = b""
+    try:
+        while block := os.read(parent, 4096):
+            shown += block
+    except OSError:  # the other end of a terminal was closed
+        pass
+    out, _ = process.communicate(timeout=60)
+    os.close(parent)
+    assert process.returncode == 0
+    assert out.decode().count("\n") == 1
+    assert b"4/4" in shown

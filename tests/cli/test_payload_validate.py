@@ -1,0 +1,174 @@
+"""`train payload validate`, as its users run it: on what shipped configs write, through torchrun, and on bad lines."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, make_corpus, read_rows, run, write_tiny_config
+from trainer.metrics.catalog import lookup
+
+SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
+ROOTS = {"smoke": ("python", "other"), "pytext": ("python", "cpp", "prose"), "gpu_8x": ("code", "prose")}
+SMALL = """
+train.steps=4 train.device=cpu train.compile=false data.seq_len=32 data.max_group_cells=8
+data.mixing.batch_size=4 data.mixing.num_streams_mixed=2 eval.every=2 eval.batches=2 eval.holdout_fraction=0.2
+model.dim=16 model.num_layers=1 scheduler.warmup_steps=1 metrics.log_interval=1 metrics.wandb.mode=disabled
+checkpoint.every=2
+"""
+
+
+def validate(*arguments: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    line = [sys.executable, str(PROGRAM), "payload", "validate", *map(str, arguments)]
+    return subprocess.run(line, input=stdin, env=environment(), capture_output=True, timeout=60, check=False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("corpus")
+    for seed, modality in enumerate(("python", "cpp", "prose")):
+        made = make_corpus(root / f"made{seed}", seed=seed)
+        (made / "a").rename(root / modality)
+    return root
+
+
+@pytest.fixture(scope="module", params=SHIPPED, ids=[path.stem for path in SHIPPED])
+def shipped(request, corpus, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A small run of a shipped config, with everything on that it has on."""
+    config, directory = request.param, tmp_path_factory.mktemp("shipped")
+    roots = [f"data.source.{name}.root={corpus}" for name in ROOTS[config.stem]]
+    changes = [option for change in [*SMALL.split(), *roots] for option in ("--set", change)]
+    result = run("--config", config, "--run-dir", directory / "run", *changes, "--set", "metrics.per_source=true")
+    assert result.returncode == 0, result.stderr
+    return directory / "run", result
+
+
+def test_what_a_shipped_config_writes_is_valid(shipped):
+    run_dir, result = shipped
+    on_file = validate(run_dir / "metrics.jsonl")
+    assert (on_file.returncode, on_file.stdout) == (0, b"")
+    assert b"every line is a valid payload" in on_file.stderr
+    assert validate("-", stdin=result.stdout.encode()).returncode == 0
+    assert result.stdout == (run_dir / "metrics.jsonl").read_text()
+    assert len(read_rows(run_dir / "metrics.jsonl")) == 6, "4 steps and 2 evaluations"
+
+
+def rows_of_the_page() -> list[re.Pattern[str]]:
+    page = (ROOT / "docs" / "training" / "METRICS_LOSSES.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(names) > 50
+    return [re.compile("[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", name))) for name in names]
+
+
+def test_every_key_of_a_shipped_config_is_in_the_catalog_and_on_the_page(shipped):
+    run_dir, _ = shipped
+    described = rows_of_the_page()
+    keys = {key for row in read_rows(run_dir / "metrics.jsonl").values() for key in row}
+    assert len(keys) > 50
+    for key in keys:
+        names = (key, key.removeprefix("eval_"), key.removesuffix("_max"))
+        assert any(row.fullmatch(name) for row in described for name in names), key
+        assert lookup(key).name == key
+
+
+@pytest.mark.distributed
+def test_what_torchrun_tees_is_valid(tmp_path):
+    config = write_tiny_config(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--tee", "3"]
+    line = [*torchrun, "--log-dir", str(tmp_path / "logs"), str(PROGRAM), "--config", str(config), "--steps", "3"]
+    teed = subprocess.run(line, env=environment(), capture_output=True, timeout=TIMEOUT_SEC, check=False)
+    assert teed.returncode == 0, teed.stderr
+    assert [text[:11] for text in teed.stdout.splitlines()] == [b"[default0]:"] * 3
+    checked = validate("-", stdin=teed.stdout)
+    assert checked.returncode == 0, checked.stderr
+
+
+def text(**changes: Any) -> bytes:
+    row = {"schema_version": 1, "mode": "train", "global_step": 7, "metrics": {"loss": 1.5}, **changes}
+    return json.dumps({key: value for key, value in row.items() if value is not ...}).encode()
+
+
+GOOD = text()
+RESTART = b'{"schema_version":1,"event":"restart","global_step":3}'
+BAD = {
+    "no version": (text(schema_version=...), "schema_version", "missing; this reader knows version 1"),
+    "version true": (text(schema_version=True), "schema_version", "must be an integer, got True"),
+    "version 2": (text(schema_version=2), "schema_version", "version 2 is not supported; this reader knows 1"),
+    "version 0": (text(schema_version=0), "schema_version", "version 0 is not supported"),
+    "version as text": (text(schema_version="1"), "schema_version", "must be an integer, got '1'"),
+    "version 1.0": (text(schema_version=1.0), "schema_version", "must be an integer, got 1.0"),
+    "version null": (text(schema_version=None), "schema_version", "must be an integer, got None"),
+    "no mode": (text(mode=...), "mode", "missing"),
+    "unknown mode": (text(mode="test"), "mode", "must be one of train, eval, got 'test'"),
+    "mode in capitals": (text(mode="Train"), "mode", "must be one of train, eval"),
+    "no step": (text(global_step=...), "global_step", "missing"),
+    "negative step": (text(global_step=-1), "global_step", "must be an integer of at least 0, got -1"),
+    "step as text": (text(global_step="7"), "global_step", "must be an integer of at least 0, got '7'"),
+    "step with a fraction": (text(global_step=7.5), "global_step", "must be an integer"),
+    "step true": (text(global_step=True), "global_step", "must be an integer of at least 0, got True"),
+    "a step that falls": (text(global_step=6), "global_step", "falls from 7 to 6 without a restart"),
+    "no metrics": (text(metrics=...), "metrics", "missing"),
+    "empty metrics": (text(metrics={}), "metrics", "must not be empty"),
+    "metrics as a list": (text(metrics=[1]), "metrics", "must be an object, got list"),
+    "metric as text": (text(metrics={"loss": "1.5"}), "metrics.loss", "must be a finite number, got '1.5'"),
+    "metric true": (text(metrics={"loss": True}), "metrics.loss", "must be a finite number, got True"),
+    "metric null": (text(metrics={"loss": None}), "metrics.loss", "must be a finite number, got None"),
+    "metric as an object": (text(metrics={"loss": {"a": 1}}), "metrics.loss", "must be a finite number"),
+    "metric without a name": (text(metrics={"": 1}), "metrics", "keys must be non-empty strings"),
+    "NaN": (GOOD.replace(b"1.5", b"NaN"), "line", "NaN is not JSON"),
+    "Infinity": (GOOD.replace(b"1.5", b"-Infinity"), "line", "-Infinity is not JSON"),
+    "a number beyond floats": (GOOD.replace(b"1.5", b"1e999"), "metrics.loss", "must be a finite number, got inf"),
+    "non_finite with a number": (text(non_finite={"x": 1}), "non_finite.x", "must be one of nan, inf, -inf"),
+    "non_finite and finite": (text(non_finite={"loss": "nan"}), "non_finite.loss", "stands in metrics as well"),
+    "a metric twice": (b'{"schema_version":1,"metrics":{"a":1,"a":2}}', "a", "stands twice in one object"),
+    "version twice": (b'{"schema_version":1,' + GOOD[1:], "schema_version", "stands twice in one object"),
+    "cut": (GOOD[:-9], "line", "not one JSON object"),
+    "two on one line": (GOOD + GOOD, "line", "not one JSON object"),
+    "not UTF-8": (GOOD.replace(b"loss", b"lo\xff\xfes"), "line", "not UTF-8 at byte"),
+    "empty": (b"", "line", "not one JSON object"),
+    "a log line": (b"[rank 0] INFO saved step 3", "line", "not one JSON object"),
+    "a list": (b"[1, 2]", "line", "must be an object, got list"),
+    "null": (b"null", "line", "must be an object, got NoneType"),
+    "another event": (b'{"schema_version":1,"event":"stop","global_step":7}', "event", "must be restart, got 'stop'"),
+    "a restart without step": (b'{"schema_version":1,"event":"restart"}', "global_step", "must be an integer"),
+    "below a restart": (RESTART + b"\n" + text(global_step=2), "global_step", "falls from 3 to 2 without a restart"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_the_first_bad_line_is_named_with_key_and_reason(kind, tmp_path):
+    line, key, reason = BAD[kind]
+    file = tmp_path / "stream.jsonl"
+    file.write_bytes(b"\n".join([GOOD, line, GOOD, b"{}", b""]))
+    bad_line = 2 + line.count(b"\n")
+    found = validate(file)
+    assert found.returncode == 1
+    assert found.stdout == b""
+    (said,) = found.stderr.decode().splitlines()
+    assert said.startswith(f"{file}:{bad_line}: {key}: "), said
+    assert reason in said
+
+
+def test_all_bad_lines_are_named_and_counted():
+    stream = b"\n".join([b"\n".join([text(global_step=7), line]) for line, _, _ in BAD.values()]) + b"\n"
+    found = validate("--all", "-", stdin=stream)
+    assert found.returncode == 1
+    *said, last = found.stderr.decode().splitlines()
+    assert last == f"{len(BAD)} violations"
+    assert len(said) == len(BAD)
+    for (_, key, reason), where in zip(BAD.values(), said, strict=True):
+        assert f": {key}: " in where
+        assert reason in where
+
+
+def test_a_good_stream_with_prefixes_line_ends_and_a_restart_passes():
+    stream = [b"[default0]:" + GOOD, b"[default0]: " + GOOD + b"\r", RESTART, text(global_step=4), text(mode="eval")]
+    found = validate("-", stdin=b"\n".join(stream))
+    assert (found.returncode, found.stderr) == (0, b"-: every line is a valid payload\n")
+    assert validate("--all", "-", stdin=b"\n".join(stream)).returncode == 0

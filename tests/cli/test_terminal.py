@@ -1,0 +1,153 @@
+"""What a terminal shows and what a pipe carries: bar and line for people beside whole payload lines, never mixed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import TIMEOUT_SEC, command, environment, write_tiny_config
+from trainer.metrics.payload_contract import PayloadError, parse_line, validate_stream
+
+pty = pytest.importorskip("pty")
+
+STEPS = 6
+HUMAN = re.compile(
+    r"\[step (\d+)\] loss=\d\.\d{4} \| lr=\d\.\d\de-\d\d \| grad_norm=\d+\.\d{3} \| tok/s=[\d,]+ \| step_time=[\d.]+s"
+)
+EVALUATION = re.compile(r"\[step (\d+)\] eval_\S+=[\d.e+-]+( \| eval_\S+=[\d.e+-]+)*")
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+EVAL = """
+[eval]
+every = 3
+batches = 2
+holdout_fraction = 0.2
+"""
+
+
+class Terminal:
+    """A pseudo-terminal, and everything that is written to it."""
+
+    def __init__(self) -> None:
+        self._own, self.child_side = pty.openpty()
+        self.shown = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                piece = os.read(self._own, 65536)
+            except OSError:  # the other side has closed
+                return
+            if not piece:
+                return
+            self.shown += piece
+
+    def text(self) -> str:
+        """What was shown, after the program has ended."""
+        os.close(self.child_side)
+        self._reader.join(TIMEOUT_SEC)
+        os.close(self._own)
+        return self.shown.decode("utf-8")
+
+
+def train(tmp_path: Path, stdout: int, stderr: int, *arguments: object) -> bytes:
+    """A run on these streams; what came through a pipe, if stdout is one."""
+    config = write_tiny_config(tmp_path, EVAL)
+    line = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", STEPS, *arguments])
+    env = {**environment(), "TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen(line, env=env, stdout=stdout, stderr=stderr)
+    piped, _ = process.communicate(timeout=TIMEOUT_SEC)
+    assert process.returncode == 0
+    return piped or b""
+
+
+def steps_of(lines: Sequence[str], form: re.Pattern[str]) -> list[int]:
+    return [int(found[1]) for line in lines if (found := form.fullmatch(line))]
+
+
+def test_with_stdout_piped_the_terminal_shows_bar_and_lines_and_the_pipe_holds_only_payloads(tmp_path):
+    terminal = Terminal()
+    stdout = train(tmp_path, subprocess.PIPE, terminal.child_side)
+    shown = terminal.text()
+    assert not list(validate_stream(stdout.splitlines()))
+    assert stdout == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert f"{STEPS}/{STEPS}" in shown, "the bar"
+    lines = CONTROL.sub("", shown).replace("\r", "\n").splitlines()
+    assert steps_of(lines, HUMAN) == [*range(1, STEPS + 1)]
+    assert steps_of(lines, EVALUATION) == [3, 6]
+    assert "schema_version" not in shown
+
+
+def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path):
+    out, err = Terminal(), Terminal()
+    train(tmp_path, out.child_side, err.child_side)
+    stdout, stderr = out.text(), err.text()
+    assert "\x1b" not in stdout, "the bar keeps away from stdout"
+    lines = stdout.splitlines()
+    assert all(HUMAN.fullmatch(line) or EVALUATION.fullmatch(line) for line in lines), lines
+    assert steps_of(lines, HUMAN) == [*range(1, STEPS + 1)]
+    assert f"{STEPS}/{STEPS}" in stderr
+    assert "[step" not in stderr, "the line is on stdout already"
+
+
+def test_on_one_terminal_the_bar_breaks_no_line(tmp_path):
+    terminal = Terminal()
+    train(tmp_path, terminal.child_side, terminal.child_side)
+    shown = terminal.text()
+    assert f"{STEPS}/{STEPS}" in shown
+    lines = CONTROL.sub("", shown).replace("\r", "\n").splitlines()
+    assert steps_of(lines, HUMAN) == [*range(1, STEPS + 1)]
+    assert steps_of(lines, EVALUATION) == [3, 6]
+    assert len([line for line in lines if "[step" in line]) == STEPS + 2
+
+
+def test_payloads_asked_for_on_a_terminal_are_whole_lines(tmp_path):
+    out, err = Terminal(), Terminal()
+    train(tmp_path, out.child_side, err.child_side, "--stdout", "json")
+    stdout = out.text().replace("\r\n", "\n")
+    assert stdout == (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert steps_of(CONTROL.sub("", err.text()).replace("\r", "\n").splitlines(), HUMAN) == [*range(1, STEPS + 1)]
+
+
+CHATTY = """
+from trainer.metrics.logger import get_logger
+from trainer.model.build import build as build_ours
+
+def build(vocab_size, dim, num_layers):
+    model = build_ours(vocab_size, dim=dim, num_layers=num_layers)
+    logger = get_logger("chatty", rank_zero_only=False)
+    model.register_forward_hook(lambda *_: logger.info("chat %s end", "x" * 700))
+    return model
+"""
+
+
+@pytest.mark.distributed
+def test_four_ranks_on_one_pipe_break_no_line(tmp_path):
+    """All ranks talk into the pipe that also carries the payloads, as under a launcher that merges the streams."""
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    config = write_tiny_config(tmp_path, "per_source = true\n")
+    steps = 25
+    arguments = ["--config", config, "--run-dir", tmp_path / "run", "--steps", steps]
+    line = command([*arguments, "--set", "model.target=chatty:build"], nproc=4)
+    env = environment({"PYTHONPATH": str(tmp_path)})
+    process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    merged, _ = process.communicate(timeout=TIMEOUT_SEC)
+    assert process.returncode == 0, merged[-3000:]
+    payloads, chats = [], 0
+    for text in merged.decode("utf-8").splitlines():
+        if re.fullmatch(r"\[rank [0-3]\] INFO chat x{700} end", text):
+            chats += 1
+        elif not re.fullmatch(r"\[rank 0\] INFO [^{}]*", text):
+            try:
+                payloads.append(parse_line(text))
+            except PayloadError as error:
+                raise AssertionError(f"{error}: {text!r}") from None
+    assert [payload.global_step for payload in payloads] == [*range(1, steps + 1)]
+    assert chats == 4 * 2 * steps

@@ -1,0 +1,204 @@
+"""wandb online, against a stand-in for its server: what arrives, and what a run does when the server does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
+from tests.support.wandb_stub import API_KEY, ENTITY, WandbStub
+from trainer.metrics.display import display_key
+from trainer.metrics.payload_contract import Restart, parse_line, validate_stream
+
+ONLINE = """
+wandb = {{ mode = "online", project = "trainer-test", base_url = "{url}" }}
+
+[eval]
+every = 3
+batches = 2
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 3
+keep_last = 9
+"""
+
+
+def start(directory: Path, url: str, *arguments: object, key: str | None = API_KEY) -> subprocess.Popen[str]:
+    """A run in `directory`/run with credentials of nobody but the test's."""
+    config = write_tiny_config(directory, ONLINE.format(url=url))
+    line = command(["--config", config, "--run-dir", directory / "run", *arguments])
+    env = environment({"HOME": str(directory), "NETRC": str(directory / "netrc"), "WANDB_CONFIG_DIR": str(directory)})
+    env = {name: value for name, value in env.items() if name not in ("WANDB_API_KEY", "WANDB_SERVICE")}
+    if key is not None:
+        env["WANDB_API_KEY"] = key
+    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for the run to end well; what it said."""
+    stdout, stderr = process.communicate(timeout=TIMEOUT_SEC)
+    assert process.returncode == 0, stderr
+    assert not list(validate_stream(stdout.splitlines()))
+    assert "Traceback" not in stderr
+    return stderr
+
+
+def logged_rows(metrics: Path) -> list[dict[str, float]]:
+    """The rows that a backend must have: one a step and attempt, training and evaluation together, by display key."""
+    rows: list[dict[str, float]] = []
+    for line in metrics.read_bytes().splitlines():
+        parsed = parse_line(line)
+        if isinstance(parsed, Restart):
+            rows.append({})
+            continue
+        if not rows or rows[-1].get("global_step") != parsed.global_step:
+            rows.append({"global_step": parsed.global_step})
+        rows[-1].update({display_key(key): value for key, value in parsed.values().items()})
+    return [row for row in rows if row]
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not key.startswith("_")}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """5 steps, then 3 more from the checkpoint of step 3, so that steps 4 and 5 come twice."""
+    directory = tmp_path_factory.mktemp("online")
+    with WandbStub() as stub:
+        said = finish(start(directory, stub.url, "--steps", 5))
+        history = [dict(row) for run in stub.runs.values() for row in run.history]
+        shutil.rmtree(directory / "run" / "checkpoints" / "step_00000005", ignore_errors=True)
+        said += finish(start(directory, stub.url, "--steps", 8, "--resume", "auto"))
+        yield directory / "run", stub, history, said
+
+
+def test_what_arrives_is_the_record_one_row_a_logged_step(resumed):
+    run_dir, _, first_history, said = resumed
+    expected = logged_rows(run_dir / "metrics.jsonl")
+    assert [plain(row) for row in first_history] == expected[:5]
+    assert [row["_step"] for row in first_history] == [1, 2, 3, 4, 5]
+    assert "eval/loss" in first_history[2]
+    assert "WARNING wandb" not in said
+
+
+def test_a_resumed_run_goes_on_under_the_same_id_and_loses_no_row(resumed):
+    run_dir, stub, first_history, _ = resumed
+    expected = logged_rows(run_dir / "metrics.jsonl")
+    assert [row["global_step"] for row in expected] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
+    (run,) = stub.runs.values()
+    assert run.name == json.loads((run_dir / "status.json").read_text())["wandb_run_id"]
+    assert run.history[:5] == first_history, "nothing of the first part was written over"
+    assert [plain(row) for row in run.history] == expected
+
+
+def test_the_server_knows_config_name_and_end_of_the_run(resumed):
+    run_dir, stub, _, _ = resumed
+    (run,) = stub.runs.values()
+    config = {key: item["value"] for key, item in json.loads(run.config).items()}
+    assert config["train"]["steps"] == 8
+    assert config["ledger"]["capacity"] == 32
+    assert config["data"]["source"]["first" if "first" in config["data"]["source"] else 0]
+    assert (run.project, run.display_name) == ("trainer-test", run_dir.name)
+    assert (run.is_complete, run.exit_code) == (True, 0)
+    assert f"/{ENTITY}/" not in run.config
+    assert stub.authorizations - {None}, "requests carried the key"
+
+
+def wait_for_row(metrics: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SEC
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def check_finished(run_dir: Path, said: str, steps: int, warnings: int) -> None:
+    assert sorted({step for mode, step in read_rows(run_dir / "metrics.jsonl") if mode == "train"}) == [
+        *range(1, steps + 1)
+    ]
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
+    assert said.count("WARNING wandb") == said.count("WARNING") <= warnings, said
+
+
+@pytest.mark.slow  # wandb may take a minute to give up
+def test_a_server_that_dies_in_the_run_costs_at_most_one_warning(tmp_path):
+    with WandbStub() as stub:
+        process = start(tmp_path, stub.url, "--steps", 60)
+        wait_for_row(tmp_path / "run" / "metrics.jsonl", process)
+        stub.stop()
+        said = finish(process)
+    assert stub.runs
+    check_finished(tmp_path / "run", said, 60, warnings=1)
+
+
+@pytest.mark.slow  # as above
+def test_a_server_that_cannot_be_reached_costs_one_warning(tmp_path):
+    with WandbStub() as stub:
+        url = stub.url
+    said = finish(start(tmp_path, url, "--steps", 4))
+    check_finished(tmp_path / "run", said, 4, warnings=1)
+    assert said.count("wandb failed and is off from now on") == 1
+
+
+def test_a_missing_key_costs_one_warning_and_asks_nobody(tmp_path):
+    with WandbStub() as stub:
+        said = finish(start(tmp_path, stub.url, "--steps", 4, key=None))
+        assert not stub.runs
+    check_finished(tmp_path / "run", said, 4, warnings=1)
+    assert said.count("wandb failed and is off from now on") == 1
+
+
+SINK = """
+from pathlib import Path
+from trainer.metrics.payload_contract import build_payload
+from trainer.metrics.sinks.wandb import WandbSink
+sink = WandbSink(mode="online", project="p", run_dir=Path({run_dir!r}), base_url={url!r},
+                 init_timeout_sec=4, finish_timeout_sec=2, on_event=lambda event: print(event["event"]))
+sink.log(build_payload("train", 1, {{"loss": 1.0}}))
+print(sink.run_id is not None, flush=True)
+input()
+for step in range(2, 20):
+    sink.log(build_payload("train", step, {{"loss": 1.0}}))
+sink.close()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("is_stopped_first", [False, True])
+def test_a_sink_gives_up_in_time_with_one_warning_and_prints_nothing(tmp_path, is_stopped_first):
+    """What the two slow tests show of a whole run, with short timeouts: dead in the run, or never there."""
+    with WandbStub() as stub:
+        if is_stopped_first:
+            stub.stop()
+        program = SINK.format(run_dir=str(tmp_path), url=stub.url)
+        env = {name: value for name, value in environment().items() if name != "WANDB_SERVICE"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**env, "WANDB_API_KEY": API_KEY, "HOME": str(tmp_path)},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        while said.splitlines()[-1] not in ("True", "False"):
+            said += process.stdout.readline()
+        stub.stop()
+        stdout, stderr = process.communicate("\n", timeout=60)
+    assert process.returncode == 0, stderr
+    lines = (said + stdout).splitlines()
+    assert str(not is_stopped_first) in lines
+    assert {*lines} - {"True", "False", "wandb_warning", "diagnostic_disabled"} == {"done"}
+    assert stderr.count("WARNING") == 1, stderr
+    assert "Traceback" not in stderr

@@ -1,0 +1,209 @@
+"""The pool of active readers against references that know nothing of it: its metrics, and the law of its picks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.layout import Stream, discover_nested
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.tokenizer import BytesTokenizer
+
+PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
+ACTIVE = "stream_mixing/active/"
+EXHAUST = "stream_mixing/refill/exhaust_events"
+Key = tuple[int, str]  # epoch and stream: one reader
+
+
+@contextmanager
+def streams_of(layout: list[list[int]]) -> Iterator[list[Stream]]:
+    """JSON lines of documents of these lengths, in the modalities a, b and c in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, lengths in enumerate(layout):
+            path = Path(folder) / "abc"[number % 3] / f"s{number}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps({"tokens": [1] * length}) + "\n" for length in lengths))
+        yield discover_nested(folder)
+
+
+def key_of(batch: dict[str, Any]) -> Key:
+    meta = json.loads(batch["instability_meta_json"])
+    return meta["epoch"], meta["stream"]
+
+
+class FromScratch:
+    """The table of metrics worked out anew at every pick, from what was picked when and what is still to come.
+
+    Args:
+        future: the key and the number of rows of every batch, to the end of the last epoch that is looked at.
+        pick_mode: says how probable each pick was.
+        modalities: of all streams; each is reported.
+    """
+
+    def __init__(self, future: list[tuple[Key, int]], pick_mode: str, modalities: set[str]) -> None:
+        self.future, self.pick_mode, self.modalities = future, pick_mode, modalities
+        self.remaining = functools.cache(self._remaining)
+        self.probability = functools.cache(self._probability)
+        self.pools: dict[int, list[Key]] = {}  # who was active at each pick since the beginning, or since the resume
+
+    def _remaining(self, at: int, key: Key) -> int:
+        return sum(each == key for each, _ in self.future[at:])
+
+    def fraction(self, at: int, key: Key) -> float:
+        return sum(n for k, n in self.future[at:] if k == key) / max(sum(n for k, n in self.future if k == key), 1)
+
+    def _probability(self, at: int, key: Key) -> float:
+        pool = self.pools[at]
+        left = sum(self.remaining(at, each) for each in pool)
+        return {"weighted": self.remaining(at, key) / left, "uniform": 1 / len(pool), "round_robin": 0.0}[
+            self.pick_mode
+        ]
+
+    def waiting(self, at: int, key: Key) -> list[int]:
+        """The picks up to this one for which the reader has been waiting."""
+        active = [t for t in sorted(self.pools) if t <= at and key in self.pools[t]]
+        picked = [t for t in active if self.future[t][0] == key]
+        return [t for t in active if t > picked[-1]] if picked else active
+
+    def expected(self, at: int, drained: int) -> dict[str, float]:
+        """What the pick `at` has to report if the last drain was just before the pick `drained`."""
+        pool = self.pools[at]
+        remaining = [self.remaining(at, key) for key in pool]
+        fractions = [self.fraction(at, key) for key in pool]
+        waits = [self.waiting(at, key) for key in pool]
+        surprises = [
+            math.fsum(-math.log(1 - self.probability(t, key)) for t in wait)
+            for key, wait in zip(pool, waits, strict=True)
+        ]
+        ended = sum(self.remaining(t, self.future[t][0]) == 1 for t in range(drained, at + 1))
+        modalities = Counter(stream.split("/")[0] for _, stream in pool)
+        return {
+            ACTIVE + "remaining_min": min(remaining),
+            ACTIVE + "remaining_max": max(remaining),
+            ACTIVE + "remaining_fraction_min": min(fractions),
+            ACTIVE + "remaining_fraction_max": max(fractions),
+            ACTIVE + "steps_since_pick_max": max(map(len, waits)),
+            ACTIVE + "pick_surprise_max": max(surprises),
+            **{ACTIVE + f"modalities/{m}": modalities[m] for m in self.modalities},
+            EXHAUST: ended,
+        }
+
+
+layouts = st.lists(st.lists(st.integers(1, 16), min_size=1, max_size=3), min_size=1, max_size=6)
+settings_of = st.fixed_dictionaries(
+    {
+        "batching_mode": st.sampled_from(["per_stream", "device_per_stream"]),
+        "pick_mode": st.sampled_from(["weighted", "uniform", "round_robin"]),
+        "num_streams_mixed": st.integers(1, 5),
+        "batch_size": st.integers(1, 3),
+        "max_group_cells": st.integers(1, 4),
+        "seed": st.integers(0, 3),
+        "world_size": st.integers(1, 3),
+    }
+)
+
+
+@PROFILE
+@given(layouts, settings_of, st.data())
+def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_epochs_and_a_resume(
+    layout: list[list[int]], kwargs: dict[str, Any], data: st.DataObject
+) -> None:
+    kwargs = {**kwargs, "rank": data.draw(st.integers(0, kwargs["world_size"] - 1))}
+    with streams_of(layout) as streams:
+
+        def fresh() -> StreamMixingDataset:
+            return StreamMixingDataset(streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, **kwargs)
+
+        batches = list(itertools.takewhile(lambda batch: key_of(batch)[0] < 2, itertools.islice(fresh(), 400)))
+        if len(batches) == 400:
+            return  # a rank to which no cell ever falls: it has no pool
+        future = [(key_of(batch), int((batch["group_ids"] >= 0).sum())) for batch in batches]
+        every = data.draw(st.integers(1, 3))
+        labels = {stream.modality for stream in streams}
+        resume = data.draw(st.integers(0, len(future) - 1))
+        reference, dataset, drained = FromScratch(future, kwargs["pick_mode"], labels), fresh(), 0
+        for at in range(len(future)):
+            if at == resume:
+                state = json.loads(json.dumps(dataset.state_dict()))
+                dataset, drained = fresh(), at
+                dataset.load_state_dict(state)
+                reference = FromScratch(
+                    future, kwargs["pick_mode"], labels
+                )  # waits count from the resume, which activates the readers anew
+                assert dataset.drain_step_metrics() == {}
+            if not dataset._pool.readers:
+                dataset._fill()
+            reference.pools[at] = [(future[at][0][0], reader.stream.relative_path) for reader in dataset._pool.readers]
+            assert key_of(next(dataset)) == future[at][0]
+            if at % every == 0 or at == len(future) - 1:
+                expected = reference.expected(at, drained)
+                found = dataset.drain_step_metrics()
+                assert found.keys() == expected.keys()
+                assert found == pytest.approx(expected, abs=1e-12, rel=1e-9)
+                drained = at + 1
+
+
+def sequences(pick_mode: str, epochs: int) -> Counter[str]:
+    """The order of picks in each of many epochs of a closed pool: streams of 2, 2 and 1 batches."""
+    seen: Counter[str] = Counter()
+    with streams_of([[4] * 4, [4] * 4, [4] * 2]) as streams:
+        dataset = StreamMixingDataset(
+            streams,
+            name="s",
+            tokenizer=BytesTokenizer(),
+            seq_len=4,
+            num_streams_mixed=3,
+            batch_size=2,
+            pick_mode=pick_mode,  # type: ignore[arg-type]
+        )
+        for _ in range(epochs):
+            seen["".join(next(dataset)["dataset_segments"][0] for _ in range(5))] += 1
+    return seen
+
+
+def test_weighted_picks_of_a_closed_pool_are_a_uniform_permutation() -> None:
+    """Chi-square over all 30 orders of a, a, b, b, c, in 1,500 epochs; 29 degrees of freedom, p = 0.001 at 58.3."""
+    orders = {"".join(order) for order in itertools.permutations("aabbc")}
+    statistics = {}
+    for pick_mode in ("weighted", "uniform"):
+        seen = sequences(pick_mode, 1500)
+        assert set(seen) <= orders
+        statistics[pick_mode] = sum((seen[order] - 50) ** 2 / 50 for order in orders)
+    assert len(orders) == 30
+    assert statistics["weighted"] < 58.3
+    assert statistics["uniform"] > 150  # another law is told apart
+
+
+def test_the_first_pick_of_each_reader_is_spread_as_in_a_shuffled_deck() -> None:
+    """Larger pools have too many orders to count: the mean position of every batch is that of a shuffle."""
+    sizes = [20, 10, 6, 3, 1]
+    with streams_of([[4] * (2 * size) for size in sizes]) as streams:
+        dataset = StreamMixingDataset(
+            streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, num_streams_mixed=5, batch_size=2
+        )
+        epochs, total = 400, sum(sizes)
+        positions: dict[str, list[float]] = {stream.relative_path: [] for stream in streams}
+        for _ in range(epochs):
+            for position in range(total):
+                positions[key_of(next(dataset))[1]].append(position)
+    assert sorted(len(found) // epochs for found in positions.values()) == sorted(sizes)
+    # The sum of m positions of a shuffled deck of n has mean m (n - 1) / 2 and variance m (n - m) (n + 1) / 12.
+    for found in positions.values():
+        m = len(found) // epochs
+        sums = np.reshape(found, (epochs, m)).sum(axis=1)
+        deviation = math.sqrt(m * (total - m) * (total + 1) / 12)
+        assert abs(sums.mean() - m * (total - 1) / 2) < 4 * deviation / math.sqrt(epochs)
+        assert 0.8 < sums.std() / deviation < 1.2

@@ -1,0 +1,199 @@
+"""Carry through the ledger: sequences cut into cells, in batches of any make-up, equal the sequences run whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trainer.ledger import Ledger
+from trainer.model import ModelOutput, RecurrentEncoder, build
+
+VOCAB = 13
+WEIGHT_SEED = 5
+Forward = Callable[[Tensor, Tensor, Tensor | None], ModelOutput]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of one group."""
+
+    group: int
+    index: int
+    start: int
+    stop: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """Groups of one token row each, cut into cells, and the micro-batches in which the cells come."""
+
+    tokens: Tensor  # [G, T]
+    resets: Tensor | None  # [G, T]
+    batches: list[list[Cell]]
+
+
+def make_case(seed: int, *, num_groups: int, cell_lengths: list[int], has_resets: bool) -> Case:
+    """Groups of all the same cell lengths (rows of a batch must be equally long), started and visited at random.
+
+    At each step some of the groups that stand at the same cell come, in any order, so that a group's neighbours in the
+    batch, its row and the steps that it waits all vary.
+    """
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_groups, sum(cell_lengths))
+    bounds = np.cumsum([0, *cell_lengths]).tolist()
+    done = [0] * num_groups
+    batches = []
+    while min(done) < len(cell_lengths):
+        index = int(rng.choice([cell for cell in done if cell < len(cell_lengths)]))
+        ready = rng.permutation([group for group in range(num_groups) if done[group] == index])
+        chosen = ready[: int(rng.integers(1, len(ready) + 1))].tolist()
+        is_last = index == len(cell_lengths) - 1
+        batches.append([Cell(group, index, bounds[index], bounds[index + 1], is_last) for group in chosen])
+        for group in chosen:
+            done[group] += 1
+    tokens = torch.randint(0, VOCAB, shape, generator=generator)
+    resets = torch.rand(shape, generator=generator) < 0.15 if has_resets else None
+    return Case(tokens, resets, batches)
+
+
+def run_through_ledger(
+    case: Case, forward: Forward, ledger: Ledger
+) -> Iterator[tuple[list[Cell], Tensor, ModelOutput]]:
+    """Each batch with the states that it went on from and what the model returned."""
+    for step, cells in enumerate(case.batches, start=1):
+        groups = np.array([1000 + cell.group for cell in cells])
+        index = np.array([cell.index for cell in cells])
+        is_last = np.array([cell.is_last for cell in cells])
+        span = slice(cells[0].start, cells[0].stop)
+        rows = [cell.group for cell in cells]
+        ledger.begin_step(step)
+        state = ledger.lookup(groups, index).requires_grad_()
+        resets = None if case.resets is None else case.resets[rows, span]
+        output = forward(case.tokens[rows, span], state, resets)
+        yield cells, state, output
+        ledger.store(groups, index, is_last, output.state)
+
+
+def new_model(seed: int, num_layers: int, dtype: torch.dtype) -> RecurrentEncoder:
+    torch.manual_seed(seed)
+    return build(VOCAB, 8, num_layers).to(dtype)
+
+
+def new_ledger(model: RecurrentEncoder, case: Case, dtype: torch.dtype) -> Ledger:
+    # As many slots as groups in flight: each group that ends makes room for another.
+    return Ledger(state_width=model.state_width, capacity=len(case.tokens), wipe_mode="lru", dtype=dtype)
+
+
+def check_outputs(case: Case, model: RecurrentEncoder, forward: Forward, tolerance: float, dtype: torch.dtype) -> None:
+    """Logits and states of every cell are those of the uncut run."""
+    whole = model(case.tokens, None, case.resets)
+    ledger = new_ledger(model, case, dtype)
+    for cells, _, output in run_through_ledger(case, forward, ledger):
+        rows, span = [cell.group for cell in cells], slice(cells[0].start, cells[0].stop)
+        torch.testing.assert_close(output.logits, whole.logits[rows, span], rtol=tolerance, atol=tolerance)
+        if cells[0].is_last:
+            torch.testing.assert_close(output.state, whole.state[rows], rtol=tolerance, atol=tolerance)
+    metrics = ledger.drain_metrics()
+    assert metrics["ledger/cold_starts"] == metrics["ledger/evictions/lru"] == metrics["ledger/live_groups"] == 0
+
+
+def cell_gradients(model: RecurrentEncoder, logits: Tensor, state: Tensor) -> list[Tensor]:
+    """Gradients of a fixed weighing of the logits with respect to the state and every parameter."""
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(WEIGHT_SEED), dtype=torch.float64)
+    loss = (logits * weights.to(logits.dtype)).sum()
+    return list(torch.autograd.grad(loss, [state, *model.parameters()], allow_unused=True))
+
+
+def check_gradients(case: Case, model: RecurrentEncoder, forward: Forward, tolerance: float) -> None:
+    """Gradients within a cell are those of the uncut run in which the state before the cell was made a leaf."""
+    for cells, state, output in run_through_ledger(case, forward, new_ledger(model, case, torch.float64)):
+        rows, start, stop = [cell.group for cell in cells], cells[0].start, cells[0].stop
+        before = torch.zeros(len(rows), model.state_width, dtype=torch.float64)
+        resets = case.resets
+        if start:
+            before = model(case.tokens[rows, :start], None, None if resets is None else resets[rows, :start]).state
+        leaf = before.detach().requires_grad_()
+        # The uncut rest of the row, of which only this cell's logits are weighed.
+        rest = model(case.tokens[rows, start:], leaf, None if resets is None else resets[rows, start:])
+        expected = cell_gradients(model, rest.logits[:, : stop - start], leaf)
+        torch.testing.assert_close(
+            cell_gradients(model, output.logits, state), expected, rtol=tolerance, atol=tolerance
+        )
+
+
+CASES = {
+    "seed": st.integers(0, 10_000),
+    "num_groups": st.integers(1, 5),
+    "cell_lengths": st.lists(st.integers(1, 19), min_size=1, max_size=5),
+    "has_resets": st.booleans(),
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(num_layers=st.integers(1, 3), **CASES)
+def test_outputs_and_states_through_the_ledger_equal_the_uncut_run(
+    dtype: torch.dtype, tolerance: float, num_layers: int, seed: int, **kinds: object
+) -> None:
+    model = new_model(seed, num_layers, dtype)
+    check_outputs(make_case(seed, **kinds), model, model, tolerance, dtype)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(**CASES)
+def test_gradients_within_a_cell_equal_those_of_the_uncut_run(seed: int, **kinds: object) -> None:
+    model = new_model(seed, 2, torch.float64)
+    check_gradients(make_case(seed, **kinds), model, model, 1e-10)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(**CASES)
+def test_carry_is_exact_with_activation_checkpointing(seed: int, **kinds: object) -> None:
+    model = new_model(seed, 2, torch.float64)
+
+    def forward(tokens: Tensor, state: Tensor, resets: Tensor | None) -> ModelOutput:
+        return ModelOutput(*checkpoint(model, tokens, state, resets, use_reentrant=False))
+
+    case = make_case(seed, **kinds)
+    check_outputs(case, model, forward, 1e-10, torch.float64)
+    check_gradients(case, model, forward, 1e-10)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(**CASES)
+def test_carry_under_bf16_autocast_stays_within_rounding(seed: int, **kinds: object) -> None:
+    model = new_model(seed, 2, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_outputs(make_case(seed, **kinds), model, model, 0.02, torch.float32)
+
+
+@pytest.mark.parametrize("has_resets", [False, True])
+def test_carry_is_exact_when_the_model_is_compiled(has_resets: bool) -> None:
+    # aot_eager traces forward and backward as inductor does, without a C++ compiler. One length: one or two graphs.
+    torch._dynamo.reset()
+    model = new_model(3, 2, torch.float64)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    case = make_case(11, num_groups=4, cell_lengths=[7, 7, 5, 7], has_resets=has_resets)
+    check_outputs(case, model, compiled, 1e-10, torch.float64)
+    check_gradients(case, model, compiled, 1e-10)
+
+
+def test_a_state_of_the_wrong_group_would_be_noticed() -> None:
+    model = new_model(1, 2, torch.float64)
+    case = make_case(2, num_groups=3, cell_lengths=[5, 5, 5], has_resets=False)
+
+    def swapped(tokens: Tensor, state: Tensor, resets: Tensor | None) -> ModelOutput:
+        return model(tokens, state.roll(1, 0), resets)
+
+    with pytest.raises(AssertionError):
+        check_outputs(case, model, swapped, 1e-3, torch.float64)

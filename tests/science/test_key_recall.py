@@ -1,0 +1,206 @@
+"""What losing states costs, where it can be seen: the shipped key-recall config under different ledgers.
+
+The runs are real ones, assembled from `train_configs/key_recall.toml`; beside each walks an oracle of stale evictions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.runs import ROOT, read_rows, run
+from trainer.config.load import load_config
+from trainer.data.corpus.key_recall import REVEALED, build_key_recall
+from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
+from trainer.training.build import build_parts, build_run
+from trainer.training.loop import next_window
+from trainer.training.microbatch import MicroBatch
+from trainer.training.optimizer import lr_at
+from trainer.training.plan import make_plan
+from trainer.training.run_dir import RunDir
+from trainer.training.signals import StopRequest
+
+CONFIG = ROOT / "train_configs" / "key_recall.toml"
+FALSE = "ledger/false_evictions/stale"
+EVICTED = "ledger/evictions/stale"
+COLD = "ledger/cold_starts"
+STALE = ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=5", "ledger.capacity=4096")
+ONE_STREAM = ("data.mixing.num_streams_mixed=1",)
+
+
+@dataclass
+class StaleOracle:
+    """Which groups a sweep at every step would drop, and which of them come back in mid-group."""
+
+    threshold: int
+    last_step: dict[int, int] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
+
+    def step(self, step: int, groups: list[int], cells: list[int], lasts: list[bool]) -> int:
+        """The false evictions that this step's store finds out."""
+        stale = {group for group, last in self.last_step.items() if last < step - self.threshold}
+        self.dropped |= stale
+        for group in stale:
+            del self.last_step[group]
+        num_false = 0
+        for group, cell, is_last in zip(groups, cells, lasts, strict=True):
+            num_false += group in self.dropped and cell > 0
+            self.dropped.discard(group)
+            self.last_step[group] = step
+            if is_last:
+                del self.last_step[group]
+        return num_false
+
+
+@dataclass
+class Result:
+    """One run: loss of the answers over the last steps, counters over the whole run, false evictions by step."""
+
+    loss: float
+    counts: dict[str, float]
+    false_by_step: list[float]
+    expected_by_step: list[int]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("key_recall") / "data"
+    build_key_recall(out)
+    return out
+
+
+def source_override(corpus: Path) -> str:
+    return f'data.source=[{{name="recall",layout="nested",root="{corpus}"}}]'
+
+
+def without_release(window: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The window with groups that never say that they end."""
+    return [replace(m, carry=replace(m.carry, is_last=np.zeros_like(m.carry.is_last))) for m in window]
+
+
+def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: bool = True) -> Result:
+    """Train the shipped config, changed by `overrides`."""
+    config = load_config(CONFIG, [source_override(corpus), f"train.steps={steps}", "eval.every=0", *overrides])
+    info = RankInfo(rank=0, local_rank=0, world_size=1)
+    parts = build_parts(make_plan(config, CONFIG, 1), info, torch.device("cpu"), RunDir(directory))
+    training = build_run(
+        parts, step=0, data_state=parts.dataset.state_dict(), events=None, stop=StopRequest(lambda name: None)
+    )
+    oracle = StaleOracle(config.ledger.stale_threshold)
+    answers: list[tuple[float, float]] = []
+    result = Result(0.0, {}, [], [])
+    for step in range(1, steps + 1):
+        window, _ = next_window(training)
+        window = window if releases else without_release(window)
+        training.train_step.forward_backward(step, window, will_log=True)
+        lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)
+        outcome = training.train_step.conclude(lr=lr, stop=False, saved=False)
+        total, count = outcome.details.values()["token_type/digit/loss"]
+        answers.append((float(total), float(count)))
+        drained = training.ledger.drain_metrics()
+        result.false_by_step.append(drained[FALSE])
+        result.counts = {key: result.counts.get(key, 0.0) + value for key, value in drained.items()}
+        carry = window[0].carry
+        columns = (carry.group_ids.tolist(), carry.cell_index.tolist(), carry.is_last.tolist())
+        result.expected_by_step.append(oracle.step(step, *columns))
+    training.loader.close()
+    totals, counts = zip(*answers[-200:], strict=True)
+    result.loss = sum(totals) / sum(counts)
+    return result
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_with_its_state_the_model_learns_to_answer(corpus: Path, tmp_path: Path) -> None:
+    healthy = train(corpus, tmp_path, steps=1000)
+    assert healthy.loss < 0.05
+    assert healthy.counts[COLD] == 0
+
+
+def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Path, tmp_path: Path) -> None:
+    stale = train(corpus, tmp_path, *STALE, steps=1000)
+    assert stale.loss > 0.5
+    assert stale.false_by_step == stale.expected_by_step
+    assert sum(stale.expected_by_step) > 1000
+    assert stale.counts[COLD] == stale.counts[FALSE]
+
+
+def test_evictions_of_groups_that_never_come_back_are_not_false(corpus: Path, tmp_path: Path) -> None:
+    # One stream at a time, so that a group never waits; without release, so that those that ended go stale.
+    control = train(corpus, tmp_path, *STALE, *ONE_STREAM, steps=300, releases=False)
+    assert control.counts[EVICTED] > 100
+    assert control.counts[FALSE] == control.counts[COLD] == 0
+    assert control.loss == train(corpus, tmp_path, *ONE_STREAM, steps=300).loss
+
+
+def test_without_state_nothing_is_learned(corpus: Path, tmp_path: Path) -> None:
+    forgetful = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=1", steps=300)
+    assert 2.0 < forgetful.loss < 2.5
+    assert forgetful.counts[FALSE] == 0
+
+
+def test_wipes_are_seen_as_cold_starts_alone(corpus: Path, tmp_path: Path) -> None:
+    wiped = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=50", steps=500)
+    assert wiped.counts["ledger_wipe_count"] == 10
+    assert wiped.counts[FALSE] == wiped.counts["ledger/false_evictions/lru"] == 0
+    assert wiped.counts[COLD] > 500
+
+
+def test_the_shipped_config_runs_on_what_the_program_synthesises(tmp_path: Path) -> None:
+    made = run("data", "synth", "key-recall", "--out", tmp_path / "data", "--groups", 256)
+    assert made.returncode == 0, made.stderr
+    assert "at least 2.079 without carried state" in made.stderr
+    source = source_override(tmp_path / "data")
+    trained = run("--config", CONFIG, "--set", source, "--steps", 20, "--run-dir", tmp_path / "run")
+    assert trained.returncode == 0, trained.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert "token_type/digit/loss" in rows["train", 20]
+    assert rows["train", 20][COLD] == 0
+
+
+def test_only_answers_are_digits_and_cells_give_nothing_away(corpus: Path, tmp_path: Path) -> None:
+    documents = [
+        json.loads(line)["text"]
+        for stream in sorted((corpus / "recall").iterdir())
+        for line in stream.read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(documents) == 1024
+    pairs = Counter()
+    for text in documents:
+        cells = [text[start : start + 6] for start in range(0, len(text), 6)]
+        first, second = (REVEALED.index(letter) for letter in cells[0][1:3])
+        assert cells == [f"<{REVEALED[first]}{REVEALED[second]}>.\n"] + [f"a{first}b{second}.\n"] * 15
+        pairs[first, second] += 1
+    # All pairs of two independent, even symbols: 16 of each expected.
+    assert len(pairs) == 64
+    assert max(pairs.values()) < 40
+    build_key_recall(tmp_path / "again")
+    assert (tmp_path / "again" / "manifest.json").read_bytes() == (corpus / "manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq_len": 4}, r"--seq-len: must be >= 5, got 4"),
+        ({"cells": 1}, r"--cells: must be >= 2, got 1"),
+        ({"groups": 3}, r"--groups: must be >= 8 \(the streams\), got 3"),
+        ({"streams": 0}, r"--streams: must be >= 1, got 0"),
+    ],
+)
+def test_impossible_corpora_are_refused(tmp_path: Path, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_key_recall(tmp_path / "data", **arguments)

@@ -1,0 +1,229 @@
+"""Damaged input: every kind is one UserError with the path and the place, on one line, and never a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.data.megatron_writer import index_bytes, write_megatron
+from trainer.data.documents import ReadOptions
+from trainer.data.layout import Stream
+from trainer.data.survey import open_stream, token_chunks
+from trainer.data.tokenizer import BytesTokenizer
+from trainer.data.verify import verify
+from trainer.errors import UserError
+
+SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documents of uint16 in 12 bytes
+
+
+def read_all(path: Path, **kwargs: Any) -> int:
+    """Read a file as a run would, to its last token."""
+    stream = Stream(0, str(path), path.name, "a")
+    documents = open_stream(stream, ReadOptions(BytesTokenizer(), **kwargs), "auto")
+    return sum(len(chunk) for chunk in token_chunks(documents))
+
+
+def refusal(path: Path, message: str = ".", **kwargs: Any) -> str:
+    with pytest.raises(UserError, match=message) as refused:
+        read_all(path, **kwargs)
+    assert "\n" not in refused.value.message
+    # `verify` comes to the same verdict.
+    verdict = verify([Stream(0, str(path), path.name, "a")], ReadOptions(BytesTokenizer(), **kwargs), format="auto")
+    assert [error.message for error in verdict.errors] == [refused.value.message]
+    return refused.value.message
+
+
+def index(
+    sizes: list[int] = SIZES, pointers: list[int] = POINTERS, documents: list[int] = DOCUMENTS, **kwargs: Any
+) -> bytes:
+    return index_bytes(sizes, pointers, documents, **{"code": 8, **kwargs})
+
+
+WHOLE = index()
+INDICES: dict[str, tuple[bytes, str]] = {
+    "wrong magic": (b"NOTANIDX!" + WHOLE[9:], r"a\.idx: is not a Megatron-LM index: .*byte offset 0"),
+    "shorter than its header": (WHOLE[:20], r"a\.idx: is cut off inside its header, at byte offset 20"),
+    "truncated": (WHOLE[:-9], r"a\.idx: is cut off: 3 sequences and 4 document indices take 102 bytes, it has 93"),
+    "goes on": (WHOLE + b"\x00\x01", r"a\.idx: goes on behind its last table: .* it has 104"),
+    "unknown version": (index(version=2), "has version 2 at byte offset 9"),
+    "big-endian": (index(version=1 << 56), r"\(big-endian\?\) at byte offset 9"),
+    "unknown dtype": (index(code=9), "unknown dtype code 9 at byte offset 17"),
+    "floats": (index(code=7), "holds float32, not token ids"),
+    "negative length": (index([3, -1, 2]), "sequence 1 has the negative length -1"),
+    "pointer before the bin": (
+        index(pointers=[0, -6, 8]),
+        "sequence 1 lies at bytes -6 to -4, which is not inside a.bin",
+    ),
+    "pointer behind the bin": (index(pointers=[0, 6, 1 << 40]), "sequence 2 lies at bytes 1099511627776 to"),
+    "pointer inside a token": (index(pointers=[0, 5, 8]), "sequence 1 lies at bytes 5 to 7"),
+    "wants more than the bin has": (index([3, 1, 3]), r"sequence 2 lies at bytes 8 to 14.*a\.bin \(12 bytes"),
+    "leaves some of the bin": (index([3, 1, 1]), r"sequences end at byte 10, but a\.bin has 12 bytes"),
+    "another dtype than the bin's": (index(code=4), "sequence 1 lies at bytes 6 to 10"),
+    "document indices fall": (index(documents=[0, 2, 1, 3]), "run from 0 to 3, and fall behind index 1"),
+    "document indices end early": (index(documents=[0, 1, 2]), "must rise from 0 to 3; they run from 0 to 2"),
+    "no documents": (index([], [], [0]), "has no documents"),
+    "a document with a gap": (index([2, 1, 2], [0, 6, 8], [0, 2, 3]), "sequence 1 does not follow the one before it"),
+    "empty": (b"", r"a\.idx: is not a Megatron-LM index"),
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_a_damaged_megatron_index_is_refused(tmp_path: Path, kind: str) -> None:
+    content, message = INDICES[kind]
+    write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
+    assert (tmp_path / "a.idx").read_bytes() == WHOLE
+    assert read_all(tmp_path / "a.bin") == 6
+    (tmp_path / "a.idx").write_bytes(content)
+    assert refusal(tmp_path / "a.bin", message).startswith(str(tmp_path / "a.idx"))
+
+
+def npy(array: Any, **kwargs: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **kwargs)
+    return file.getvalue()
+
+
+class Bomb:
+    """What unpickling this would do."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (os.path.join(tempfile.gettempdir(), f"unpickled-{os.getpid()}"),)
+
+
+def parquet(columns: dict[str, list[Any]], **kwargs: Any) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as files
+
+    file = io.BytesIO()
+    files.write_table(pyarrow.table(columns, **kwargs), file)
+    return file.getvalue()
+
+
+LONG = np.arange(100, dtype=np.uint16)
+FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
+    "zero bytes, text": ("a.txt", lambda: b"", {}, "the file is empty"),
+    "zero bytes, parquet": ("a.parquet", lambda: b"", {}, "the file is empty"),
+    "not UTF-8": ("a.jsonl", lambda: b'{"text": "a"}\n{"text": "\xff"}\n', {}, r"line 2: is not UTF-8 text \(byte 10"),
+    "invalid JSON": ("a.jsonl", lambda: b'{"text": "a"}\n\n{"text": "b"\n', {}, "line 3: is not JSON"),
+    "NUL bytes": ("a.jsonl", lambda: b'{"text": "a"}\n\x00\x00\x00\n', {}, "line 2: is not JSON"),
+    "a line cut off": ("a.jsonl", lambda: b'{"text": "a"}\n{"text": "abc', {}, "line 2: is not JSON"),
+    "deeply nested JSON": ("a.jsonl", lambda: b"[" * 100_000, {}, "line 1: is not JSON"),
+    "a number without end": ("a.jsonl", lambda: b'{"tokens": [' + b"1" * 5000 + b"]}", {}, "line 1: is not JSON"),
+    "no field": ("a.jsonl", lambda: b'{"txt": "a"}\n', {}, "line 1: has neither text nor tokens"),
+    "wrong field type": ("a.jsonl", lambda: b'{"text": ["a"]}\n', {}, "line 1: text must be a string, got list"),
+    "ids in a line": (
+        "a.jsonl",
+        lambda: b'{"tokens": [1, 99999999999999999999]}\n',
+        {},
+        "token id 99999999999999999999",
+    ),
+    "odd size": ("a.bin", lambda: b"abcde", {"dtype": "uint16"}, "byte offset 4"),
+    "no dtype": ("a.bin", lambda: b"abcd", {}, "needs a dtype"),
+    "ids beyond": ("a.bin", lambda: LONG.tobytes() + b"\x01\x01\x00\x00", {"dtype": "uint16"}, "id 257 at token 100"),
+    "big-endian ids": ("a.npy", lambda: npy(LONG.astype(">u2")), {}, r"a\.npy: is big-endian \(>u2\)"),
+    "floats": ("a.npy", lambda: npy(LONG.astype(np.float32)), {}, "whole numbers, got float32"),
+    "two dimensions": ("a.npy", lambda: npy(LONG.reshape(10, 10)), {}, r"got uint16 of shape \(10, 10\)"),
+    "no dimension": ("a.npy", lambda: npy(np.uint16(3)), {}, r"of shape \(\)"),
+    "truncated npy": ("a.npy", lambda: npy(LONG)[:-5], {}, "not a readable .npy array"),
+    "npy header only": ("a.npy", lambda: npy(LONG)[:20], {}, "not a readable .npy array"),
+    "objects": ("a.npy", lambda: npy(np.array([Bomb()], dtype=object), allow_pickle=True), {}, "not a readable .npy"),
+    "a pickle": ("a.npy", lambda: pickle.dumps(Bomb()), {}, "not a readable .npy"),
+    "not npy": ("a.npy", lambda: b"\x93NUMPX" + npy(LONG)[6:], {}, "not a readable .npy"),
+    "garbled npy header": ("a.npy", lambda: npy(LONG).replace(b"'descr'", b"'d(((r'"), {}, "not a readable .npy"),
+    "shape beyond reason": (
+        "a.npy",
+        lambda: npy(LONG).replace(b"(100,), }            ", b"(999999999999999,), }"),
+        {},
+        "not a readable .npy",
+    ),
+    "negative ids": ("a.npy", lambda: npy(np.array([1, -5])), {}, "token id -5 at token 1"),
+    "parquet without the column": ("a.parquet", lambda: parquet({"body": ["a"]}), {}, r"neither .*\(its columns: body"),
+    "parquet with both": ("a.parquet", lambda: parquet({"text": ["a"], "tokens": [[1]]}), {}, "both columns"),
+    "parquet of numbers": ("a.parquet", lambda: parquet({"text": [1]}), {}, "must hold strings, got int64"),
+    "parquet of floats": ("a.parquet", lambda: parquet({"tokens": [[1.5]]}), {}, "lists of whole numbers"),
+    "parquet null": ("a.parquet", lambda: parquet({"text": ["a", "b", None]}), {}, "row 2: text is null"),
+    "parquet null id": ("a.parquet", lambda: parquet({"tokens": [[1], [2, None]]}), {}, "null token"),
+    "parquet ids": ("a.parquet", lambda: parquet({"tokens": [[1], [], [2, 257]]}), {}, "row 2: token id 257"),
+    "truncated parquet": ("a.parquet", lambda: parquet({"text": ["a" * 99]})[:-9], {}, "not a readable Parquet file"),
+    "no parquet at all": ("a.parquet", lambda: b"PAR1" + b"x" * 90, {}, "not a readable Parquet file"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
+    name, content, kwargs, message = FILES[kind]
+    path = tmp_path / name
+    path.write_bytes(content())
+    assert refusal(path, message, **kwargs).startswith(str(path))
+    assert not list(Path(tempfile.gettempdir()).glob(f"unpickled-{os.getpid()}"))
+
+
+def test_a_parquet_without_rows_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(parquet({"text": pyarrow.array([], pyarrow.string())}))
+    assert "has no rows" in refusal(tmp_path / "a.parquet")
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    assert "is a directory, not a file" in refusal(tmp_path / "a.txt")
+    os.mkfifo(tmp_path / "b.txt")
+    assert "is a device or a pipe" in refusal(tmp_path / "b.txt")
+    assert "cannot be read (No such file or directory)" in refusal(tmp_path / "c.txt")
+    (tmp_path / "d.txt").symlink_to(tmp_path / "nowhere")
+    assert "cannot be read (No such file or directory)" in refusal(tmp_path / "d.txt")
+    with pytest.raises(UserError, match="is no path: it has a NUL character"):
+        read_all(Path("a\0b.txt"))
+    write_megatron(tmp_path / "m", [[1]])
+    (tmp_path / "m.idx").unlink()
+    (tmp_path / "m.idx").mkdir()
+    assert "m.idx: is missing" in refusal(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.npy", "a.bin", "a.parquet"])
+def test_a_file_that_may_not_be_read_is_refused(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(b"abcd")
+        path.chmod(0)
+        os.chmod(folder, 0o755)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)  # root may read anything: be nobody for a moment
+            assert "cannot be read (Permission denied)" in refusal(path, dtype="uint16" if name == "a.bin" else None)
+        finally:
+            os.seteuid(user)
+
+
+@pytest.mark.parametrize("kind", ["npy", "idx", "parquet", "jsonl"])
+def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path: Path, kind: str) -> None:
+    write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
+    whole = {
+        "npy": lambda: npy(LONG[:4]),
+        "idx": lambda: WHOLE,
+        "parquet": lambda: parquet({"text": ["abc", "d"]}),
+        "jsonl": lambda: b'{"text": "a\\u00e9b"}\n{"tokens": [1, 2]}\n',
+    }[kind]()
+    damaged = tmp_path / f"a.{kind}"
+    generator = np.random.default_rng(0)
+    places = generator.permutation(len(whole))[:150]
+    messages: list[str] = []
+    for place in places.tolist():
+        content = bytearray(whole)
+        content[place] ^= 1 << int(generator.integers(8))
+        damaged.write_bytes(content)
+        try:
+            read_all(tmp_path / "a.bin" if kind == "idx" else damaged)
+        except UserError as error:
+            messages.append(error.message)
+    assert not any("\n" in message for message in messages)
+    assert len(messages) > len(places) // 8

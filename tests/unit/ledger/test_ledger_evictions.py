@@ -1,0 +1,188 @@
+"""What is evicted, what is remembered of it, and what counts as a false eviction."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.ledger.test_ledger import lookup, new_ledger, store
+from trainer.ledger import Ledger
+
+
+def evicting_ledger(mode: str) -> Ledger:
+    """A ledger that has evicted group 1, and only it, before step 9."""
+    if mode == "lru":
+        ledger = new_ledger("lru", capacity=2)
+        groups = [1, 2, 3]
+    else:
+        ledger = new_ledger("periodic_stale", capacity=8, stale_threshold=3)
+        groups = [1]
+    for step, group in enumerate(groups, start=1):
+        ledger.begin_step(step)
+        store(ledger, [group], cell=0)
+    ledger.begin_step(9)
+    assert dict(ledger.recently_evicted).keys() == {1}
+    return ledger
+
+
+BOTH = pytest.mark.parametrize(("mode", "name"), [("lru", "lru"), ("periodic_stale", "stale")])
+
+
+@BOTH
+def test_group_that_never_comes_back_is_no_false_eviction(mode: str, name: str) -> None:
+    ledger = evicting_ledger(mode)
+    store(ledger, [7], cell=1)
+    metrics = ledger.drain_metrics()
+    assert metrics[f"ledger/evictions/{name}"] >= 1
+    assert metrics["ledger/false_evictions/lru"] == metrics["ledger/false_evictions/stale"] == 0
+
+
+@BOTH
+def test_group_that_comes_back_in_mid_document_counts_once_for_its_mode(mode: str, name: str) -> None:
+    ledger = evicting_ledger(mode)
+    lookup(ledger, [1], cell=1)
+    assert ledger.last_extra_metrics[f"ledger/false_evictions/{name}"] == 0
+    store(ledger, [1], cell=1)
+    store(ledger, [1], cell=2)
+    other = "stale" if name == "lru" else "lru"
+    metrics = ledger.drain_metrics()
+    assert metrics[f"ledger/false_evictions/{name}"] == 1
+    assert metrics[f"ledger/false_evictions/{other}"] == 0
+    assert 1 not in ledger.recently_evicted
+    assert metrics["ledger/cold_starts"] == 1
+
+
+@BOTH
+def test_group_that_comes_back_at_its_start_is_forgotten_without_counting(mode: str, name: str) -> None:
+    ledger = evicting_ledger(mode)
+    store(ledger, [1], cell=0)
+    store(ledger, [1], cell=1)
+    assert 1 not in ledger.recently_evicted
+    assert ledger.drain_metrics()[f"ledger/false_evictions/{name}"] == 0
+
+
+def test_lru_evicts_the_least_recently_stored_and_pins_the_micro_batch() -> None:
+    ledger = new_ledger("lru", capacity=3)
+    for step, group in ((1, 1), (2, 2), (3, 3)):
+        ledger.begin_step(step)
+        store(ledger, [group])
+    ledger.begin_step(4)
+    store(ledger, [1, 4])
+    assert lookup(ledger, [1, 2, 3, 4]) == [1.0, 0.0, 1.0, 1.0]
+    assert dict(ledger.recently_evicted) == {2: ("lru", 4)}
+
+
+def test_lru_ties_fall_in_slot_order() -> None:
+    ledger = new_ledger("lru", capacity=3)
+    ledger.begin_step(1)
+    store(ledger, [30])
+    store(ledger, [20])
+    store(ledger, [10])
+    store(ledger, [30])
+    ledger.begin_step(2)
+    store(ledger, [40])
+    assert 30 in ledger.recently_evicted
+
+
+def test_false_eviction_is_counted_once_and_only_in_mid_group() -> None:
+    ledger = new_ledger("lru", capacity=1)
+    ledger.begin_step(1)
+    store(ledger, [1])
+    store(ledger, [2])
+    store(ledger, [1], cell=1)
+    metrics = ledger.drain_metrics()
+    assert metrics["ledger/evictions/lru"] == 2
+    assert metrics["ledger/false_evictions/lru"] == 1
+    store(ledger, [2], cell=0)
+    store(ledger, [2], cell=1)
+    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
+
+
+@pytest.mark.parametrize(("is_last", "value"), [(True, 1.0), (False, float("nan"))])
+def test_false_eviction_counts_though_the_row_is_not_kept(is_last: bool, value: float) -> None:
+    ledger = new_ledger("lru", capacity=1)
+    ledger.begin_step(1)
+    store(ledger, [1])
+    store(ledger, [2])
+    store(ledger, [1], value, is_last=is_last)
+    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 1
+
+
+def test_stale_sweep_evicts_what_is_older_than_the_threshold() -> None:
+    ledger = new_ledger("periodic_stale", stale_threshold=2, sweep_every=1)
+    ledger.begin_step(1)
+    store(ledger, [1])
+    ledger.begin_step(2)
+    store(ledger, [2])
+    ledger.begin_step(3)
+    assert ledger.drain_metrics()["ledger/evictions/stale"] == 0
+    ledger.begin_step(4)
+    assert ledger.last_extra_metrics["ledger/evictions/stale"] == 1
+    store(ledger, [1])
+    assert ledger.drain_metrics()["ledger/false_evictions/stale"] == 1
+
+
+def test_full_wipe_empties_everything_on_its_step() -> None:
+    ledger = new_ledger("full", wipe_every=3)
+    ledger.begin_step(2)
+    store(ledger, [1, 2])
+    ledger.begin_step(3)
+    metrics = ledger.drain_metrics()
+    assert metrics["ledger_wipe_count"] == 1
+    assert metrics["ledger/live_groups"] == 0
+    assert metrics["ledger/evictions/lru"] == metrics["ledger/evictions/stale"] == 0
+
+
+def test_full_wipe_forgets_who_was_evicted() -> None:
+    before = new_ledger("lru", capacity=1)
+    before.begin_step(1)
+    store(before, [1])
+    store(before, [2])
+    ledger = new_ledger("full", capacity=1, wipe_every=3)
+    ledger.load_state_dict([before.state_dict()])
+    assert 1 in ledger.recently_evicted
+    ledger.begin_step(3)
+    store(ledger, [1])
+    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
+
+
+def test_memory_of_evicted_groups_is_bounded_by_the_capacity() -> None:
+    ledger = new_ledger("lru", capacity=2)
+    for step, group in enumerate([1, 2, 3, 4, 5, 6], start=1):
+        ledger.begin_step(step)
+        store(ledger, [group])
+    assert dict(ledger.recently_evicted) == {3: ("lru", 5), 4: ("lru", 6)}
+    store(ledger, [1])
+    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
+
+
+def test_memory_of_evicted_groups_stays_small_when_all_come_back() -> None:
+    ledger = new_ledger("lru", capacity=1)
+    for step in range(1, 3000):
+        ledger.begin_step(step)
+        store(ledger, [step % 2])
+    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 2997
+    assert len(ledger._shard.ghosts._keys) <= 2 * 1 + 1024 + 1
+    assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}
+
+
+def test_wipe_that_was_rolled_back_is_made_up_for_at_the_next_step() -> None:
+    ledger = new_ledger("full", wipe_every=3, keep_undo=True)
+    ledger.begin_step(2)
+    store(ledger, [1])
+    ledger.begin_step(3)
+    ledger.rollback()
+    assert lookup(ledger, [1]) == [1.0]
+    ledger.begin_step(4)
+    assert ledger.last_extra_metrics["ledger_wipe_count"] == 1
+    assert lookup(ledger, [1]) == [0.0]
+
+
+def test_index_of_recency_stays_small_over_many_steps() -> None:
+    ledger = new_ledger("lru", capacity=8)
+    for step in range(1, 3000):
+        ledger.begin_step(step)
+        store(ledger, [step % 5, 5 + step % 3])
+    assert len(ledger._store.recency) <= 4 * 8 + 1024 + 2
+    store(ledger, [100])
+    # Of groups 0..4 and 5..7 all slots are used; group 0 was stored longest ago (step 2995).
+    assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}

@@ -1,0 +1,78 @@
+"""What a logged step collects beside its loss, from batches whose extras are not what they should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.metrics.best_effort import BestEffort
+from trainer.objective.compose import Objective
+from trainer.training.microbatch import MicroBatch
+from trainer.training.step_details import StepDetails, detail_keys
+
+TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])
+LOGITS = torch.tensor([[[0.0, 2.0, 0.0]] * 3, [[3.0, 0.0, 1.0]] * 3], dtype=torch.float64)
+PLANNED = detail_keys(("token_ce",), ("x", "y"), ("left", "right"), ("text",))
+
+
+def collected(extras: dict[str, Any], planned: list[str] | None = PLANNED) -> tuple[dict[str, float], list[BestEffort]]:
+    """The means of one micro-batch with these extras, and the two guards."""
+    guards = [BestEffort("token_type"), BestEffort("per_source")]
+    details = StepDetails(
+        True,
+        token_types=("x", "y"),
+        token_type_guard=guards[0],
+        per_source=True,
+        per_source_guard=guards[1],
+        planned=planned,
+    )
+    details.add(MicroBatch({}, TARGETS, None, extras), Objective()(LOGITS, TARGETS))
+    sums = details.values()
+    return {key: float(value.total / value.weight) for key, value in sums.items() if float(value.weight)}, guards
+
+
+def test_losses_by_source_and_modality_are_those_of_their_rows():
+    ce = -LOGITS.log_softmax(-1)
+    values, _ = collected({"dataset_labels": ["left", "right"], "dataset_segments": ["text", "text"]})
+    assert values["source/left/loss"] == pytest.approx(float(ce[0, 0, 1] + ce[0, 1, 2]) / 2)
+    assert values["source/right/loss"] == pytest.approx(float(ce[1, 0, 0]))
+    assert values["modality/text/loss"] == pytest.approx(values["loss"])
+    assert values["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_a_label_outside_the_plan_is_left_out_and_the_others_stay():
+    values, guards = collected({"dataset_labels": ["left", "made up"], "dataset_segments": ["text", "made up"]})
+    assert {key for key in values if "/loss" in key} == {"source/left/loss", "modality/text/loss"}
+    assert all(guard.enabled for guard in guards)
+
+
+@pytest.mark.parametrize(
+    ("extras", "guard"),
+    [
+        ({"dataset_labels": ["left"]}, 1),
+        ({"dataset_segments": ["text"] * 3}, 1),
+        ({"token_types": torch.zeros(2, 2, dtype=torch.int8)}, 0),
+    ],
+)
+def test_extras_of_another_length_skip_the_batch(extras, guard, capsys):
+    values, guards = collected(extras)
+    assert {"loss", "accuracy", "objective/token_ce"} == values.keys()
+    assert guards[guard].num_skipped == 1
+    assert all(g.enabled for g in guards)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("extras", "guard"), [({"dataset_labels": 7}, 1), ({"token_types": "text"}, 0)])
+def test_extras_of_another_kind_cost_their_diagnostic_alone(extras, guard, capsys):
+    values, guards = collected({"dataset_segments": ["text", "text"], **extras})
+    assert {"loss", "accuracy", "objective/token_ce"} <= values.keys()
+    assert [g.enabled for g in guards] == [guard != 0, guard != 1]
+    assert capsys.readouterr().err.count("WARNING") == 1
+
+
+def test_a_step_that_does_not_log_collects_nothing():
+    details = StepDetails(False, token_types=(), token_type_guard=BestEffort("t"), per_source=True)
+    details.add(MicroBatch({}, TARGETS, None, {"dataset_labels": 7}), Objective()(LOGITS, TARGETS))
+    assert details.values() == {}
