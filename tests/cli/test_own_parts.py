@@ -94,6 +94,16 @@ def test_a_model_without_state_and_data_of_one_s_own_train_on_two_ranks(tmp_path
     assert rows["train", 20]["tokens_in_step"] == 2 * 2 * 16
 
 
+def test_a_module_in_the_working_directory_is_found_however_the_program_is_started(tmp_path):
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    config = write_tiny_config(tmp_path)
+    arguments = ["check", "--config", config, "--set", "model.target=own_parts:bigram"]
+    result = subprocess.run(
+        command(arguments), env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_run_ends_when_the_data_do(tmp_path):
     data = "data.source=[{name='own', target='own_parts:counting', args={length=7}}]"
     result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", data)
@@ -109,7 +119,10 @@ def test_the_run_ends_when_the_data_do(tmp_path):
         (["model.target=own_parts:nothing"], "model.target: own_parts has no function nothing"),
         (["model.target=no_such_module:build"], "model.target: cannot import no_such_module"),
         (["model.target=own_parts:not_a_model"], "gave a object without state_width"),
-        (["model.target=own_parts:gru", "model.args={scael=2}"], "model.args: own_parts:gru does not take them"),
+        (
+            ["model.target=own_parts:gru", "model.args={scael=2}"],
+            "model.args: cannot call own_parts:gru with vocab_size, dim",
+        ),
         (
             ["model.target=own_parts:bigram", "data.source=[{name='own', target='own_parts:counting', args={x=1}}]"],
             "args",

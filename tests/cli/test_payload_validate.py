@@ -15,7 +15,12 @@ from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, make_cor
 from trainer.metrics.catalog import lookup
 
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
-ROOTS = {"smoke": ("python", "other"), "pytext": ("python", "cpp", "prose"), "gpu_8x": ("code", "prose")}
+ROOTS = {
+    "smoke": ("python", "other"),
+    "pytext": ("python", "cpp", "prose"),
+    "gpu_8x": ("code", "prose"),
+    "key_recall": ("recall",),
+}
 SMALL = """
 train.steps=4 train.device=cpu train.compile=false data.seq_len=32 data.max_group_cells=8
 data.mixing.batch_size=4 data.mixing.num_streams_mixed=2 eval.every=2 eval.batches=2 eval.holdout_fraction=0.2

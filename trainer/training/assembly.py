@@ -89,7 +89,7 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
         dataset = target(**given, **source.table.args)
     except TypeError as error:
         raise UserError(
-            key, f"cannot be called with {', '.join(given)} and args: {error}", "see its signature"
+            key, f"cannot be called with {', '.join(given)} and the keys of args: {error}", "see its signature"
         ) from error
     if not hasattr(dataset, "__iter__"):
         raise UserError(

@@ -189,6 +189,7 @@ def build_run(parts: Parts, *, step: int, data_state: Any, events: EventWriter |
         device=parts.device,
         events=events,
         step=step,
+        first_step=step,
         data_state=data_state,
     )
 

@@ -112,6 +112,21 @@ def discard_staging(checkpoints: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
+    """Move checkpoints of later steps out of the way (rank 0): the run goes on from `step`, and they are another branch.
+
+    They stay in `checkpoints/abandoned/`. Without this, `auto` would later go on from the branch that was left.
+    """
+    moved = []
+    for path in checkpoints.glob("step_*"):
+        if step_of(path) > step:
+            target = checkpoints / "abandoned" / path.name
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(path.rename(target))
+    return moved
+
+
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int) -> None:
     """Delete all but the newest `keep_last` checkpoints and those at multiples of `keep_every` (0: none)."""
     for path in complete_checkpoints(checkpoints)[keep_last:]:

@@ -51,6 +51,8 @@ class Run:
     events: EventWriter | None
     step: int = 0
     """Last finished step."""
+    first_step: int = 0
+    """The step it went on after."""
     data_state: Any = None
     """The data set's state after the last batch that was trained on."""
     first_loss: float | None = None

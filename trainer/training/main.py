@@ -76,8 +76,12 @@ def _train_in_group(
             return 0
         with mistakes_together(world_size=info.world_size):
             if info.is_main:
-                run_dir.create(config, config_path, info)
+                run_dir.create()
+                stack.enter_context(run_dir.lock())
+                run_dir.describe(config, config_path, info)
                 checkpoint.discard_staging(run_dir.checkpoints)
+                for path in checkpoint.set_aside_after(run_dir.checkpoints, position.step):
+                    logger.warning("%s is of another branch of this run now; moved to %s", path.name, path)
         handler = add_log_file(run_dir.log_file(info.rank))
         stack.callback(handler.close)
         run = _open_run(parts, position, run_dir, stop, stack)
@@ -121,6 +125,8 @@ class Position:
 def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: RunConfig) -> Position:
     """Load the checkpoint into the parts; a new run's position without one."""
     if found is None:
+        if effective_resume(config.checkpoint.resume) == "auto":
+            logger.info("--resume auto: no checkpoint to go on from; starting at step 0")
         return Position(data_state=parts.dataset.state_dict())
     path, state = found
     check_drift(state["config"], config)
@@ -131,6 +137,9 @@ def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: Ru
         parts.gns.load_state_dict(state["gns"])
     parts.saver.last_saved = int(state["step"])
     logger.info("going on after step %d from %s", state["step"], path)
+    if state["world_size"] != parts.info.world_size:
+        text = "it was saved on %d rank(s), now there are %d: a step has another number of tokens"
+        logger.warning(text, state["world_size"], parts.info.world_size)
     return Position(state, parts.dataset.state_dict(), path)
 
 
@@ -193,12 +202,12 @@ def _announce(parts: Parts, run_dir: RunDir) -> None:
     facts = parts.plan.facts
     count = sum(p.numel() for p in parts.model.parameters())
     logger.info(
-        "%s: %s parameters, %d rank(s) on %s, up to %s tokens a step, run directory %s",
+        "%s: %s parameters, %d rank(s) on %s%s, run directory %s",
         parts.plan.config.run.name,
         f"{count:,}",
         facts.world_size,
         parts.device,
-        f"{facts.tokens_per_step:,}",
+        f", up to {facts.tokens_per_step:,} tokens a step" if facts.tokens_per_step else "",
         run_dir.path,
     )
 
@@ -208,6 +217,8 @@ def _conclude(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     lines = [f"{state} at step {run.step} of {run.config.train.steps}: {reason}"]
     if run.first_loss is not None and run.last_loss is not None:
         change = f"loss {run.first_loss:.4f} -> {run.last_loss:.4f} ({run.last_loss / run.first_loss:.0%} of the first)"
+        if run.first_step:
+            change = f"since step {run.first_step}: {change}"
         eval_loss = run.last_eval.get("loss")
         lines.append(change + (f", held out {eval_loss:.4f}" if eval_loss is not None else ""))
     lines.append(f"the run is in {run_dir.path}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,8 @@ def resolve_target(target: str, key: str) -> Any:
         UserError: the module cannot be imported or has no such function.
     """
     module_name, _, name = target.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` has it, however the program was started
+        sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -83,7 +87,11 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
     try:
         model = target(vocab_size=vocab_size, dim=table.dim, num_layers=table.num_layers, **table.args)
     except TypeError as error:
-        raise UserError("model.args", f"{table.target} does not take them: {error}", "see its signature") from error
+        raise UserError(
+            "model.args",
+            f"cannot call {table.target} with vocab_size, dim, num_layers and the keys of args: {error}",
+            "see its signature",
+        ) from error
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "state_width", None), int):
         problem = f"{table.target} gave a {type(model).__name__} without state_width"
         raise UserError("model.target", problem, "return a module as trainer.model.protocol.SequenceModel describes it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -9,7 +10,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -33,8 +34,8 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
 
-    def create(self, config: RunConfig, source: Path, info: RankInfo) -> None:
-        """Make the directory and write what the run was started with (rank 0).
+    def create(self) -> None:
+        """Make the directory (rank 0).
 
         Raises:
             UserError: it cannot be written.
@@ -42,12 +43,43 @@ class RunDir:
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            raise UserError(str(self.path), problem, "choose another place with --run-dir") from None
+
+    def describe(self, config: RunConfig, source: Path, info: RankInfo) -> None:
+        """Write what the run was started with (rank 0).
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
             (self.path / "config.toml").write_bytes(source.read_bytes())
             (self.path / "config.resolved.toml").write_text(to_toml(config), encoding="utf-8")
             write_json(self.path / "env.json", environment(info))
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
             raise UserError(str(self.path), problem, "choose another place with --run-dir") from None
+
+    def lock(self) -> TextIO:
+        """Hold the directory for this process until the file is closed or the process ends, however it ends (rank 0).
+
+        Raises:
+            UserError: another process holds it; two runs in one record would spoil it.
+        """
+        try:
+            file = (self.path / ".lock").open("w", encoding="utf-8")
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            raise UserError(str(self.path), problem, "choose another place with --run-dir") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            pid = self.status().get("pid")
+            problem = f"is in use by another run (process {pid} on the machine that wrote status.json)"
+            raise UserError(str(self.path), problem, "wait for it, stop it, or name another --run-dir") from None
+        return file
 
     def status(self) -> dict[str, Any]:
         """What status.json says; empty if there is none or it is damaged (it is for people: checkpoints decide)."""

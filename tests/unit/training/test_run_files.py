@@ -203,3 +203,25 @@ def test_the_first_signal_asks_a_late_second_one_ends(monkeypatch):
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def test_a_directory_in_use_is_refused_until_its_process_ends(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    held = run.lock()
+    with pytest.raises(UserError, match="is in use by another run"):
+        RunDir(tmp_path / "run").lock()
+    held.close()
+    RunDir(tmp_path / "run").lock().close()
+
+
+def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_it(tmp_path):
+    for step in (5, 10, 15):
+        make_checkpoint(tmp_path, step)
+    moved = files.set_aside_after(tmp_path, 5)
+    assert sorted(path.name for path in moved) == ["step_00000010", "step_00000015"]
+    found = files.find(tmp_path, "auto")
+    assert found is not None
+    assert files.step_of(found[0]) == 5
+    assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
+    assert files.set_aside_after(tmp_path, 5) == []
