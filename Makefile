@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke test test-slow check format docs bench bench-data bench-metrics clean
+.PHONY: help setup data smoke test test-slow check format docs bench bench-data bench-ledger bench-metrics clean
 
 help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
@@ -67,9 +67,9 @@ format: setup
 docs: setup
 	@$(BIN)/python scripts/make_docs.py
 
-bench: bench-data bench-metrics
+bench: bench-data bench-ledger bench-metrics
 
-bench-data bench-metrics: bench-%: setup
+bench-data bench-ledger bench-metrics: bench-%: setup
 	@$(BIN)/python scripts/bench/bench_$*.py
 
 clean:
