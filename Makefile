@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # The first python3 that is new enough; `make PYTHON=... setup` takes another one.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-EXTRAS := dev,tensorboard,tokenizers
+EXTRAS := dev,tensorboard,tokenizers,parquet
 CORPUS := data/pytext
 WORKERS ?= 2
 
@@ -30,7 +30,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): constraints.txt pyproject.toml
+$(STAMP): constraints.txt pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "no python3.11 or newer with venv found; set PYTHON=/path/to/python" >&2; exit 1; }
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "creating $(VENV) with $$($(PYTHON) --version)" >&2; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }

@@ -70,6 +70,19 @@ def test_of_a_group_in_several_shards_the_newest_state_counts() -> None:
         ledger = new_ledger("lru")
         ledger.load_state_dict(order)
         assert lookup(ledger, [1, 2, 3]) == [9.0, 9.0, 1.0]
+        assert ledger.drain_metrics()["ledger/live_groups"] == 3
+        # The older entry takes up no place: of the four slots one is free, and each is used once.
+        saved = ledger.state_dict()
+        assert sorted([*saved["slots"].tolist(), *saved["free_slots"].tolist()]) == [0, 1, 2, 3]
+        assert sorted(saved["groups"].tolist()) == [1, 2, 3]
+
+
+def test_ledger_goes_on_from_the_latest_step_of_all_shards() -> None:
+    ledger = new_ledger("lru")
+    ledger.load_state_dict([saved_by(0, [1], 1.0, step=5), saved_by(1, [2], 1.0, step=7)])
+    assert ledger.state_dict()["step"] == 7
+    with pytest.raises(RuntimeError, match="step 6 after step 7"):
+        ledger.begin_step(6)
 
 
 def test_resharded_entries_keep_their_age() -> None:
