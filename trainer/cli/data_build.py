@@ -19,7 +19,7 @@ from trainer.errors import UserError
 
 def build_pytext_corpus(out: str, *, force: bool) -> None:
     """Build the default corpus and say what is in it."""
-    with _progress() as progress:
+    with progress_bar() as progress:
         manifest = build_pytext(Path(out), force=force, progress=progress)
     _summarise(out, manifest)
 
@@ -38,13 +38,13 @@ def build_text_corpus(out: str, modalities: list[str], *, force: bool) -> None:
                 f"--modality {text}", "is not of the form NAME=GLOB", "write --modality 'prose=docs/**/*.md'"
             )
         globs.setdefault(name, []).append(pattern)
-    with _progress() as progress:
+    with progress_bar() as progress:
         manifest = build_text(Path(out), globs, force=force, progress=progress, warn=partial(typer.echo, err=True))
     _summarise(out, manifest)
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
+def progress_bar() -> Iterator[Progress | None]:
     """A bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trainer.cli.data_build import _progress as progress_bar
+from trainer.cli.data_build import progress_bar
 from trainer.data.documents import ReadOptions
 from trainer.data.layout import Stream, discover_direct, discover_nested
 from trainer.data.survey import Survey, survey
