@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +144,7 @@ def finish_step(run: Run, outcome: StepOutcome, *, is_last: bool) -> None:
         if run.saver.last_save_sec is not None:
             extra["checkpoint/save_sec"] = run.saver.last_save_sec
             run.saver.last_save_sec = None
-    with run.progress.paused() if is_logged else run.progress.untouched():
+    with run.progress.paused() if is_logged else nullcontext():
         run.tracker.end_step(
             step,
             loss=outcome.loss,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -53,10 +53,6 @@ class Progress:
             yield
         finally:
             self._bar.start()
-
-    def untouched(self) -> nullcontext[None]:
-        """Leave the bar where it is: nothing will be written."""
-        return nullcontext()
 
     def close(self) -> None:
         """Take the bar off the screen for good."""

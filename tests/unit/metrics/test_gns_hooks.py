@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,18 +23,6 @@ def gradient_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
     loss_sum(fresh, x, weights).backward()
     flat = torch.cat([p.grad.double().flatten() for p in fresh.parameters() if p.grad is not None])
     return flat / float(weights.sum())
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    return make_model()
-
-
-@pytest.fixture
-def gns(model: nn.Module) -> Iterator[GradientNoiseScale]:
-    gns = GradientNoiseScale(model)
-    yield gns
-    gns.close()
 
 
 @pytest.mark.parametrize("num_micros", [1, 2, 4, 5])

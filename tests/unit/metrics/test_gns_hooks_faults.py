@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.gns_windows import loss_sum, make_model, micro, rows, window
+from tests.support.gns_windows import loss_sum, micro, rows, window
 from trainer.metrics import noise_scale
 from trainer.metrics.gns_hooks import GradientNoiseScale
 from trainer.metrics.noise_scale import Window
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    return make_model()
-
-
-@pytest.fixture
-def gns(model: nn.Module) -> Iterator[GradientNoiseScale]:
-    gns = GradientNoiseScale(model)
-    yield gns
-    gns.close()
 
 
 def test_a_micro_batch_without_tokens_carries_no_weight(model: nn.Module, gns: GradientNoiseScale) -> None:
