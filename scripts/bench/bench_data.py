@@ -7,17 +7,15 @@ workers. The contestants take turns, so that what else the machine does falls on
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from bench_table import Figure, print_figures, ratio_figure
 
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import discover_direct
@@ -160,68 +158,45 @@ def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -
     return [high - low for high, low in zip(times["observed"], times["bare"], strict=True)]
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(times, n=4)
-    return {"median": round(middle, 2), "low_quartile": round(low, 2), "high_quartile": round(high, 2)}
-
-
-def measure(batches: int, rounds: int) -> dict[str, object]:
-    """Everything, as one JSON object."""
+def figures(batches: int, rounds: int) -> list[Figure]:
+    """Everything."""
     with tempfile.TemporaryDirectory() as folder:
         paths = write_corpus(Path(folder), len(WEIGHTS), SAMPLES)
         loops = {
             "blend, metrics on": blend_loop(paths, drain=True),
             "blend, metrics off": blend_loop(paths, drain=False),
             "pool of 8, metrics on": pool_loop(paths),
-            "bare": bare_loop(paths, with_targets=False),
-            "bare with targets": bare_loop(paths, with_targets=True),
+            "bare loop": bare_loop(paths, with_targets=False),
+            "bare loop with targets": bare_loop(paths, with_targets=True),
             "floor": floor_loop(paths),
         }
         times = time_in_turns(loops, batches, rounds)
-        ours = times["blend, metrics on"]
-        ratios = {
-            name: summary([other / own for other, own in zip(times[name], ours, strict=True)])
-            for name in ("bare", "bare with targets", "floor")
-        }
+    found = [Figure(f"{name}: us a batch", statistics.median(each), "us") for name, each in times.items()]
+    found.append(Figure("blend, metrics on: picks a second", 1e6 / statistics.median(times["blend, metrics on"])))
+    found.append(
+        Figure("blend, metrics on: samples a second", ROWS * 1e6 / statistics.median(times["blend, metrics on"]))
+    )
+    for other in ("bare loop", "bare loop with targets"):
+        ratios = [theirs / own for theirs, own in zip(times[other], times["blend, metrics on"], strict=True)]
+        goal = GOAL if other == "bare loop" else None
+        found.append(ratio_figure(f"speed of the blend over the {other}", ratios, at_least=goal))
     with tempfile.TemporaryDirectory() as folder:
         many = write_corpus(Path(folder), max(GOALS_US), 512)
-        costs = {str(k): summary(metrics_cost(many, k, batches, rounds)) for k in GOALS_US}
-    return {
-        "machine": f"{platform.machine()}, {cpu_name()}, Python {platform.python_version()}, numpy {np.__version__}",
-        "us_per_batch": {name: summary(each) for name, each in times.items()},
-        "picks_per_sec": {name: round(1e6 / statistics.median(each)) for name, each in times.items()},
-        "samples_per_sec": {name: round(ROWS * 1e6 / statistics.median(each)) for name, each in times.items()},
-        "ratio_to": ratios,
-        "metrics_us_per_pick": costs,
-        "goals": {
-            "at least 0.8 of bare": ratios["bare"]["median"] >= GOAL,
-            **{f"metrics under {us:g} us at K={k}": costs[str(k)]["median"] < us for k, us in GOALS_US.items()},
-        },
-    }
+        for size, goal in GOALS_US.items():
+            costs = metrics_cost(many, size, batches, rounds)
+            found.append(Figure(f"one pick's metrics at K={size}", statistics.median(costs), "us", at_most=goal))
+    return found
 
 
-def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def main() -> None:
-    """Measure, and print JSON to stdout; --check exits with 1 unless every goal is met."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print; exits with 1 when --check is given and a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=400, help="batches a turn")
     parser.add_argument("--rounds", type=int, default=75, help="turns of each, after one that warms up")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    options = parser.parse_args()
-    found = measure(options.batches, options.rounds)
-    print(json.dumps(found, indent=2))
-    goals = found["goals"]
-    assert isinstance(goals, dict)
-    sys.exit(1 if options.check and not all(goals.values()) else 0)
+    args = parser.parse_args(argv)
+    print_figures("data", figures(args.batches, args.rounds), as_json=args.json, check=args.check)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from bench_table import Figure, print_figures, ratio_figure
 from trainer.config.load import load_config
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
-from trainer.training.assembly import autocast_context, make_blend, wrap_ddp
+from trainer.training.assembly import autocast_context, make_blend, state_width, wrap_ddp
 from trainer.training.build import build_parts, build_run
 from trainer.training.loop import run_loop
 from trainer.training.microbatch import IGNORED, MicroBatch, accepted_inputs, split
@@ -118,7 +118,7 @@ class BareLoop:
         self._device = device
         torch.manual_seed(config.run.seed)
         self._model = build_model(config.model, plan.vocab_size).to(device)
-        accepted = accepted_inputs(self._model)
+        accepted, width = accepted_inputs(self._model), state_width(self._model)
         if config.train.compile:
             self._model.compile()
         self._model = wrap_ddp(self._model, ALONE, device)
@@ -127,7 +127,7 @@ class BareLoop:
         self._parameters = list(self._model.parameters())
         self._micros = (split(batch, accepted) for batch in batches)
         self._rows: dict[int, int] = {}
-        self._table = torch.zeros(config.ledger.capacity, self._model.state_width, device=device)  # type: ignore[arg-type]
+        self._table = torch.zeros(config.ledger.capacity, width, device=device)  # [capacity, state_width]
         self._step = 0
 
     def _places(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

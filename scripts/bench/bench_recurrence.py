@@ -1,4 +1,4 @@
-"""Forward + backward of the gated recurrence against nn.GRU and causal attention of the same width, in turn, at several lengths.
+"""Forward + backward of the gated recurrence against nn.GRU and causal attention of the same width, at several lengths.
 
 Each of the three is a whole mixing layer from [B, T, D] to [B, T, D]: ours with its gates and projections, the GRU as
 torch has it, attention with its four projections around `scaled_dot_product_attention`. The same number of tokens at every
@@ -52,8 +52,8 @@ def layers(dim: int, device: str) -> dict[str, Callable[[Tensor], Tensor]]:
     for layer in (recurrence, gru, attention):
         layer.to(device)
     return {
-        "recurrence": lambda x: recurrence(x, torch.zeros(x.shape[0], dim, device=device), None)[0],  # type: ignore[no-any-return]
-        "gru": lambda x: gru(x)[0],  # type: ignore[no-any-return]
+        "recurrence": lambda x: recurrence(x, torch.zeros(x.shape[0], dim, device=device), None)[0],
+        "gru": lambda x: gru(x)[0],
         "attention": attention,
     }
 
