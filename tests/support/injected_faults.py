@@ -242,6 +242,7 @@ FAULTS = (
             **{**_BUSY, "micro_batches": 2},
             num_streams_mixed=4,
             documents=48,
+            streams=2,
             batch_size_by_modality={"a": 1, "b": 64},
             capacity=512,
         ),
