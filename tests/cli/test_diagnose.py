@@ -62,7 +62,10 @@ def test_json_is_one_versioned_object(tmp_path: Path) -> None:
     assert ruling["knob"]["key"] == "ledger.stale_threshold"
 
 
-@pytest.mark.parametrize("content", [None, "", "not a payload\n"])
+EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'
+
+
+@pytest.mark.parametrize("content", [None, "", "not a payload\n", EVALUATION])
 def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")

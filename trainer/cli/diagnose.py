@@ -13,6 +13,7 @@ from rich.table import Table
 from trainer.diagnostics.diagnose import Diagnosis, Ruling, diagnose
 from trainer.diagnostics.outcome import Evidence
 from trainer.diagnostics.series import number
+from trainer.errors import UserError
 from trainer.runs.load import load_run
 
 EXIT_FINDINGS = 3
@@ -25,9 +26,12 @@ def run_diagnose(path: str, *, as_json: bool) -> None:
     """Print what the rules say of a run; exit with 3 if they found something.
 
     Raises:
-        UserError: there is no run at `path`.
+        UserError: there is no run at `path`, or it has nothing that the rules could look at.
     """
-    diagnosis = diagnose(load_run(path))
+    run = load_run(path)
+    if not run.steps:
+        raise UserError(path, "has no training rows, so there is nothing to diagnose", "wait for the first logged step")
+    diagnosis = diagnose(run)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
     else:
@@ -39,7 +43,7 @@ def run_diagnose(path: str, *, as_json: bool) -> None:
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Findings first, then one line for every rule."""
     steps = diagnosis.run.steps
-    extent = f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}" if steps else "no training rows"
+    extent = f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
     console.print(f"{escape(str(diagnosis.run.path))}: {extent}", highlight=False)
     for note in diagnosis.run.notes:
         console.print(f"note: {escape(note)}", highlight=False)
