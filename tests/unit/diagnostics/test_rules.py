@@ -232,6 +232,20 @@ def test_a_loss_that_falls_steeply_has_no_spikes() -> None:
     assert check("loss_spikes", make_run({"loss": losses})).verdict == "healthy"
 
 
+@pytest.mark.parametrize(("rise", "verdict"), [(0.5, "healthy"), (2.0, "finding")])
+def test_a_spike_gives_back_a_share_of_what_was_learnt(rise: float, verdict: str) -> None:
+    losses = [*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001), 2.0 + rise, *noisy(2.0, 9, 0.001)]
+    assert check("loss_spikes", make_run({"loss": losses})).verdict == verdict
+
+
+def test_a_spike_in_a_loss_that_falls_steeply_is_found() -> None:
+    losses = [6.0 / (1 + i / 10) + 0.01 * math.sin(i * i) for i in range(40)]
+    losses[22] += 2.0
+    outcome = check("loss_spikes", make_run({"loss": losses}))
+    assert outcome.verdict == "finding"
+    assert "at step 23" in outcome.sentence
+
+
 def test_several_pools_in_one_key_are_not_compared() -> None:
     rows = pool_rows(**{"blend/max_share_error": [0.01] * 60, f"{POOL}remaining_max": [2000.0] * 60})
     assert check("uneven_slices", make_run(rows)).verdict == "not_measured"
