@@ -1,6 +1,7 @@
 """The program `train`: its options, its verbs, its exit codes.
 
-Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 1 anything else.
+Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 3 findings of
+`train diagnose`; 1 anything else.
 Nothing here imports torch at the top, so that `train --help` answers at once.
 """
 
@@ -96,6 +97,17 @@ def check(
     from trainer.cli.check import run_check
 
     run_check(config, overrides or [], world_size=nproc, as_json=as_json)
+
+
+@app.command("diagnose")
+def diagnose_run(
+    run_dir: Annotated[str, typer.Argument(help="A run's directory, or a metrics.jsonl.", metavar="RUN_DIR")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look for faults in what a run has logged. Exit code 0: healthy, 3: something was found."""
+    from trainer.cli.diagnose import run_diagnose
+
+    run_diagnose(run_dir, as_json=as_json)
 
 
 @build_app.command()
