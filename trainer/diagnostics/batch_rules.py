@@ -65,7 +65,7 @@ RULES = (
         threshold=f"second half of the run: batch below {TOO_SMALL:g} of the noise scale's lower bound (too small), or above "
         f"{WASTEFUL:g} times its upper bound (wasteful); bounds are {ERRORS:g} standard errors",
         why="A batch B takes 1 + B / B_simple times the fewest tokens and 1 + B_simple / B times the fewest steps "
-        "(McCandlish et al. 2018): beyond these bounds five times the tokens, or eleven times the steps. An economy, so advice.",
+        "(McCandlish et al. 2018): beyond the bounds five times the tokens, or eleven times the steps. An economy: advice.",
         knob="`train.micro_batches` (or `data.mixing.batch_size`) towards the noise scale",
         severity="advice",
         check=check_batch_size,

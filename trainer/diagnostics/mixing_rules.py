@@ -268,8 +268,8 @@ RULES = (
     Rule(
         name="closed_pool_imbalance",
         looks_at=(REMAINING_MIN, FRACTION_MIN, FRACTION_MAX, EXHAUSTED),
-        threshold="before the first slice ends: spread of the remaining fractions above c / sqrt(n) + 0.05, n the fewest picks of "
-        "a slice, c = 3 for a pool of 4 (it grows with the logarithm of the pool)",
+        threshold="before the first slice ends: spread of the remaining fractions above c / sqrt(n) + 0.05, n the fewest "
+        "picks of a slice, c = 3 for a pool of 4 (it grows with the logarithm of the pool)",
         why="Weighted picks shuffle all remaining batches, so fractions differ like a Brownian bridge. With refill no such "
         "limit holds.",
         knob='`data.mixing.pick_mode`: "weighted"',

@@ -120,8 +120,8 @@ RULES = (
     Rule(
         name="loss_spikes",
         looks_at=(LOSS, FLAG),
-        threshold=f"above the median of the {WINDOW} rows before by all of: {SIGMAS:g} robust deviations, {RANGES:g} times their "
-        f"range above it, {GIVEN_BACK:.0%} of what the run had learnt, {MIN_RISE} nats",
+        threshold=f"above the median of the {WINDOW} rows before by all of: {SIGMAS:g} robust deviations, {RANGES:g} times "
+        f"their range above it, {GIVEN_BACK:.0%} of what the run had learnt, {MIN_RISE} nats",
         why="Deviation and range are the run's own, so a blend whose sources differ has room, and a rare source is no spike.",
         knob="`optimizer.lr`: half; or the batches at that step",
         severity="warning",
