@@ -112,7 +112,7 @@ def _slice_advice(config: RunConfig, view: SourceView, world_size: int) -> Itera
         yield Advice(f"source {view.name}: mixing.batching_mode", problem, remedy, settable=False)
     if view.padding_share > PADDING and not config.data.pack:
         problem = f"{config.data.seq_len} pads {view.padding_share:.0%} of the tokens of source {view.name}"
-        yield Advice("data.seq_len", problem, str(max(int(config.data.seq_len * (1 - view.padding_share)), 1)))
+        yield Advice("data.seq_len", problem, str(max(int(config.data.seq_len * (1 - view.padding_share) / 2), 1)))
 
 
 def _pool_advice(view: SourceView) -> Iterator[Advice]:
