@@ -12,6 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 EXTRAS := dev,tensorboard,tokenizers,parquet,preview
 CORPUS := data/pytext
 MATRIX := data/smoke_matrix
+MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)
 WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
@@ -49,7 +50,7 @@ $(CORPUS)/manifest.json: $(STAMP)
 smoke: setup data
 	@$(BIN)/torchrun --nproc_per_node=2 train --config train_configs/smoke.toml
 
-smoke-matrix: setup data $(MATRIX)/recall/manifest.json $(MATRIX)/short/manifest.json $(MATRIX)/long/manifest.json
+smoke-matrix: setup data $(MATRIX_CORPORA)
 	@$(BIN)/python scripts/smoke_matrix.py
 
 $(MATRIX)/recall/manifest.json: GROUPS := --groups 8192
@@ -62,7 +63,7 @@ $(MATRIX)/%/manifest.json: $(STAMP)
 test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
-test-slow: setup
+test-slow: setup data $(MATRIX_CORPORA)
 	@$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 check: setup

@@ -38,7 +38,7 @@ def test_the_terminal_shows_blend_pools_ledger_and_learning_rate(config: Path) -
     assert "first" in shown.stdout
     assert "has a point at 20, but the run has 6 steps" in " ".join(shown.stdout.split())
     assert "\x1b" not in shown.stdout
-    assert max(map(len, shown.stdout.splitlines())) <= 110
+    assert max(map(len, shown.stdout.splitlines())) <= 120
     assert not (config.parent / "runs").exists()
 
 

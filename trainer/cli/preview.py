@@ -16,7 +16,7 @@ from trainer.preview.picture import check_picture, draw
 from trainer.preview.summary import make_preview
 from trainer.training.plan import make_plan
 
-WIDTH = 110  # where stdout is no terminal
+WIDTH = 120  # where stdout is no terminal
 
 
 def run_preview(config_path: str, overrides: list[str], *, world_size: int, as_json: bool, out: str | None) -> None:

@@ -151,7 +151,7 @@ def _ledger_advice(config: RunConfig, preview: Preview, ledger: LedgerView) -> I
         else:
             problem = (
                 f"{ledger.stale_threshold} steps holds for this seed (longest wait {ledger.counted_wait_steps}), but not "
-                f"for every order of picks: waits of 2 K n = {ledger.wait_bound_steps} steps are to be expected"
+                f"for every order of picks: with another seed waits can come near 2 K n = {ledger.wait_bound_steps} steps"
             )
         yield Advice("ledger.stale_threshold", problem, str(needed))
     if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:

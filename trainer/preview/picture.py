@@ -52,7 +52,7 @@ def draw(preview: Preview, out: str) -> None:
     _draw_waits(waits, preview, views)
     figure.suptitle(f"{preview.name}: {preview.steps:,} steps on {preview.world_size} rank(s)")
     try:
-        figure.savefig(out, dpi=110, metadata={"Date": None} if out.lower().endswith(".svg") else None)
+        figure.savefig(out, dpi=90, metadata={"Date": None} if out.lower().endswith(".svg") else None)
     except OSError as error:
         raise UserError("--out", f"{out} cannot be written: {error.strerror}", "check the path") from None
 
@@ -86,7 +86,7 @@ def _draw_waits(axes: Axes, preview: Preview, views: list[tuple[str, ModalityVie
     axes.invert_yaxis()
     ledger = preview.ledger
     if ledger is not None:
-        axes.axvline(ledger.wait_bound_steps, color="grey", linestyle="--", label="to expect at most, 2 K n")
+        axes.axvline(ledger.wait_bound_steps, color="grey", linestyle="--", label="2 K n")
         if ledger.stale_threshold is not None:
             axes.axvline(ledger.stale_threshold, color="red", label="stale threshold")
         axes.set_xlabel(

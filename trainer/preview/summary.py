@@ -152,7 +152,8 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
     """The longest wait of a group for its next cell to expect, in optimizer steps.
 
     With weighted picks an almost drained reader waits for about the picks that are left in the whole pool, at most K n;
-    waits beyond 2 K n practically do not happen (docs/ledger.md). Slices differ, so K n is the sum of the K longest. A
+    waits beyond 2 K n practically do not happen (docs/ledger.md; docs/preview.md has a count). That holds from about 20
+    picks a slice; below, trust what was counted. Slices differ, so K n is the sum of the K longest. A
     source that gives a share of the micro-batches, m of them a step, makes them in 1 / (share m) as many steps.
 
     Args:

@@ -13,6 +13,7 @@ from trainer.preview.advice import Advice
 from trainer.preview.summary import Preview, SourceView
 
 PLOT_HEIGHT = 14
+MAX_WIDTH = 120  # of the plots
 MARKERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 MAX_LINES = 8  # sources in the plot, those with the most batches; the table has all
 
@@ -132,11 +133,11 @@ def _ledger_table(preview: Preview) -> Table:
     if ledger.stale_threshold is not None:
         beyond = f"{ledger.waits_beyond_threshold:,} waits are longer"
         table.add_row("stale threshold", f"{ledger.stale_threshold:,} steps; {beyond}")
-    waits = f"{ledger.counted_wait_steps:,} steps counted; {ledger.wait_bound_steps:,} to expect at most (2 K n)"
+    waits = f"{ledger.counted_wait_steps:,} steps counted; 2 K n is {ledger.wait_bound_steps:,}"
     table.add_row("longest wait", waits)
     return table
 
 
 def print_preview(preview: Preview, advice: Sequence[Advice], console: Console) -> None:
     """Print everything."""
-    console.print(render(preview, advice, width=min(console.width, 110)), highlight=False)
+    console.print(render(preview, advice, width=min(console.width, MAX_WIDTH)), highlight=False)
