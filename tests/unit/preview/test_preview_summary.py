@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
+from trainer.data.groups import build_groups
 from trainer.data.schedule import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
 from trainer.preview.forecast import count_run
-from trainer.preview.shapes import source_shape
+from trainer.preview.shapes import group_tokens, source_shape
 from trainer.preview.shares import expected_batches, first_zero, sample_points
-from trainer.preview.summary import make_preview, wait_bound
+from trainer.preview.summary import _source_view, make_preview, wait_bound
 from trainer.training.plan import Plan, make_plan
 
 
@@ -38,16 +39,42 @@ def test_the_first_zero_is_the_first_batch_at_which_the_weight_is_zero(
     points: dict[int, float], kind: str, unit: str, micro_batches: int
 ) -> None:
     weight = ScheduledWeight(kind, points, unit=unit)  # type: ignore[arg-type]
-    values = [weight.evaluate(b if unit == "batch" else b // micro_batches + 1) for b in range(100)]
+    values = [weight.evaluate(b if unit == "batch" else b // micro_batches + 1) for b in range(40)]
     zeros = [batch for batch, value in enumerate(values) if value == 0]
-    span = first_zero(weight, 100, micro_batches)
+    span = first_zero(weight, 40, micro_batches)
     if not zeros:
         assert span is None
         return
     assert span is not None
     assert span.first == zeros[0]
-    after = [batch for batch in range(zeros[0], 100) if values[batch] != 0]
+    after = [batch for batch in range(zeros[0], 40) if values[batch] != 0]
     assert span.last == (after[0] - 1 if after else None)
+
+
+@pytest.mark.parametrize("last", [29, 30, 31])
+def test_a_zero_that_lasts_to_the_runs_end_has_no_last_batch(last: int) -> None:
+    weight = ScheduledWeight("step", {0: 1.0, 10: 0.0, last + 1: 1.0})
+    span = first_zero(weight, 31, 1)
+    assert span is not None
+    assert (span.first, span.last) == (10, last if last < 30 else None)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    max_cells=st.integers(1, 4),
+    pack=st.booleans(),
+    every=st.integers(1, 2),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_token_of_the_documents_belongs_to_one_group(
+    lengths: list[int], max_cells: int, pack: bool, every: int
+) -> None:
+    sizes, kept = np.array(lengths), np.arange(0, len(lengths), every)
+    groups = build_groups(sizes, kept, namespace="", relative_path="s", seq_len=6, max_group_cells=max_cells, pack=pack)
+    tokens = group_tokens(groups, sizes, 6)
+    assert tokens.sum() == sizes[kept].sum()
+    assert (tokens > 0).all()
+    assert (tokens <= groups.num_cells * 6).all()
 
 
 def test_expected_batches_are_the_sum_of_the_probabilities_over_chunks() -> None:
@@ -77,12 +104,10 @@ def test_averages_of_a_long_run_agree_with_counting_it(tmp_path: Path, mode: str
     shapes = [source_shape(plan, source, 2) for source in plan.sources]
     counted = make_preview(plan, 2)
     assert counted.is_counted
-    import trainer.preview.summary as summary
-
     short = count_run(plan, shapes, 2, most=40)
     assert not short.is_whole
     for source, shape in zip(counted.sources, shapes, strict=True):
-        view = summary._source_view(plan, shape, source.batches, None, short)
+        view = _source_view(plan, shape, source.batches, None, short)
         for own, other in zip(view.modalities, source.modalities, strict=True):
             assert own.picks == pytest.approx(other.picks, rel=0.1)
             assert own.exhausts == pytest.approx(other.exhausts, rel=0.15)
