@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from statistics import median
 
 from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_applicable, not_measured
@@ -17,6 +18,7 @@ GRAD_NORM = "grad_norm"
 REJECTED = "non_finite_steps"
 FLAG = "loss_spike"
 WINDOW = 32
+CENTER = 9
 MIN_BEFORE = 16
 SIGMAS = 10.0
 MIN_RISE = 0.1
@@ -75,12 +77,13 @@ def check_loss_spikes(run: Run) -> Outcome:
 
 
 def find_spikes(values: Iterable[float]) -> list[int]:
-    """Indices of values that rise out of the noise of the `WINDOW` values before them.
+    """Indices of values that rise out of the run's own noise.
 
-    Three bars: the robust deviation of those values; the highest of them (a blend whose sources differ shows its own range);
-    and what the run had learnt, so that a rare source is no spike.
+    How far a value lies above the median of the few before has to pass four bars; see the rule's threshold. The largest
+    such distance before stands for a blend whose sources differ; the share of what was learnt, for a rare source.
     """
     before: deque[float] = deque(maxlen=WINDOW)
+    distances: deque[float] = deque(maxlen=WINDOW)
     found: list[int] = []
     first: float | None = None
     in_a_row = 0
@@ -88,23 +91,28 @@ def find_spikes(values: Iterable[float]) -> list[int]:
         if not math.isfinite(value):
             continue
         first = value if first is None else first
-        if len(before) >= MIN_BEFORE:
-            center = median(before)
-            learnt = max(first - center, 0.0)
-            bar = max(
-                MIN_RISE,
-                SIGMAS * typical_deviation(before, center),
-                RANGES * (max(before) - center),
-                GIVEN_BACK * learnt,
-            )
-            is_spike = value - center > bar
-            in_a_row = in_a_row + 1 if is_spike else 0
-            if is_spike:
-                found.append(index)
-            if is_spike and in_a_row < NEW_LEVEL:
-                continue  # a spike is no measure of the noise, until it has become the level
+        center = median(islice(reversed(before), CENTER)) if before else value
+        distance = value - center
+        is_spike = (
+            len(before) >= MIN_BEFORE
+            and distance > max(MIN_RISE, RANGES * max(distances), GIVEN_BACK * (first - center))
+            and distance > SIGMAS * _noise(before)
+        )
+        in_a_row = in_a_row + 1 if is_spike else 0
+        if is_spike:
+            found.append(index)
+        if is_spike and in_a_row < NEW_LEVEL:
+            continue  # a spike is no measure of the noise, until it has become the level
         before.append(value)
+        distances.append(distance)
     return found
+
+
+def _noise(values: Iterable[float]) -> float:
+    """Robust deviation from second differences, which a falling loss does not enlarge: theirs is sqrt(6) times a value's."""
+    listed = list(values)
+    bends = [a - 2 * b + c for a, b, c in zip(listed, listed[1:], listed[2:], strict=False)]
+    return typical_deviation(bends, 0.0) / math.sqrt(6)
 
 
 RULES = (
@@ -120,9 +128,9 @@ RULES = (
     Rule(
         name="loss_spikes",
         looks_at=(LOSS, FLAG),
-        threshold=f"above the median of the {WINDOW} rows before by all of: {SIGMAS:g} robust deviations, {RANGES:g} times "
-        f"their range above it, {GIVEN_BACK:.0%} of what the run had learnt, {MIN_RISE} nats",
-        why="Deviation and range are the run's own, so a blend whose sources differ has room, and a rare source is no spike.",
+        threshold=f"above the median of the {CENTER} rows before by all of: {SIGMAS:g} deviations (of second differences), {RANGES:g} "
+        f"times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of what was learnt, and {MIN_RISE} nats",
+        why="All but the last are the run's own: a blend whose sources differ has room, and a rare source is no spike.",
         knob="`optimizer.lr`: half; or the batches at that step",
         severity="warning",
         check=check_loss_spikes,

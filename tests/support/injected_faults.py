@@ -1,0 +1,310 @@
+"""One injected fault for each rule: made by a real part of the trainer where that is cheap, in the rows otherwise."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.metric_streams import Rows, add_restarts, healthy_scenario, write_run
+from trainer.data import StreamMixingDataset
+from trainer.diagnostics.diagnose import diagnose
+from trainer.runs.load import load_run
+
+ONSET = 100  # the step at which faults that begin during a run begin
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault and the rule that has to find it.
+
+    Attributes:
+        rule: the rule's name.
+        what: what was done, for the table.
+        make: writes the record of a run with the fault, for a seed, into a directory.
+        onset: the step before which nothing is wrong.
+        within: steps from the onset until it has to be found.
+    """
+
+    rule: str
+    what: str
+    make: Callable[[int, Path], Path]
+    onset: int
+    within: int
+
+
+def detected_after(fault: Fault, run_dir: Path) -> int | None:
+    """Steps from the onset to the first logged step with which the rule finds the fault; None: not even with all rows."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    part = run_dir / "part"
+    part.mkdir(exist_ok=True)
+    for name in ("config.resolved.toml", "env.json", "status.json"):
+        (part / name).write_bytes((run_dir / name).read_bytes())
+
+    def is_found(count: int) -> bool:
+        (part / "metrics.jsonl").write_text("".join(lines[:count]), encoding="utf-8")
+        found = diagnose(load_run(part))
+        return fault.rule in {ruling.rule.name for ruling in [*found.findings, *found.advice]}
+
+    if not is_found(len(lines)):
+        return None
+    low, high = 1, len(lines)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_found(middle) else (middle + 1, high)
+    return max(int(json.loads(lines[low - 1])["global_step"]) - fault.onset, 0)
+
+
+def _scenario(**changes: Any) -> Callable[[int, Path], Path]:
+    return lambda seed, path: write_run(healthy_scenario(seed, **changes), path)
+
+
+def _rows(change: Callable[[random.Random, Rows], None], **changes: Any) -> Callable[[int, Path], Path]:
+    """A healthy run whose rows are changed afterwards."""
+
+    def make(seed: int, path: Path) -> Path:
+        rng = random.Random(f"fault {seed}")
+        return write_run(healthy_scenario(seed, on_rows=lambda rows: change(rng, rows), **changes), path)
+
+    return make
+
+
+def _late(rows: Rows) -> list[int]:
+    return [step for step in sorted(rows) if step >= ONSET]
+
+
+def _stick(step: int, dataset: StreamMixingDataset) -> None:
+    """From the onset on the reader in slot 0 is never picked, though its weight says otherwise."""
+    pool = dataset._pool
+    if step != ONSET or not pool.readers:
+        return
+    original, stuck = pool.pick, max(pool.readers, key=lambda reader: reader.remaining_picks)
+
+    def pick(uniform: float) -> int:
+        left = [reader.remaining_picks for reader in pool.readers]
+        if len(left) == 1 or stuck not in pool.readers:
+            return original(uniform)
+        slot = pool.readers.index(stuck)
+        before, total = sum(left[:slot]), sum(left)
+        place = uniform * (total - left[slot])
+        place += left[slot] if place >= before else 0.0
+        return original(place / total)
+
+    pool.pick = pick  # type: ignore[method-assign]
+
+
+def _starve(step: int, dataset: StreamMixingDataset) -> None:
+    """From the onset on streams of modality b do not come in any more."""
+    if step != ONSET:
+        return
+    queue = dataset._queue
+    original = queue.next_reader
+
+    def next_reader() -> Any:
+        while (reader := original()) is not None and reader.stream.modality == "b":
+            pass
+        return reader
+
+    queue.next_reader = next_reader  # type: ignore[method-assign]
+
+
+def _spoil_states(step: int, states: torch.Tensor) -> None:
+    if step == ONSET:
+        states[0] = math.nan
+
+
+def _thrash(_: random.Random, rows: Rows) -> None:
+    before = 0
+    for step in sorted(rows):
+        if step >= ONSET:
+            row = rows[step]
+            row["ledger/fill_fraction"], row["ledger/live_groups"] = 1.0, 64.0
+            row["ledger/evictions/lru"] = 32.0 * (step - before)
+        before = step
+
+
+def _oversize(seed: int, path: Path) -> Path:
+    run = write_run(healthy_scenario(seed), path)
+    config = run / "config.resolved.toml"
+    text = config.read_text(encoding="utf-8").replace("capacity = 64", "capacity = 1000000")
+    config.write_text(text.replace("dim = 64", "dim = 1024"), encoding="utf-8")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line["metrics"]["ledger/fill_fraction"] *= 64 / 1000000
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return run
+
+
+def _nan(_: random.Random, rows: Rows) -> None:
+    row = rows[_late(rows)[0]]
+    row["loss"] = math.nan
+    row["non_finite_steps"] = 1.0
+
+
+def _spike(rng: random.Random, rows: Rows) -> None:
+    steps = _late(rows)
+    learnt = rows[min(rows)]["loss"] - rows[steps[0]]["loss"]
+    for index, step in enumerate(steps[: rng.choice((1, 2, 3))]):
+        rows[step]["loss"] += rng.uniform(0.8, 1.2) * learnt * 0.7**index
+
+
+def _slow_down(rng: random.Random, rows: Rows) -> None:
+    factor = rng.uniform(1.4, 2.5)
+    for step in _late(rows):
+        rows[step]["tokens_per_sec"] /= factor
+        rows[step]["step_time_sec"] *= factor
+
+
+def _wait_for_data(rng: random.Random, rows: Rows) -> None:
+    for step in _late(rows):
+        wait = rows[step]["step_time_sec"] * rng.uniform(0.5, 1.5)
+        rows[step]["time/data_sec"] += wait
+        rows[step]["step_time_sec"] += wait
+
+
+def _straggle(rng: random.Random, rows: Rows) -> None:
+    share = rng.uniform(0.6, 1.0)
+    for step in sorted(rows):
+        wait = rows[step]["step_time_sec"] * share
+        rows[step]["time/slowest_rank_sec"] += wait
+        rows[step]["step_time_sec"] += wait
+
+
+def _restart_often(seed: int, path: Path) -> Path:
+    run = write_run(healthy_scenario(seed, log_interval=1), path)
+    rng = random.Random(f"fault {seed}")
+    if rng.random() < 0.5:  # a crash that repeats
+        add_restarts(run, [(ONSET + 1, ONSET)] * 3)
+    else:  # checkpoints too far apart
+        add_restarts(run, [(ONSET + 30, ONSET)])
+    return run
+
+
+def _fail(seed: int, path: Path) -> Path:
+    run = write_run(healthy_scenario(seed), path)
+    status = {"state": "failed", "reason": "step 300: loss nan", "last_step": 300}
+    (run / "status.json").write_text(json.dumps(status), encoding="utf-8")
+    return run
+
+
+_ONE_POOL: dict[str, Any] = {"num_sources": 1, "world_size": 1, "batching_mode": "per_stream"}
+_BUSY: dict[str, Any] = {**_ONE_POOL, "micro_batches": 4, "log_interval": 2}
+
+FAULTS = (
+    Fault(
+        "false_evictions_lru",
+        "capacity of half the groups in flight",
+        _scenario(**_BUSY, num_streams_mixed=4, documents=32, capacity=8),
+        0,
+        50,
+    ),
+    Fault(
+        "false_evictions_stale",
+        "stale threshold of 3 steps",
+        _scenario(
+            **{**_BUSY, "micro_batches": 2},
+            num_streams_mixed=6,
+            documents=32,
+            wipe_mode="periodic_stale",
+            stale_threshold=3,
+        ),
+        0,
+        50,
+    ),
+    Fault("cold_starts", "full wipe every 50 steps", _scenario(wipe_mode="full", wipe_every=50), 50, 20),
+    Fault(
+        "ledger_thrash",
+        "half of a full ledger evicted each step",
+        _rows(_thrash, num_streams_mixed=6, documents=48, **_ONE_POOL),
+        ONSET,
+        150,
+    ),
+    Fault("ledger_oversize", "8 GB for a million places, 64 used", _oversize, 0, 105),
+    Fault("refused_rows", "states that are NaN in one step", _scenario(on_states=_spoil_states), ONSET, 5),
+    Fault(
+        "stuck_reader",
+        "a reader that is never picked",
+        _scenario(**_BUSY, num_streams_mixed=4, documents=48, streams=12, on_dataset=_stick),
+        ONSET,
+        60,
+    ),
+    Fault(
+        "uneven_slices",
+        "batches of 1 and 64",
+        _scenario(
+            **{**_BUSY, "micro_batches": 2},
+            num_streams_mixed=4,
+            documents=48,
+            batch_size_by_modality={"a": 1, "b": 64},
+            capacity=512,
+        ),
+        0,
+        150,
+    ),
+    Fault(
+        "closed_pool_imbalance",
+        "uniform picks of slices that differ fourfold",
+        _scenario(
+            **_BUSY, num_streams_mixed=6, documents=48, pick_mode="uniform", batch_size_by_modality={"a": 2, "b": 8}
+        ),
+        0,
+        100,
+    ),
+    Fault(
+        "starved_modality",
+        "no more streams of one modality",
+        _scenario(**_BUSY, steps=500, num_streams_mixed=4, documents=4, on_dataset=_starve),
+        ONSET,
+        350,
+    ),
+    Fault(
+        "exhaust_churn",
+        "slices of 1 or 2 picks",
+        _scenario(**_ONE_POOL, micro_batches=2, documents=1, max_group_cells=2),
+        0,
+        100,
+    ),
+    Fault(
+        "shares",
+        "a source that ends early",
+        _scenario(
+            **_BUSY | {"num_sources": 2, "micro_batches": 2},
+            steps=500,
+            documents=48,
+            repeat=False,
+            batch_size_by_modality={"b": 16},
+            capacity=256,
+            num_streams_mixed=4,
+        ),
+        0,
+        520,
+    ),
+    Fault(
+        "batch_size",
+        "a batch of 3 % of the noise scale",
+        _scenario(noise_scale=500.0, world_size=1, micro_batches=4),
+        0,
+        100,
+    ),
+    Fault(
+        "batch_size",
+        "a batch of 40 times the noise scale",
+        _scenario(noise_scale=0.4, world_size=1, micro_batches=4),
+        0,
+        100,
+    ),
+    Fault("non_finite", "a NaN loss", _rows(_nan), ONSET, 5),
+    Fault("loss_spikes", "one to three losses that give back what was learnt", _rows(_spike), ONSET, 5),
+    Fault("throughput_regression", "1.4 to 2.5 times slower", _rows(_slow_down), ONSET, 150),
+    Fault("data_bound", "waits of half to one and a half steps", _rows(_wait_for_data), ONSET, 60),
+    Fault("straggling_rank", "a rank that takes 1.6 to 2 times as long", _rows(_straggle, world_size=2), 0, 60),
+    Fault("restarts", "three restarts from one step, or 30 of 130 steps lost", _restart_often, ONSET, 10),
+    Fault("ending", "a run that failed", _fail, 0, 300),
+)
