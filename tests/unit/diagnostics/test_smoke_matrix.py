@@ -28,9 +28,7 @@ from trainer.runs.load import load_run
 CONFIGS = ROOT / "train_configs" / "diagnostics"
 STEPS = 200
 PAIRS = [
-    pytest.param(a, b, id=f"{a.name}-{b.name}")
-    for a, b in itertools.combinations(CASES, 2)
-    if a.expected != b.expected
+    pytest.param(a, b, id=f"{a.name}-{b.name}") for a, b in itertools.combinations(CASES, 2) if a.expected != b.expected
 ]
 
 
