@@ -83,13 +83,11 @@ def main() -> int:
         for fault in FAULTS:
             faults.append(measure_fault(fault, options.faults, directory))
             print(faults[-1], flush=True)
-        result = {
-            "healthy": measure_healthy(options.healthy, directory),
-            "real": measure_real(directory),
-            "faults": faults,
-        }
+        healthy = measure_healthy(options.healthy, directory)
+        real = measure_real(directory)
+    result = {"healthy": healthy, "real": real, "faults": faults}
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    alarms = len(result["healthy"]["false_alarms"]) + sum(len(r["false_alarms"]) for r in result["real"]["runs"])
+    alarms = len(healthy["false_alarms"]) + sum(len(run["false_alarms"]) for run in real["runs"])
     missed = [row for row in faults if row["found"] < row["runs"] or row["worst"] > row["within"]]
     print(f"{alarms} false alarms; {len(missed)} kinds of fault missed or late; wrote {RESULT.relative_to(ROOT)}")
     return 1 if alarms > 1 or missed else 0

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from trainer.config.docs import render_config_markdown, render_config_schema
+from trainer.diagnostics.docs import render_diagnosis_markdown
 from trainer.metrics.catalog_docs import render_catalog_markdown
 from trainer.metrics.payload_schema import json_schema
 
@@ -16,6 +17,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 def documents() -> dict[str, str]:
     """Path below docs/ -> text."""
     return {
+        "diagnosis.md": render_diagnosis_markdown(json.loads((DOCS / "diagnosis_calibration.json").read_text("utf-8"))),
         "training/METRICS_LOSSES.md": render_catalog_markdown(),
         "config.md": render_config_markdown(),
         "config.schema.json": render_config_schema(),

@@ -1,6 +1,7 @@
 """The program `train`: its options, its verbs, its exit codes.
 
-Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 1 anything else.
+Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 3 findings of
+`train diagnose`; 1 anything else.
 Nothing here imports torch at the top, so that `train --help` answers at once.
 """
 

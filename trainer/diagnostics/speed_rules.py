@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from statistics import median
 
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_applicable, not_measured
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_applicable, not_measured
 from trainer.diagnostics.rule import Rule
 from trainer.diagnostics.series import Series, aligned, number, series, typical_deviation
 from trainer.runs.load import Run
@@ -22,6 +22,7 @@ WARM_UP_SHARE = 0.05
 NUM_BLOCKS = 12
 MIN_BLOCK = 4
 LOST_SHARE = 0.2
+MIN_GROWTH = 1.1
 BLOCK_SIGMAS = 4.0
 DATA_SHARE = 0.15
 MIN_ROWS = 8
@@ -50,6 +51,9 @@ def check_throughput(run: Run) -> Outcome:
     if lost < LOST_SHARE or before - after < BLOCK_SIGMAS * noise:
         return healthy(f"no part of the run is slower than those before by {LOST_SHARE:.0%} and by its own noise")
     index = starts[cut]
+    times = series(run, STEP_TIME)
+    if times and _growth(times, speed.steps[index]) < MIN_GROWTH:
+        return explained(f"{words}; steps took no longer, they had fewer tokens")
     shown = [*range(max(index - 3, 0), index), *range(index, len(speed), max((len(speed) - index) // 6, 1))]
     return finding(
         f"{lost:.0%} of the throughput was lost: {words}",
@@ -58,6 +62,16 @@ def check_throughput(run: Run) -> Outcome:
             "data.prefetch", run.setting("data.prefetch"), "higher, if time/data_share rose with it; else the machine"
         ),
     )
+
+
+def _growth(times: Series, cut: int) -> float:
+    """How much longer steps take from a step on than before it (medians), the first ones left out."""
+    warm = _warm(times)
+    before = [value for step, value in zip(warm.steps, warm.values, strict=True) if step < cut]
+    after = [value for step, value in zip(warm.steps, warm.values, strict=True) if step >= cut]
+    if not before or not after or median(before) <= 0:
+        return math.inf
+    return median(after) / median(before)
 
 
 def _largest_drop(blocks: Sequence[float]) -> tuple[int, float, float, float]:
@@ -123,10 +137,11 @@ def check_straggler(run: Run) -> Outcome:
 RULES = (
     Rule(
         name="throughput_regression",
-        looks_at=(THROUGHPUT,),
+        looks_at=(THROUGHPUT, STEP_TIME),
         threshold=f"the medians of parts of the run drop by {LOST_SHARE:.0%} at some point, and by {BLOCK_SIGMAS:g} times what "
-        "parts on one side of it differ by",
-        why="Tokens a second differ from step to step with padding; medians of a dozen parts do not. The first "
+        f"parts on one side of it differ by, and steps take {MIN_GROWTH - 1:.0%} longer",
+        why="Tokens a second differ from step to step with padding; medians of a dozen parts do not. Smaller batches are "
+        "no fault. The first "
         f"{WARM_UP_SHARE:.0%} of the rows (compilation, caches) are left out.",
         knob="`data.prefetch` where `time/data_share` rose with it; otherwise the machine",
         severity="warning",

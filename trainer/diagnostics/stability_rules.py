@@ -128,8 +128,8 @@ RULES = (
     Rule(
         name="loss_spikes",
         looks_at=(LOSS, FLAG),
-        threshold=f"above the median of the {CENTER} rows before by all of: {SIGMAS:g} deviations (of second differences), {RANGES:g} "
-        f"times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of what was learnt, and {MIN_RISE} nats",
+        threshold=f"above the median of the {CENTER} rows before by all of: {SIGMAS:g} deviations (of second differences), "
+        f"{RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of what was learnt, {MIN_RISE} nats",
         why="All but the last are the run's own: a blend whose sources differ has room, and a rare source is no spike.",
         knob="`optimizer.lr`: half; or the batches at that step",
         severity="warning",

@@ -33,6 +33,7 @@ class RowTable:
         self._alive: bytearray | None = None
         self._in_order = True
         self._orders: dict[tuple[tuple[str, ...], ...], tuple[array[int], array[int] | None]] = {}
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, step: int, attempt: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
         """Take one row; `attempt` is the number of restarts before it."""
@@ -47,6 +48,7 @@ class RowTable:
         self._row_attempts.append(attempt)
         self._alive = None
         self._orders.clear()
+        self._columns.clear()
 
     def __len__(self) -> int:
         """Rows as they came, those that later ones replaced included."""
@@ -88,6 +90,11 @@ class RowTable:
 
         Columns of the same rows share their steps: treat both arrays as read-only.
         """
+        if key not in self._columns:
+            self._columns[key] = self._gather(key)
+        return self._columns[key]
+
+    def _gather(self, key: str) -> tuple[array[int], array[float]]:
         parts = [(keys, block) for keys, block in self._blocks.items() if key in keys]
         steps, order = self._order(tuple(keys for keys, _ in parts))
         values = array("d")

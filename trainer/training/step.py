@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,8 @@ class StepOutcome:
     all_saved: bool
     """Every rank's background save is written."""
     ready_at: float
-    """When this rank came to the backward that reduces the gradient over ranks, by the step's clock."""
+    """When this rank came to the backward that reduces the gradient over ranks, by the step's clock, less the time for which
+    the ledger's exchanges held it up until then."""
     details: StepDetails = field(repr=False)
     """Local sums for logging."""
 
@@ -113,6 +114,7 @@ class TrainStep:
         self._make_details = details
         self._clock = clock
         self._ready_at = 0.0
+        self._exchange_sec = 0.0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._kappa = 1.0 / (settings.micro_batches * settings.max_tokens_per_micro)
 
@@ -126,6 +128,7 @@ class TrainStep:
         """
         self._window = window
         self._details = self._make_details(will_log)
+        self._exchange_sec = 0.0
         if self._ledger is not None:
             self._ledger.begin_step(step)
         if self._gns is not None:
@@ -140,7 +143,8 @@ class TrainStep:
         row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
         state = None
         if self._ledger is not None and micro.carry is not None:
-            state = self._ledger.lookup(micro.carry.group_ids, micro.carry.cell_index)  # [B, state_width]
+            with self._exchange_timed(self._ledger):
+                state = self._ledger.lookup(micro.carry.group_ids, micro.carry.cell_index)  # [B, state_width]
         with self._without_sync(is_last):
             with self._autocast():
                 output = self._model(**micro.inputs, state=state)
@@ -149,17 +153,26 @@ class TrainStep:
                 self._gns.begin_micro(is_last)
             scaled: Any = self._scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
             if is_last:
-                self._ready_at = self._clock()
+                self._ready_at = self._clock() - self._exchange_sec
             scaled.backward()
             if self._gns is not None:
                 scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
                 self._gns.end_micro(row_tokens.sum() * (self._kappa * scale), row_tokens)
         if self._ledger is not None and micro.carry is not None and output.state is not None:
             carry = micro.carry
-            self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state.detach())
+            with self._exchange_timed(self._ledger):
+                self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state.detach())
         self._details.add(micro, result)
         self._loss_sum += result.loss_sum.detach()
         self._tokens += result.num_tokens
+
+    @contextmanager
+    def _exchange_timed(self, ledger: Ledger) -> Iterator[None]:
+        """Adds up the time in the ledger's collectives, in which a rank waits for the others."""
+        began = self._clock()
+        yield
+        if ledger.ownership == "exchange":
+            self._exchange_sec += self._clock() - began
 
     def _without_sync(self, is_last: bool) -> AbstractContextManager[None]:
         if is_last or not isinstance(self._model, DistributedDataParallel):

@@ -1,0 +1,127 @@
+"""`train diagnose` as a program: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, write_tiny_config
+from trainer.diagnostics.diagnose import diagnose
+from trainer.diagnostics.rules import RULES
+from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.runs.load import load_run
+
+
+def program(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "train"), "diagnose", *map(str, arguments)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+
+def write(path: Path, false_evictions: float) -> Path:
+    rows = [
+        build_payload("train", step, {"loss": 2.0 + 0.01 * (step % 3), "ledger/false_evictions/stale": false_evictions})
+        for step in range(1, 41)
+    ]
+    path.write_text("".join(encode_payload(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_healthy_run_exits_with_0_and_names_what_was_not_measured(tmp_path: Path) -> None:
+    done = program(write(tmp_path / "metrics.jsonl", 0.0))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("healthy; ")
+    assert any(line.startswith("straggling_rank") and "not measured" in line for line in lines)
+    assert {rule.name for rule in RULES} <= {line.split()[0] for line in lines if line}
+
+
+def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", 2.0)
+    done = program(tmp_path)
+    assert done.returncode == 3
+    assert "error false_evictions_stale: 80 groups went on after stale had dropped their state" in done.stdout
+    assert "ledger/false_evictions/stale: step 1: 2" in done.stdout
+    assert "try ledger.stale_threshold" in done.stdout
+
+
+def test_json_is_one_versioned_object(tmp_path: Path) -> None:
+    done = program(write(tmp_path / "metrics.jsonl", 2.0), "--json")
+    assert done.returncode == 3
+    found = json.loads(done.stdout)
+    assert found["diagnosis_version"] == 1
+    assert found["verdict"] == "findings"
+    assert found["findings"] == ["false_evictions_stale"]
+    assert [rule["rule"] for rule in found["rules"]] == [rule.name for rule in RULES]
+    ruling = next(rule for rule in found["rules"] if rule["rule"] == "false_evictions_stale")
+    assert ruling["severity"] == "error"
+    assert ruling["evidence"][0]["steps"][0] == 1
+    assert ruling["knob"]["key"] == "ledger.stale_threshold"
+
+
+@pytest.mark.parametrize("content", [None, "", "not a payload\n"])
+def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")
+    done = program(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_damage_is_said_and_the_rest_is_judged(tmp_path: Path) -> None:
+    path = write(tmp_path / "metrics.jsonl", 2.0)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"train"', '"tra', 1) + '{"schema_version":1,"mo', encoding="utf-8")
+    done = program(path)
+    assert done.returncode == 3
+    assert "note: 1 damaged line passed over, the first at line 1" in done.stdout
+    assert "cut off" in done.stdout
+
+
+def test_values_that_are_not_finite_stay_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [build_payload("train", step, {"loss": float("nan") if step == 5 else 2.0}) for step in range(1, 20)]
+    path.write_text("".join(encode_payload(row) + "\n" for row in rows), encoding="utf-8")
+    found = json.dumps(diagnose(load_run(path)).to_json(), allow_nan=False)
+    assert '"nan"' in found
+
+
+SLOW_DATA = """
+import time
+import numpy as np
+
+def one_slow_rank(rank, world_size, seed, seq_len, *, slow_rank):
+    for index in range(10**9):
+        if rank == slow_rank:
+            time.sleep(0.15)
+        tokens = (np.arange(4 * seq_len).reshape(4, seq_len) + index) % 50
+        yield {"tokens": tokens, "targets": (tokens + 1) % 50}
+"""
+
+
+@pytest.mark.distributed
+def test_a_real_rank_that_reads_slowly_is_found_though_the_reduction_hides_it(tmp_path: Path) -> None:
+    (tmp_path / "slow_data.py").write_text(SLOW_DATA, encoding="utf-8")
+    own = "data.source=[{name='own', target='slow_data:one_slow_rank', args={slow_rank=1}}]"
+    options = ["--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 14, "--set", own]
+    env = environment({"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    line = command([*options, "--set", "data.prefetch=0", "--stdout", "off"], nproc=2)
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    assert done.returncode == 0, done.stderr
+    diagnosis = diagnose(load_run(tmp_path / "run"))
+    assert "straggling_rank" in [ruling.rule.name for ruling in diagnosis.findings]
+
+
+def test_diagnosis_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, trainer.cli.diagnose; print(sorted({'torch', 'numpy', 'wandb'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment({"PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,86 @@
+"""The promises of docs/diagnosis.md: healthy runs are called healthy, and every injected fault is found in time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.injected_faults import FAULTS, Fault, detected_after
+from tests.support.metric_streams import healthy_scenario, write_run
+from tests.support.real_runs import REAL_RUNS, machine_rules
+from tests.support.runs import ROOT
+from trainer.diagnostics.diagnose import diagnose
+from trainer.diagnostics.rules import RULES
+from trainer.runs.load import load_run
+
+HEALTHY_RUNS = 40
+RUNS_PER_FAULT = 10
+THIN_SEED = 3
+FAULT_NAMES = [f"{fault.rule}: {fault.what}" for fault in FAULTS]
+
+
+def false_alarms(seeds: range, directory: Path) -> list[str]:
+    found = []
+    for seed in seeds:
+        diagnosis = diagnose(load_run(write_run(healthy_scenario(seed), directory / f"run-{seed}")))
+        found += [f"seed {seed}: {ruling.rule.name}: {ruling.outcome.sentence}" for ruling in diagnosis.findings]
+    return found
+
+
+def assert_found_in_time(fault: Fault, seed: int, directory: Path) -> None:
+    delay = detected_after(fault, fault.make(seed, directory / f"run-{seed}"))
+    assert delay is not None, f"seed {seed}: {fault.what} was not found"
+    assert delay <= fault.within, f"seed {seed}: {fault.what} was found after {delay} steps"
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert {fault.rule for fault in FAULTS} == {rule.name for rule in RULES}
+
+
+def test_a_few_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
+    assert false_alarms(range(6), tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=FAULT_NAMES)
+def test_a_fault_is_found_in_time(fault: Fault, tmp_path: Path) -> None:
+    assert_found_in_time(fault, THIN_SEED, tmp_path)
+
+
+def test_the_table_in_the_docs_keeps_the_promises() -> None:
+    table = json.loads((ROOT / "docs" / "diagnosis_calibration.json").read_text(encoding="utf-8"))
+    real = table["real"]["runs"]
+    assert table["healthy"]["runs"] >= HEALTHY_RUNS
+    assert len(real) >= 5
+    assert len(table["healthy"]["false_alarms"]) + sum(len(run["false_alarms"]) for run in real) <= 1
+    assert [(row["rule"], row["what"]) for row in table["faults"]] == [(fault.rule, fault.what) for fault in FAULTS]
+    for row in table["faults"]:
+        assert row["runs"] >= RUNS_PER_FAULT
+        assert row["found"] == row["runs"]
+        assert row["worst"] <= row["within"]
+
+
+@pytest.mark.slow
+def test_healthy_runs_raise_at_most_one_alarm_in_all(tmp_path: Path) -> None:
+    alarms = false_alarms(range(HEALTHY_RUNS), tmp_path)
+    assert len(alarms) <= 1, alarms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=FAULT_NAMES)
+def test_a_fault_is_found_in_time_whatever_the_seed(fault: Fault, tmp_path: Path) -> None:
+    for seed in range(RUNS_PER_FAULT):
+        assert_found_in_time(fault, seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", REAL_RUNS)
+def test_a_real_run_that_nothing_is_wrong_with_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    diagnosis = diagnose(load_run(REAL_RUNS[name](tmp_path)))
+    alarms = [ruling for ruling in diagnosis.findings if ruling.rule.name not in machine_rules()]
+    assert alarms == []
+    verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in diagnosis.rulings}
+    for measured in ("cold_starts", "stuck_reader", "starved_modality", "shares", "non_finite", "loss_spikes"):
+        assert verdicts[measured] == "healthy", measured

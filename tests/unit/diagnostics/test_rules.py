@@ -1,0 +1,271 @@
+"""Every rule on rows that are healthy, faulty, and absent; the numbers are written out by hand."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.diagnostics.outcome import Outcome
+from trainer.diagnostics.rules import RULES
+from trainer.metrics.catalog import is_known
+from trainer.metrics.payload_contract import Restart
+from trainer.runs.load import Run
+from trainer.runs.table import RowTable
+
+BY_NAME = {rule.name: rule for rule in RULES}
+POOL = "stream_mixing/active/"
+ENDED = "stream_mixing/refill/exhaust_events"
+MIXING = {"num_streams_mixed": 4, "pick_mode": "weighted", "batching_mode": "per_stream", "batch_size": 8}
+CONFIG = {
+    "train": {"micro_batches": 2},
+    "data": {"mixing": MIXING, "prefetch": 2},
+    "model": {"target": "trainer.model:build", "dim": 1024, "num_layers": 4},
+    "ledger": {"capacity": 64, "stale_threshold": 5, "wipe_mode": "lru"},
+    "optimizer": {"lr": 1e-3},
+    "checkpoint": {"every": 40},
+}
+
+
+def make_run(columns: Mapping[str, Mapping[int, float] | list[float]], **changes: Any) -> Run:
+    """A run with these columns: step -> value, or values of steps 1, 2, ..."""
+    table = RowTable(rows_complete_each_other=False)
+    named = {k: v if isinstance(v, Mapping) else dict(enumerate(v, start=1)) for k, v in columns.items()}
+    for step in sorted({step for column in named.values() for step in column}):
+        row = {key: column[step] for key, column in named.items() if step in column}
+        table.add(step, 0, tuple(row), row.values())
+    settings: dict[str, Any] = {"config": CONFIG, "environment": {"world_size": 1}, **changes}
+    return Run(Path("made-up"), table, RowTable(rows_complete_each_other=True), **settings)
+
+
+def check(name: str, run: Run) -> Outcome:
+    return BY_NAME[name].check(run)
+
+
+def pool_rows(count: int = 60, **changes: Any) -> dict[str, Any]:
+    """A pool of four readers with 50 picks each, which drain together."""
+    left = [50 - 0.5 * i for i in range(count)]
+    return {
+        f"{POOL}remaining_min": left,
+        f"{POOL}remaining_max": [min(value + 2, 50) for value in left],
+        f"{POOL}remaining_fraction_min": [value / 50 for value in left],
+        f"{POOL}remaining_fraction_max": [min(value + 2, 50) / 50 for value in left],
+        f"{POOL}steps_since_pick_max": [12.0] * count,
+        f"{POOL}pick_surprise_max": [3.0] * count,
+        f"{POOL}modalities/a": [2.0] * count,
+        f"{POOL}modalities/b": [2.0] * count,
+        ENDED: [0.0] * count,
+        **changes,
+    }
+
+
+def noisy(level: float, count: int, relative: float = 0.02) -> list[float]:
+    """A level with a repeatable noise."""
+    return [level * (1 + relative * math.sin(12.9898 * i * i)) for i in range(count)]
+
+
+FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
+LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
+SPEED = noisy(1000.0, 100)
+GNS = {"gns/b_simple": [20.0] * 40, "gns/b_simple_se": [2.0] * 40}
+
+HEALTHY: dict[str, Run] = {
+    "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
+    "false_evictions_stale": make_run({FALSE["stale"]: [0.0] * 9}),
+    "cold_starts": make_run({"ledger/cold_starts": [0.0] * 9}),
+    "ledger_thrash": make_run({**LEDGER, "ledger/evictions/lru": [1.0] * 60, **pool_rows()}),
+    "ledger_oversize": make_run({"ledger/fill_fraction": {1: 0.1, 200: 0.6}}),
+    "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
+    "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [11.5] * 60})),
+    "uneven_slices": make_run(pool_rows()),
+    "closed_pool_imbalance": make_run(pool_rows()),
+    "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0, 0.0, 0.0] * 20})),
+    "exhaust_churn": make_run(pool_rows(**{ENDED: [0.04] * 60})),
+    "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.01}}),
+    "batch_size": make_run({**GNS, "gns/b_big": [16.0] * 40}),
+    "non_finite": make_run({"loss": [2.0] * 9, "grad_norm": [1.0] * 9, "non_finite_steps": [0.0] * 9}),
+    "loss_spikes": make_run({"loss": noisy(2.0, 60)}),
+    "throughput_regression": make_run({"tokens_per_sec": SPEED}),
+    "data_bound": make_run({"time/data_sec": [0.01] * 40, "step_time_sec": [1.0] * 40}),
+    "straggling_rank": make_run(
+        {"time/slowest_rank_sec": [0.6] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40},
+        environment={"world_size": 2},
+    ),
+    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[2]),
+    "ending": make_run({"loss": [1.0]}, status={"state": "done"}),
+}
+FAULTY: dict[str, Run] = {
+    "false_evictions_lru": make_run({FALSE["lru"]: [0.0, 0.0, 1.0]}),
+    "false_evictions_stale": make_run({FALSE["stale"]: [0.0, 0.0, 1.0]}),
+    "cold_starts": make_run({"ledger/cold_starts": [0.0, 2.0], FALSE["lru"]: [0.0, 1.0]}),
+    "ledger_thrash": make_run({**LEDGER, "ledger/evictions/lru": [16.0] * 60, **pool_rows()}),
+    "ledger_oversize": make_run(
+        {"ledger/fill_fraction": {1: 0.01, 200: 0.01}}, config={**CONFIG, "ledger": {"capacity": 100_000}}
+    ),
+    "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
+    "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
+    "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
+    "closed_pool_imbalance": make_run(pool_rows(**{f"{POOL}remaining_fraction_min": [1.0] * 30 + [0.2] * 30})),
+    "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})),
+    "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
+    "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
+    "batch_size": make_run({**GNS, "gns/b_big": [100.0] * 40}),
+    "non_finite": make_run({"loss": [2.0, math.nan, 2.0]}),
+    "loss_spikes": make_run({"loss": [*noisy(2.0, 40), 3.0, *noisy(2.0, 10)]}),
+    "throughput_regression": make_run({"tokens_per_sec": SPEED[:60] + [0.7 * value for value in SPEED[60:]]}),
+    "data_bound": make_run({"time/data_sec": [0.2] * 40, "step_time_sec": [1.0] * 40}),
+    "straggling_rank": make_run(
+        {"time/slowest_rank_sec": [0.9] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40},
+        environment={"world_size": 2},
+    ),
+    "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[6]),
+    "ending": make_run({"loss": [1.0]}, status={"state": "failed", "reason": "a reason", "last_step": 1}),
+}
+
+
+def test_every_rule_has_a_healthy_and_a_faulty_case() -> None:
+    assert list(HEALTHY) == list(FAULTY) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_healthy_rows_are_healthy(name: str) -> None:
+    outcome = check(name, HEALTHY[name])
+    assert outcome.verdict == "healthy", outcome.sentence
+    assert not outcome.evidence
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_fault_is_found_with_evidence_and_a_knob(name: str) -> None:
+    outcome = check(name, FAULTY[name])
+    assert outcome.verdict == "finding", outcome.sentence
+    assert any(evidence.steps for evidence in outcome.evidence)
+    if name != "ending":
+        assert outcome.knob is not None
+        assert outcome.knob.suggested not in (None, outcome.knob.current)
+
+
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"restarts"}))
+def test_absent_keys_are_not_measured_and_never_healthy(name: str) -> None:
+    assert check(name, make_run({"unknown/key": [1.0] * 100}, config={}, environment={})).verdict == "not_measured"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_fault_is_found_without_the_config(name: str) -> None:
+    faulty = FAULTY[name]
+    run = Run(faulty.path, faulty.train, faulty.evals, faulty.restarts, faulty.steps_redone, status=faulty.status)
+    outcome = check(name, run)
+    # The size of a state is nowhere but in the config.
+    assert outcome.verdict == ("not_measured" if name == "ledger_oversize" else "finding"), outcome.sentence
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_one_row_is_enough_for_no_exception(name: str) -> None:
+    for source in (HEALTHY[name], FAULTY[name]):
+        row = {key: {7: column[1][0]} for key in source.train.keys if (column := source.train.column(key))[1]}
+        check(name, make_run(row))
+
+
+def test_rules_look_at_keys_of_the_catalog() -> None:
+    for rule in RULES:
+        for key in rule.looks_at:
+            assert " " in key or key.endswith(".json") or is_known(key.replace("<", "").replace(">", "")), key
+
+
+def test_cold_starts_that_false_evictions_account_for_are_explained() -> None:
+    run = make_run({"ledger/cold_starts": [0.0, 3.0], FALSE["lru"]: [0.0, 1.0], FALSE["stale"]: [0.0, 2.0]})
+    assert check("cold_starts", run).verdict == "explained"
+
+
+def test_cold_starts_after_wipes_name_the_wipe_mode() -> None:
+    run = make_run({"ledger/cold_starts": [0.0, 3.0], "ledger_wipe_count": [0.0, 1.0]})
+    knob = check("cold_starts", run).knob
+    assert knob is not None
+    assert knob.key == "ledger.wipe_mode"
+
+
+def test_thrash_with_false_evictions_is_explained_by_them() -> None:
+    rows = {**LEDGER, "ledger/evictions/lru": [16.0] * 60, **pool_rows(), FALSE["lru"]: [1.0] * 60}
+    assert check("ledger_thrash", make_run(rows)).verdict == "explained"
+
+
+def test_the_suggested_stale_threshold_is_two_k_n_over_the_micro_batches() -> None:
+    knob = check("false_evictions_stale", make_run({FALSE["stale"]: [1.0] * 60, **pool_rows()})).knob
+    assert knob is not None
+    assert knob.suggested == 2 * 4 * (50 + 1) // 2
+
+
+@pytest.mark.parametrize(("batch", "word"), [(100.0, "wasteful"), (16.0, "about right"), (1.0, "too small")])
+def test_the_batch_is_judged_against_the_bounds_of_the_noise_scale(batch: float, word: str) -> None:
+    outcome = check("batch_size", make_run({**GNS, "gns/b_big": [batch] * 40}))
+    assert word in outcome.sentence
+    assert "20 (16 to 24)" in outcome.sentence
+
+
+def test_a_wide_confidence_interval_keeps_the_batch_verdict_back() -> None:
+    wide = {**GNS, "gns/b_simple_se": [9.0] * 40, "gns/b_big": [100.0] * 40}
+    assert check("batch_size", make_run(wide)).verdict == "healthy"
+
+
+def test_a_noise_scale_that_is_mostly_undetermined_is_not_measured() -> None:
+    rows = {"gns/b_big": [1.0] * 40, "gns/b_simple": {30: 500.0}, "gns/b_simple_se": {30: 1.0}}
+    assert check("batch_size", make_run(rows)).verdict == "not_measured"
+
+
+def test_fp16_may_reject_a_few_steps() -> None:
+    rows = {"loss": [2.0] * 100, "non_finite_steps": [1.0] * 5 + [0.0] * 95}
+    half = {**CONFIG, "train": {"precision": "fp16"}}
+    assert check("non_finite", make_run(rows, config=half)).verdict == "healthy"
+    assert check("non_finite", make_run(rows)).verdict == "finding"
+
+
+def test_a_blend_whose_sources_differ_has_no_spikes() -> None:
+    losses = [(2.6 if i % 7 == 0 else 1.4) + 0.02 * math.sin(i * i) for i in range(200)]
+    assert check("loss_spikes", make_run({"loss": losses})).verdict == "healthy"
+
+
+def test_a_loss_that_falls_steeply_has_no_spikes() -> None:
+    losses = [6.0 / (1 + i / 5) + 0.05 * math.sin(i * i) for i in range(200)]
+    assert check("loss_spikes", make_run({"loss": losses})).verdict == "healthy"
+
+
+def test_several_pools_in_one_key_are_not_compared() -> None:
+    rows = pool_rows(**{"blend/max_share_error": [0.01] * 60, f"{POOL}remaining_max": [2000.0] * 60})
+    assert check("uneven_slices", make_run(rows)).verdict == "not_measured"
+    assert check("closed_pool_imbalance", make_run(rows)).verdict == "not_measured"
+
+
+def test_uneven_streams_are_advice_and_uneven_batches_a_warning() -> None:
+    rows = pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})
+    uneven = {**CONFIG, "data": {"mixing": {**MIXING, "batch_size_by_modality": {"a": 1}}}}
+    assert check("uneven_slices", make_run(rows)).severity == "advice"
+    assert check("uneven_slices", make_run(rows, config=uneven)).severity == "warning"
+
+
+def test_a_source_that_stays_below_its_configured_share_is_named() -> None:
+    config = {**CONFIG, "data": {"source": [{"name": "x", "weight": 3.0}, {"name": "y", "weight": 1.0}]}}
+    rows = {"blend/max_share_error": [0.0] * 900, "blend/share/x": [0.5] * 900, "blend/share/y": [0.5] * 900}
+    assert "source x" in check("shares", make_run(rows, config=config)).sentence
+
+
+def test_the_same_restart_again_and_again_is_found_though_it_costs_little() -> None:
+    run = make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)] * 3, steps_redone=[1, 1, 1])
+    assert "3 times from step 50" in check("restarts", run).sentence
+
+
+def test_fewer_tokens_in_steps_that_take_no_longer_are_no_regression() -> None:
+    slower = [*SPEED[:60], *(0.5 * value for value in SPEED[60:])]
+    times = {"step_time_sec": [1.0] * 100}
+    assert check("throughput_regression", make_run({"tokens_per_sec": slower, **times})).verdict == "explained"
+    longer = {"step_time_sec": [1.0] * 60 + [2.0] * 40}
+    assert check("throughput_regression", make_run({"tokens_per_sec": slower, **longer})).verdict == "finding"
+
+
+def test_one_rank_has_no_straggler() -> None:
+    assert (
+        check("straggling_rank", make_run({"time/slowest_rank_sec": array("d", [1.0]).tolist()})).verdict
+        == "not_measured"
+    )
