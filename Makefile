@@ -9,8 +9,10 @@ STAMP := $(VENV)/.installed
 # The first python3 that is new enough; `make PYTHON=... setup` takes another one.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-EXTRAS := dev,tensorboard,tokenizers,parquet
+EXTRAS := dev,tensorboard,tokenizers,parquet,preview
 CORPUS := data/pytext
+MATRIX := data/smoke_matrix
+MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)
 WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
@@ -18,11 +20,12 @@ export OMP_NUM_THREADS ?= 1
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke test test-slow check format docs bench bench-data bench-ledger bench-metrics clean
+.PHONY: help setup data smoke smoke-matrix test test-slow check format docs bench bench-data bench-ledger bench-metrics clean
 
 help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
 	@echo "make smoke      train train_configs/smoke.toml on 2 ranks, on text that your machine already has"
+	@echo "make smoke-matrix  train one healthy and three faulty configs, and check that the diagnosis tells them apart"
 	@echo "make test       the test suite (make test-slow: the long ones)"
 	@echo "make check      lint, types, layers, generated docs"
 	@echo "make docs       regenerate the generated docs"
@@ -47,10 +50,20 @@ $(CORPUS)/manifest.json: $(STAMP)
 smoke: setup data
 	@$(BIN)/torchrun --nproc_per_node=2 train --config train_configs/smoke.toml
 
+smoke-matrix: setup data $(MATRIX_CORPORA)
+	@$(BIN)/python scripts/smoke_matrix.py
+
+$(MATRIX)/recall/manifest.json: GROUPS := --groups 8192
+$(MATRIX)/short/manifest.json: GROUPS := --groups 4096 --cells 2 --streams 128
+$(MATRIX)/long/manifest.json: GROUPS := --groups 4096 --cells 2 --streams 8
+$(MATRIX)/%/manifest.json: $(STAMP)
+	@$(BIN)/train data synth key-recall --out $(@D) $(GROUPS) --force >&2
+	@touch $@
+
 test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
-test-slow: setup
+test-slow: setup data $(MATRIX_CORPORA)
 	@$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 check: setup

@@ -21,6 +21,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import discover_direct
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.pool import ActivePool
+from trainer.data.reader import StreamReader
 from trainer.data.schedule import ScheduledWeight
 from trainer.data.tokenizer import IdsTokenizer
 
@@ -138,7 +139,7 @@ def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -
     """Microseconds that observing and reporting the pool adds to a pick: with a drain, less a pick that only chooses."""
     mixing = dataset(paths[:num_readers], "cost", num_readers)
     next(mixing)
-    pool: ActivePool = mixing._pool
+    pool: ActivePool[StreamReader] = mixing._pool
     assert len(pool.readers) == num_readers
     remaining = [float(reader.remaining_picks) for reader in pool.readers]
     uniforms = np.random.default_rng(0).random(picks).tolist()

@@ -99,6 +99,22 @@ def check(
     run_check(config, overrides or [], world_size=nproc, as_json=as_json)
 
 
+@app.command()
+def preview(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to reckon with.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[str | None, typer.Option(help="Also draw it: .png or .svg.", metavar="PICTURE")] = None,
+) -> None:
+    """Show what a run will draw, hold and wait for, and warn of settings that will hurt. Nothing is trained."""
+    if config is None:
+        raise UserError("--config", "is required", "train preview --config train_configs/smoke.toml")
+    from trainer.cli.preview import run_preview
+
+    run_preview(config, overrides or [], world_size=world_size, as_json=as_json, out=out)
+
+
 @app.command("diagnose")
 def diagnose_run(
     run_dir: Annotated[str, typer.Argument(help="A run's directory, or a metrics.jsonl.", metavar="RUN_DIR")],

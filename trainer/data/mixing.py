@@ -19,6 +19,7 @@ from trainer.data.keyed import KeyedUniforms
 from trainer.data.layout import Stream
 from trainer.data.opener import CutOptions, StreamOpener
 from trainer.data.pool import EXHAUST_EVENTS, PICK_MODES, ActivePool, PickMode
+from trainer.data.reader import StreamReader
 from trainer.data.reader_queue import RankPlace, ReaderQueue
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
@@ -151,7 +152,7 @@ class StreamMixingDataset:
             batch_sizes=self._batch_sizes,
             place=RankPlace(rank, world_size),
         )
-        self._pool = ActivePool(self.modalities, pick_mode)
+        self._pool: ActivePool[StreamReader] = ActivePool(self.modalities, pick_mode)
         self._batch_index = 0
         self._exhaust_events = 0
         self._is_barren = False  # a whole epoch had no cell for this rank

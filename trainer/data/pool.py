@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-
-from trainer.data.reader import StreamReader
 
 PickMode: TypeAlias = Literal["weighted", "uniform", "round_robin"]
 PICK_MODES: tuple[PickMode, ...] = ("weighted", "uniform", "round_robin")
@@ -27,7 +25,34 @@ MODALITY_PREFIX = "stream_mixing/active/modalities/"
 _NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _NEG_LAST_PICK, _SURPRISE = range(6)
 
 
-class ActivePool:
+class Labelled(Protocol):
+    """Something that has a modality."""
+
+    @property
+    def modality(self) -> str:
+        """The label."""
+
+
+class PoolReader(Protocol):
+    """What the pool looks at in a reader; see `StreamReader`."""
+
+    @property
+    def stream(self) -> Labelled:
+        """What it reads."""
+
+    @property
+    def remaining_picks(self) -> int:
+        """Batches left until it is exhausted."""
+
+    @property
+    def remaining_fraction(self) -> float:
+        """Share of its slice that is not read yet."""
+
+
+Reader = TypeVar("Reader", bound=PoolReader)
+
+
+class ActivePool(Generic[Reader]):
     """The active readers, one a slot.
 
     What is reported is the pool as it was when the last pick was drawn. So the picked reader's progress is not noted
@@ -39,7 +64,7 @@ class ActivePool:
     """
 
     def __init__(self, modalities: Sequence[str], pick_mode: PickMode) -> None:
-        self.readers: list[StreamReader] = []
+        self.readers: list[Reader] = []
         self.turn = 0  # the slot that round_robin picks next
         self._pick_mode = pick_mode
         self._stats = np.zeros((6, 0))
@@ -49,7 +74,7 @@ class ActivePool:
         self._lone = (0.0, 0.0)  # remaining picks and fraction of a reader that was alone when it was picked
         self._seen: dict[str, float] | None = {}  # what the last pick saw; None: not worked out yet
 
-    def add(self, reader: StreamReader) -> None:
+    def add(self, reader: Reader) -> None:
         """Give the reader a new slot, the last."""
         self._settle()
         self.readers.append(reader)
@@ -57,7 +82,7 @@ class ActivePool:
         self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
         self._note(len(self.readers) - 1)
 
-    def replace(self, slot: int, reader: StreamReader | None) -> None:
+    def replace(self, slot: int, reader: Reader | None) -> None:
         """Put a reader into a slot, or, without one, drop the slot."""
         self._settle()
         self._counts[MODALITY_PREFIX + self.readers[slot].stream.modality] -= 1.0

@@ -181,7 +181,8 @@ def positions(unit: str, batches: Batches, micro_batches: int) -> Batches:
     return batches if unit == "batch" else batches // micro_batches + 1
 
 
-def _in_batches(spec: WeightSpec, micro_batches: int) -> list[Interval]:
+def zero_batches(spec: WeightSpec, micro_batches: int) -> list[Interval]:
+    """The batches at which a weight is zero: disjoint, ascending intervals; see `positions` for weights in steps."""
     if spec.unit == "batch":
         return spec.zero_intervals()
     found: list[Interval] = []
@@ -218,9 +219,9 @@ def first_all_zero(
     """
     if not specs:
         return None
-    common = _in_batches(specs[0], micro_batches)
+    common = zero_batches(specs[0], micro_batches)
     for spec in specs[1:]:
-        common = _intersect(common, _in_batches(spec, micro_batches))
+        common = _intersect(common, zero_batches(spec, micro_batches))
     if not common or (num_batches is not None and common[0][0] >= num_batches):
         return None
     return common[0]

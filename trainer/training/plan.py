@@ -35,9 +35,17 @@ class Plan:
 
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""
+        return sum(p.numel() for p in self._weightless_model().parameters() if p.requires_grad)
+
+    def state_width(self) -> int:
+        """Numbers in one group's recurrent state; 0 for a model without."""
+        width = self._weightless_model().state_width
+        assert isinstance(width, int)
+        return width
+
+    def _weightless_model(self) -> nn.Module:
         with torch.device("meta"):
-            model = build_model(self.config.model, self.vocab_size)
-        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+            return build_model(self.config.model, self.vocab_size)
 
 
 def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:

@@ -1,0 +1,141 @@
+"""Runs the smoke matrix: trains its configs on two ranks, diagnoses each run, and fails unless each shows its own fault alone.
+
+    make smoke-matrix
+
+Exit code 0: every run shows exactly what is expected of it; 1: one does not, or did not come to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer.config.load import load_config
+from trainer.diagnostics.smoke_matrix import CASES, Case, Damage, Judgement, is_green, judge_all, measure_damage
+from trainer.runs.load import load_run
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "train_configs" / "diagnostics"
+RUN_LIMIT_SEC = 600
+HEALTHY_OR_FINDINGS = (0, 3)
+WIDTH = 140  # where stdout is no terminal
+
+
+def main() -> int:
+    """Run everything; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/smoke_matrix"), help="directory of the runs; is replaced"
+    )
+    parser.add_argument("--nproc", type=int, default=2, help="ranks")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    if options.out.exists():
+        shutil.rmtree(options.out)
+    options.out.mkdir(parents=True)
+    for case in CASES:
+        train(case, options.out / case.name, nproc=options.nproc)
+    diagnoses = {case.name: diagnose(options.out / case.name) for case in CASES}
+    (options.out / "diagnoses.json").write_text(json.dumps(diagnoses, indent=2) + "\n", encoding="utf-8")
+    steps = load_config(CONFIGS / "healthy.toml").train.steps
+    judgements = judge_all(CASES, diagnoses, steps=steps)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(verdict_table(judgements, damages(options.out)))
+    write_report([options.out / case.name for case in CASES], options.out / "report.html")
+    green = is_green(judgements)
+    console.print(
+        f"{'green' if green else 'RED'}: {len(CASES)} runs in {time.monotonic() - begin:.0f} s", highlight=False
+    )
+    return 0 if green else 1
+
+
+def train(case: Case, run_dir: Path, *, nproc: int) -> None:
+    """Train one case to its end; its console goes to a file beside the run, and to stderr if it fails."""
+    print(f"training {case.name}", file=sys.stderr, flush=True)
+    overrides = [argument for override in case.overrides for argument in ("--set", override)]
+    config = CONFIGS / f"{case.config_name}.toml"
+    done = program("--nproc", nproc, "--config", config, "--run-dir", run_dir, *overrides)
+    run_dir.with_suffix(".log").write_text(done.stderr, encoding="utf-8")
+    if done.returncode != 0:
+        sys.exit(f"{case.name} ended with exit code {done.returncode}:\n{done.stderr}")
+
+
+def diagnose(run_dir: Path) -> dict[str, Any]:
+    """What `train diagnose --json` says of a run."""
+    done = program("diagnose", run_dir, "--json")
+    if done.returncode not in HEALTHY_OR_FINDINGS:
+        sys.exit(f"diagnosing {run_dir} ended with exit code {done.returncode}:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def program(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `train` as a user would, in the repository's root."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_SEC,
+        check=False,
+    )
+
+
+def damages(out: Path) -> dict[str, Damage | None]:
+    """For each case that has a control, how far its loss was damaged."""
+    runs = {case.name: load_run(out / case.name) for case in CASES}
+    return {case.name: measure_damage(runs[case.name], runs[case.control]) for case in CASES if case.control}
+
+
+def verdict_table(judgements: Sequence[Judgement], found: Mapping[str, Damage | None]) -> Table:
+    """Expected and found, and what it cost."""
+    table = Table(title="Smoke matrix", title_justify="left")
+    for heading in ("run", "provokes", "expected", "found", "recall loss", "of its control", "damage", ""):
+        table.add_column(heading, overflow="fold")
+    for judgement in judgements:
+        case = judgement.case
+        damage = found.get(case.name)
+        cost = ("", "", "") if damage is None else _cost(case, damage)
+        notes = [*sorted(judgement.found), *(f"({name}: the machine)" for name in sorted(judgement.speed))]
+        verdict = "right" if judgement.is_right else "WRONG"
+        if not judgement.is_whole:
+            verdict = "NOT WHOLE"
+        expected = ", ".join(sorted(case.expected)) or "none"
+        table.add_row(case.name, case.provokes, expected, ", ".join(notes) or "none", *cost, verdict)
+    return table
+
+
+def _cost(case: Case, damage: Damage) -> tuple[str, str, str]:
+    return f"{damage.loss:.3f}", f"{damage.control_loss:.3f} ({case.control})", f"{damage.nats:+.3f} nats"
+
+
+def write_report(runs: Sequence[Path], out: Path) -> None:
+    """One page over all runs, by `train report`."""
+    if importlib.util.find_spec("trainer.cli.report") is None:
+        print("no report: this version has no `train report`", file=sys.stderr)
+        return
+    done = program("report", *runs, "--out", out)
+    if done.returncode != 0:
+        sys.exit(f"the report ended with exit code {done.returncode}:\n{done.stderr}")
+    print(f"the report is in {out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""`train preview` as its users meet it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.support.runs import PROGRAM, environment, make_corpus, run, write_tiny_config
+from trainer.errors import UserError
+from trainer.preview.picture import check_picture
+
+FADING = 'weight={schedule="linear",points={0=3.0,6=0.0}}'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    make_corpus(tmp_path / "corpus", documents=40)
+    return write_tiny_config(tmp_path)
+
+
+def fading_source(tmp_path: Path) -> str:
+    root = tmp_path / "corpus"
+    first = f'{{name="first",layout="nested",root="{root}",modalities=["a"],{FADING}}}'
+    return f'data.source=[{first},{{name="second",layout="nested",root="{root}",modalities=["b"]}}]'
+
+
+def test_the_terminal_shows_blend_pools_ledger_and_learning_rate(config: Path) -> None:
+    shown = run("preview", "--config", config, "--world-size", 2)
+    assert shown.returncode == 0, shown.stderr
+    assert "tiny: 6 steps of 2 micro-batch(es) on 2 rank(s)" in shown.stdout
+    for part in ("share of the micro-batches by batch", "Sources", "Pools", "Ledger", "learning rate by step"):
+        assert part in shown.stdout
+    assert "first" in shown.stdout
+    assert "has a point at 20, but the run has 6 steps" in " ".join(shown.stdout.split())
+    assert "\x1b" not in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 120
+    assert not (config.parent / "runs").exists()
+
+
+def test_json_has_everything_and_says_where_a_source_ends(config: Path) -> None:
+    shown = run("preview", "--config", config, "--world-size", 2, "--json", "--set", fading_source(config.parent))
+    assert shown.returncode == 0, shown.stderr
+    content = json.loads(shown.stdout)
+    assert content["schema_version"] == 1
+    first, second = content["sources"]
+    assert first["zero"] == {"first": 6, "last": None}
+    assert second["zero"] is None
+    assert first["batches"] + second["batches"] == pytest.approx(12)
+    assert first["batches"] == pytest.approx(sum(w / (w + 1) for w in (3.0, 2.5, 2.0, 1.5, 1.0, 0.5)))
+    shares = content["curves"]["shares"]
+    assert shares["first"][0] == 0.75
+    assert shares["first"][6:] == [0.0] * 6
+    assert content["curves"]["lr"][1] == 1e-3
+    assert content["ledger"]["groups_in_flight"] <= content["ledger"]["capacity"]
+    picks = sum(view["picks"] for source in content["sources"] for view in source["modalities"])
+    assert picks == 2 * 12
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture_is_drawn(config: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    picture = config.parent / f"preview{suffix}"
+    shown = run("preview", "--config", config, "--out", picture, "--set", fading_source(config.parent))
+    assert shown.returncode == 0, shown.stderr
+    if suffix == ".png":
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    else:
+        tree = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+        assert tree.tag.endswith("svg")
+        ids = {element.get("id", "") for element in tree.iter()}
+        assert {"axes_1", "axes_2", "axes_3", "axes_4"} <= ids
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("preview.pdf", r"^--out: must end in \.png or \.svg"),
+        ("nowhere/p.png", r"^--out: the directory nowhere does not"),
+    ],
+)
+def test_a_picture_that_cannot_be_is_refused(out: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_picture(out)
+
+
+def test_without_the_extra_a_picture_is_refused_in_one_line(config: Path) -> None:
+    hide = (
+        f"import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = {[str(PROGRAM), 'preview']} + sys.argv[1:]; "
+    )
+    start = hide + f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
+    arguments = ["--config", str(config), "--out", str(config.parent / "p.png")]
+    refused = subprocess.run(
+        [sys.executable, "-c", start, *arguments], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2
+    expected = "--out: needs the package matplotlib, which is not installed; run: pip install 'trainer[preview]'\n"
+    assert refused.stderr == expected
+
+
+def test_mistakes_of_the_config_are_those_of_check(config: Path) -> None:
+    refused = run("preview", "--config", config, "--set", "data.mixing.num_stream_mixed=3")
+    assert refused.returncode == 2
+    assert "did you mean num_streams_mixed?" in refused.stderr

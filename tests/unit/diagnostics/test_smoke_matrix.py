@@ -1,0 +1,159 @@
+"""Whether the smoke matrix tells right from wrong, on the diagnoses of its runs as they were recorded."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import ROOT
+from trainer.config.load import load_config
+from trainer.diagnostics.rules import RULES
+from trainer.diagnostics.smoke_matrix import (
+    CASES,
+    RECALL_LOSS,
+    SPEED_RULES,
+    is_green,
+    judge_all,
+    measure_damage,
+)
+from trainer.runs.load import load_run
+
+CONFIGS = ROOT / "train_configs" / "diagnostics"
+STEPS = 200
+PAIRS = [
+    pytest.param(a, b, id=f"{a.name}-{b.name}") for a, b in itertools.combinations(CASES, 2) if a.expected != b.expected
+]
+
+
+@pytest.fixture
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "tests" / "golden" / "smoke_matrix_diagnoses.json").read_text())
+    return found
+
+
+def test_the_recorded_runs_show_exactly_what_is_expected(recorded: dict[str, Any]) -> None:
+    judgements = judge_all(CASES, recorded, steps=STEPS)
+    assert [j.case.name for j in judgements if not j.is_right] == []
+    assert is_green(judgements)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_swapping_two_expectations_turns_it_red(recorded: dict[str, Any], first: Any, second: Any) -> None:
+    swapped = {
+        first.name: replace(first, expected=second.expected),
+        second.name: replace(second, expected=first.expected),
+    }
+    judgements = judge_all([swapped.get(case.name, case) for case in CASES], recorded, steps=STEPS)
+    assert not is_green(judgements)
+    assert {j.case.name for j in judgements if not j.is_right} == set(swapped)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_swapping_two_configs_turns_it_red(recorded: dict[str, Any], first: Any, second: Any) -> None:
+    recorded[first.name], recorded[second.name] = recorded[second.name], recorded[first.name]
+    assert not is_green(judge_all(CASES, recorded, steps=STEPS))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_fault_too_many_or_too_few_turns_it_red(recorded: dict[str, Any], case: Any) -> None:
+    more = copy.deepcopy(recorded)
+    more[case.name]["findings"].append("stuck_reader")
+    assert not is_green(judge_all(CASES, more, steps=STEPS))
+    for expected in case.expected:
+        fewer = copy.deepcopy(recorded)
+        fewer[case.name]["findings"].remove(expected)
+        assert not is_green(judge_all(CASES, fewer, steps=STEPS))
+
+
+def test_a_run_that_stopped_early_turns_it_red(recorded: dict[str, Any]) -> None:
+    recorded["healthy"]["steps"] = [1, STEPS - 1]
+    assert not is_green(judge_all(CASES, recorded, steps=STEPS))
+    recorded["healthy"]["steps"] = None
+    assert not is_green(judge_all(CASES, recorded, steps=STEPS))
+
+
+def test_no_runs_are_not_green() -> None:
+    assert not is_green([])
+
+
+def test_a_slow_machine_is_shown_but_not_judged(recorded: dict[str, Any]) -> None:
+    recorded["healthy"]["findings"].append("throughput_regression")
+    judgements = judge_all(CASES, recorded, steps=STEPS)
+    assert is_green(judgements)
+    assert judgements[0].speed == {"throughput_regression"}
+
+
+def test_every_expectation_is_a_rule_and_every_config_is_shipped() -> None:
+    names = {rule.name for rule in RULES}
+    assert names >= SPEED_RULES.union(*(case.expected for case in CASES))
+    assert {case.config_name for case in CASES} == {path.stem for path in CONFIGS.glob("*.toml")}
+    assert {case.control for case in CASES if case.expected} <= {case.name for case in CASES if not case.expected}
+    for case in CASES:
+        assert load_config(CONFIGS / f"{case.config_name}.toml", case.overrides).train.steps == STEPS
+
+
+def test_the_faulty_configs_change_only_what_they_say() -> None:
+    healthy = load_config(CONFIGS / "healthy.toml").model_dump()
+    changed = {}
+    for case in CASES[1:4]:
+        own = load_config(CONFIGS / f"{case.name}.toml").model_dump()
+        changed[case.name] = {key for key in own if own[key] != healthy[key]} - {"run"}
+    assert changed == {
+        "diag_imbalanced_bs": {"data", "ledger"},  # larger batches need a larger ledger
+        "diag_exhaust_spike": {"data"},
+        "diag_stale_false_evict": {"ledger"},
+    }
+
+
+def write_run(path: Path, losses: dict[int, float], steps: int = 10) -> Path:
+    path.mkdir()
+    rows = []
+    for step in range(1, steps + 1):
+        metrics = {"loss": 1.0} | ({RECALL_LOSS: losses[step]} if step in losses else {})
+        rows.append(json.dumps({"schema_version": 1, "mode": "train", "global_step": step, "metrics": metrics}))
+    (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return path
+
+
+def test_damage_compares_the_second_halves(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "run", {1: 9.0, 5: 9.0, 6: 1.0, 10: 2.0}))
+    control = load_run(write_run(tmp_path / "control", {2: 9.0, 7: 0.5}))
+    silent = load_run(write_run(tmp_path / "silent", {2: 9.0}))
+    damage = measure_damage(run, control)
+    assert damage is not None
+    assert (damage.loss, damage.control_loss, damage.nats) == (1.5, 0.5, 1.0)
+    assert measure_damage(run, silent) is None
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_the_whole_matrix_is_green_and_a_swap_of_its_table_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for corpus in ("recall", "short", "long"):
+        if not (ROOT / "data" / "smoke_matrix" / corpus / "manifest.json").exists():
+            pytest.skip("needs the corpora that `make smoke-matrix` builds")
+    spec = importlib.util.spec_from_file_location("smoke_matrix_script", ROOT / "scripts" / "smoke_matrix.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["smoke_matrix.py", "--out", str(tmp_path / "runs")])
+    assert script.main() == 0
+    assert "green: 5 runs" in capsys.readouterr().out
+    diagnoses = json.loads((tmp_path / "runs" / "diagnoses.json").read_text())
+    healthy, imbalanced, *rest = CASES
+    swapped = [replace(healthy, expected=imbalanced.expected), replace(imbalanced, expected=healthy.expected), *rest]
+    assert not is_green(judge_all(swapped, diagnoses, steps=STEPS))
+    found = script.damages(tmp_path / "runs")
+    assert found["diag_stale_false_evict"].nats > 0.1
+    assert found["diag_imbalanced_bs"].nats > 0.1

@@ -1,0 +1,124 @@
+"""What the preview counts, against the real data pipeline with its real batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import make_corpus, write_tiny_config
+from trainer.config.load import load_config
+from trainer.data.pool import EXHAUST_EVENTS
+from trainer.distributed.env import RankInfo
+from trainer.preview.forecast import Forecast, count_run
+from trainer.preview.shapes import SourceShape, source_shape
+from trainer.training.assembly import make_blend
+from trainer.training.plan import Plan, make_plan
+
+MODES = [
+    (),
+    ("data.mixing.pick_mode=uniform", "data.mixing.num_streams_mixed=3"),
+    ("data.mixing.pick_mode=round_robin", "data.mixing.num_streams_mixed=7", "train.micro_batches=3"),
+    ("data.mixing.batching_mode=device_per_stream", "run.seed=3"),
+    ("data.pack=true", "eval.holdout_fraction=0.2"),
+    ("data.mixing.repeat=false", "data.mixing.batch_size=3"),
+    ("data.mixing.repeat=false", "data.mixing.batching_mode=device_per_stream", "data.mixing.batch_size=1"),
+]
+
+
+@dataclass
+class Real:
+    """What the real pipeline gave, all ranks together (picks and batches: of each rank)."""
+
+    batches: list[int] = field(default_factory=list)
+    picks: list[Counter[str]] = field(default_factory=list)
+    cells: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    cells_per_step: Counter[int] = field(default_factory=Counter)
+    exhausts: Counter[str] = field(default_factory=Counter)
+    longest_wait: int = 0
+    in_flight: int = 0
+
+
+def real_run(plan: Plan, world_size: int) -> Real:
+    real = Real()
+    num_micro = plan.config.train.micro_batches
+    for rank in range(world_size):
+        blend = make_blend(plan, RankInfo(rank=rank, local_rank=rank, world_size=world_size))
+        picks: Counter[str] = Counter()
+        last_step: dict[int, int] = {}
+        index = 0
+        for index in range(plan.config.train.steps * num_micro):
+            batch = next(blend, None)
+            if batch is None:
+                break
+            step = index // num_micro + 1
+            source = batch["dataset_labels"][0]
+            picks[source] += 1
+            drained = next(each.dataset for each in blend.sources if each.name == source).drain_step_metrics()
+            real.exhausts[source] += int(drained[EXHAUST_EVENTS])
+            rows = int((batch["targets"] >= 0).any(axis=1).sum())  # a rank that has nothing gives a masked row
+            real.cells[source] += rows
+            real.cells_per_step[step] += rows
+            real.tokens[source] += int((batch["targets"] >= 0).sum())
+            for group, cell, is_last in zip(batch["group_ids"], batch["cell_index"], batch["is_last"], strict=True):
+                if group < 0:
+                    continue
+                if cell > 0:
+                    real.longest_wait = max(real.longest_wait, step - last_step[group])
+                last_step[group] = step
+                if is_last:
+                    del last_step[group]
+            real.in_flight = max(real.in_flight, len(last_step))
+        else:
+            index += 1
+        real.batches.append(index)
+        real.picks.append(picks)
+    return real
+
+
+def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Plan, list[SourceShape]]:
+    if not (tmp_path / "corpus").exists():
+        make_corpus(tmp_path / "corpus", streams=5, documents=9)
+    config_path = write_tiny_config(tmp_path)
+    config = load_config(config_path, ["data.max_group_cells=3", "train.steps=60", "ledger.capacity=200", *overrides])
+    plan = make_plan(config, config_path, world_size)
+    return plan, [source_shape(plan, source, world_size) for source in plan.sources]
+
+
+def totals(forecast: Forecast, source: str) -> tuple[list[int], int, float, int]:
+    """(picks of each counted rank, cells, tokens, exhausts) of a source."""
+    tallies = forecast.tallies[source]
+    assert tallies is not None
+    return (
+        [sum(tally.picks.values()) for tally in tallies],
+        sum(sum(tally.cells.values()) for tally in tallies),
+        sum(sum(tally.tokens.values()) for tally in tallies),
+        sum(sum(tally.exhausts.values()) for tally in tallies),
+    )
+
+
+@pytest.mark.parametrize("overrides", MODES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_counted_is_what_the_pipeline_gives(
+    tmp_path: Path, overrides: tuple[str, ...], world_size: int
+) -> None:
+    plan, shapes = plan_of(tmp_path, *overrides, world_size=world_size)
+    forecast = count_run(plan, shapes, world_size)
+    real = real_run(plan, world_size)
+    for shape in shapes:
+        picks, cells, tokens, exhausts = totals(forecast, shape.name)
+        ranks = 1 if shape.shared else world_size
+        assert picks == [real.picks[rank][shape.name] for rank in range(ranks)]
+        assert cells == real.cells[shape.name]
+        assert exhausts * (world_size if shape.shared else 1) == real.exhausts[shape.name]
+        # Slices in progress are told in proportion to their cells.
+        assert tokens == pytest.approx(real.tokens[shape.name], rel=0.05)
+    assert forecast.cells_per_step.tolist() == [
+        real.cells_per_step[step + 1] for step in range(len(forecast.cells_per_step))
+    ]
+    assert real.in_flight <= forecast.in_flight
+    tallies = [tally for shape in shapes for tally in forecast.tallies[shape.name] or []]
+    assert real.longest_wait <= max(max(waits) for tally in tallies for waits in tally.waits.values())

@@ -1,0 +1,149 @@
+"""The numbers of a preview that are worked out, not counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.runs import make_corpus, write_tiny_config
+from trainer.config.load import load_config
+from trainer.data.groups import build_groups
+from trainer.data.schedule import ConstantWeight, ScheduledWeight
+from trainer.errors import UserError
+from trainer.preview.forecast import count_run
+from trainer.preview.shapes import group_tokens, source_shape
+from trainer.preview.shares import expected_batches, first_zero, sample_points
+from trainer.preview.summary import _source_view, make_preview, wait_bound
+from trainer.training.plan import Plan, make_plan
+
+
+def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:
+    if not (tmp_path / "corpus").exists():
+        make_corpus(tmp_path / "corpus", streams=5, documents=9)
+    config_path = write_tiny_config(tmp_path)
+    return make_plan(load_config(config_path, overrides), config_path, world_size)
+
+
+@given(
+    points=st.dictionaries(st.integers(0, 60), st.sampled_from([0.0, 0.5, 2.0]), min_size=1, max_size=4),
+    kind=st.sampled_from(["linear", "step"]),
+    unit=st.sampled_from(["batch", "step"]),
+    micro_batches=st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_first_zero_is_the_first_batch_at_which_the_weight_is_zero(
+    points: dict[int, float], kind: str, unit: str, micro_batches: int
+) -> None:
+    weight = ScheduledWeight(kind, points, unit=unit)  # type: ignore[arg-type]
+    values = [weight.evaluate(b if unit == "batch" else b // micro_batches + 1) for b in range(40)]
+    zeros = [batch for batch, value in enumerate(values) if value == 0]
+    span = first_zero(weight, 40, micro_batches)
+    if not zeros:
+        assert span is None
+        return
+    assert span is not None
+    assert span.first == zeros[0]
+    after = [batch for batch in range(zeros[0], 40) if values[batch] != 0]
+    assert span.last == (after[0] - 1 if after else None)
+
+
+@pytest.mark.parametrize("last", [29, 30, 31])
+def test_a_zero_that_lasts_to_the_runs_end_has_no_last_batch(last: int) -> None:
+    weight = ScheduledWeight("step", {0: 1.0, 10: 0.0, last + 1: 1.0})
+    span = first_zero(weight, 31, 1)
+    assert span is not None
+    assert (span.first, span.last) == (10, last if last < 30 else None)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    max_cells=st.integers(1, 4),
+    pack=st.booleans(),
+    every=st.integers(1, 2),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_token_of_the_documents_belongs_to_one_group(
+    lengths: list[int], max_cells: int, pack: bool, every: int
+) -> None:
+    sizes, kept = np.array(lengths), np.arange(0, len(lengths), every)
+    groups = build_groups(sizes, kept, namespace="", relative_path="s", seq_len=6, max_group_cells=max_cells, pack=pack)
+    tokens = group_tokens(groups, sizes, 6)
+    assert tokens.sum() == sizes[kept].sum()
+    assert (tokens > 0).all()
+    assert (tokens <= groups.num_cells * 6).all()
+
+
+def test_expected_batches_are_the_sum_of_the_probabilities_over_chunks() -> None:
+    fading = ScheduledWeight("linear", {0: 3.0, 100_000: 0.0})
+    found = expected_batches([fading, ConstantWeight(1.0)], 150_000, 1)
+    weights = np.clip(3.0 * (1 - np.arange(150_000) / 100_000), 0, None)
+    assert found[0] == pytest.approx((weights / (weights + 1)).sum())
+    assert sum(found) == pytest.approx(150_000)
+
+
+def test_realised_batches_scatter_about_the_expected_ones(tmp_path: Path) -> None:
+    counted = []
+    for seed in range(12):
+        plan = plan_of(tmp_path, "train.steps=100", f"run.seed={seed}")
+        shapes = [source_shape(plan, source, 2) for source in plan.sources]
+        tallies = count_run(plan, shapes, 2).tallies["first"]
+        assert tallies is not None
+        counted.append(tallies[0].batches)
+    expected = make_preview(plan, 2).sources[0].batches
+    # 12 runs of 200 draws each: the mean's standard error is sqrt(p (1 - p) / 2400) of 200.
+    assert np.mean(counted) == pytest.approx(expected, abs=4 * 200 * np.sqrt(0.25 / 2400))
+
+
+@pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
+def test_averages_of_a_long_run_agree_with_counting_it(tmp_path: Path, mode: str) -> None:
+    plan = plan_of(tmp_path, "train.steps=400", f"data.mixing.batching_mode={mode}")
+    shapes = [source_shape(plan, source, 2) for source in plan.sources]
+    counted = make_preview(plan, 2)
+    assert counted.is_counted
+    short = count_run(plan, shapes, 2, most=40)
+    assert not short.is_whole
+    for source, shape in zip(counted.sources, shapes, strict=True):
+        view = _source_view(plan, shape, source.batches, None, short)
+        for own, other in zip(view.modalities, source.modalities, strict=True):
+            assert own.picks == pytest.approx(other.picks, rel=0.1)
+            assert own.exhausts == pytest.approx(other.exhausts, rel=0.15)
+            assert own.tokens == pytest.approx(other.tokens, rel=0.1)
+
+
+def test_the_end_of_the_data_is_found(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train.steps=500", "data.mixing.repeat=false")
+    preview = make_preview(plan, 2)
+    assert preview.ends_at_step is not None
+    assert preview.ends_at_step < 500
+    # What is read is all there is: the sources' whole epochs.
+    assert [source.epochs for source in preview.sources] == [pytest.approx(1.0)] * 2
+
+
+def test_wait_bound_is_two_k_n_in_steps() -> None:
+    assert wait_bound([50] * 10, 4, 1.0, 1) == 2 * 4 * 50
+    assert wait_bound([50] * 10, 4, 0.5, 2) == 2 * 4 * 50
+    assert wait_bound([50] * 10, 4, 0.25, 1) == 4 * 2 * 4 * 50
+    assert wait_bound([10, 10, 90, 50], 2, 1.0, 1) == 2 * (90 + 50)
+    assert wait_bound([50] * 10, 1, 0.5, 1) == 2  # one reader never waits for another
+    assert wait_bound([], 4, 0.0, 1) == 0
+
+
+def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "corpus" / "a").mkdir(parents=True)
+    (tmp_path / "corpus" / "b").mkdir()
+    for modality in "ab":
+        (tmp_path / "corpus" / modality / "empty.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match="source first: has no document to train on"):
+        make_preview(plan_of(tmp_path), 2)
+
+
+@pytest.mark.parametrize(("length", "most"), [(1, 240), (2, 240), (240, 240), (1000, 240)])
+def test_sample_points_have_both_ends(length: int, most: int) -> None:
+    points = sample_points(length, most)
+    assert points[0] == 0
+    assert points[-1] == length - 1
+    assert len(points) <= min(length, most)

@@ -1,0 +1,41 @@
+"""How long groups wait: 2 K n as a safe stale threshold, counted where it is claimed to hold and where it does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.preview.counted import CountedMixing
+from trainer.preview.shapes import SliceShape, SourceShape, StreamShape
+
+
+def waits(num_mixed: int, picks: int, seed: int, *, pick_mode: str = "weighted") -> list[int]:
+    """Waits of a pool of K readers with n picks a slice, refilled from 4 K streams, over 10 K n picks."""
+    part = SliceShape(np.full(4, picks), 4 * picks)
+    streams = tuple(StreamShape("m", 4, 4, (part,)) for _ in range(4 * num_mixed))
+    shape = SourceShape("pool", streams, num_mixed, shared=True)
+    mixing = CountedMixing(shape, pick_mode=pick_mode, repeat=True, seed=seed, rank=0)  # type: ignore[arg-type]
+    for step in range(1, 10 * num_mixed * picks + 1):
+        mixing.step = step
+        next(mixing)
+    return list(mixing.tally.waits["m"].elements())
+
+
+@pytest.mark.parametrize("num_mixed", [4, 8])
+@pytest.mark.parametrize("picks", [20, 50, 100])
+def test_no_wait_is_longer_than_2_k_n(num_mixed: int, picks: int) -> None:
+    longest = max(max(waits(num_mixed, picks, seed)) for seed in range(3))
+    assert longest <= 2 * num_mixed * picks
+    assert longest > 0.4 * num_mixed * picks  # and it is of that order: a threshold far below is not safe
+
+
+def test_with_slices_of_two_picks_the_rule_does_not_hold() -> None:
+    assert max(max(waits(8, 2, seed)) for seed in range(20)) > 2 * 8 * 2
+
+
+def test_uniform_picks_wait_far_less() -> None:
+    assert max(waits(8, 50, 0, pick_mode="uniform")) < 8 * 50 / 2
+
+
+def test_a_lone_reader_never_waits() -> None:
+    assert set(waits(1, 50, 0)) == {1}

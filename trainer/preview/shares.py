@@ -1,0 +1,54 @@
+"""The blend over the run: shares of the micro-batches by weight, in expectation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.keyed import IntArray
+from trainer.data.schedule import WeightSpec, positions, zero_batches
+
+CHUNK = 1 << 16  # batches worked out together
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ZeroSpan:
+    """The first stretch of a run in which a source's weight is zero: batches `first` to `last`; None: to the end."""
+
+    first: int
+    last: int | None
+
+
+def shares_at(weights: Sequence[WeightSpec], batches: IntArray, micro_batches: int) -> FloatArray:
+    """The probability of each source at each batch, float64 [sources, batches]; zero where all weights are."""
+    raw = np.array([spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in weights])
+    total = raw.sum(axis=0)
+    shares: FloatArray = np.divide(raw, total, out=np.zeros_like(raw), where=total > 0)
+    return shares
+
+
+def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batches: int) -> list[float]:
+    """Micro-batches that each source gives on average: the sum of its probability over the run."""
+    sums = np.zeros(len(weights))
+    for start in range(0, num_batches, CHUNK):
+        batches = np.arange(start, min(start + CHUNK, num_batches), dtype=np.int64)
+        sums += shares_at(weights, batches, micro_batches).sum(axis=1)
+    found: list[float] = sums.tolist()
+    return found
+
+
+def first_zero(weight: WeightSpec, num_batches: int, micro_batches: int) -> ZeroSpan | None:
+    """Where the weight is zero for the first time in the run, or None."""
+    for first, last in zero_batches(weight, micro_batches):
+        if first < num_batches:
+            return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
+    return None
+
+
+def sample_points(length: int, most: int = 240) -> IntArray:
+    """At most `most` whole numbers from 0 to `length - 1`, evenly spread, both ends among them."""
+    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(np.int64))

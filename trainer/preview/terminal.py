@@ -1,0 +1,143 @@
+"""A preview for people: tables, and plots made of characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import plotext
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainer.preview.advice import Advice
+from trainer.preview.summary import Preview, SourceView
+
+PLOT_HEIGHT = 14
+MAX_WIDTH = 120  # of the plots
+MARKERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+MAX_LINES = 8  # sources in the plot, those with the most batches; the table has all
+
+
+def render(preview: Preview, advice: Sequence[Advice], *, width: int) -> RenderableType:
+    """Everything, `width` characters wide."""
+    parts: list[RenderableType] = [Text(_headline(preview))]
+    if len(preview.sources) > 1:
+        parts.append(Text(blend_plot(preview, width=width)))
+    parts += [_source_table(preview), _modality_table(preview)]
+    if preview.ledger is not None:
+        parts.append(_ledger_table(preview))
+    parts.append(Text(lr_plot(preview, width=width)))
+    parts += [Text(f"warning: {each.message}") for each in advice]
+    parts.append(Text(f"{len(advice)} warning(s)" if advice else "no warnings"))
+    return Group(*parts)
+
+
+def _headline(preview: Preview) -> str:
+    least, mean, most = preview.cells_per_step
+    lines = [
+        f"{preview.name}: {preview.steps:,} steps of {preview.micro_batches} micro-batch(es) on {preview.world_size} rank(s); "
+        f"{mean:,.1f} cells a step ({least:,} to {most:,})"
+    ]
+    if preview.ends_at_step is not None:
+        lines.append(f"the data runs out at step {preview.ends_at_step:,}")
+    elif not preview.is_counted:
+        lines.append(
+            f"waits and absences are those of the first {preview.counted_batches:,} of {preview.num_batches:,} batches; "
+            "picks, exhausts and tokens are averages"
+        )
+    return "\n".join(lines)
+
+
+def blend_plot(preview: Preview, *, width: int) -> str:
+    """The sources' shares of the micro-batches over the run."""
+    largest = sorted(preview.sources, key=lambda source: -source.batches)[:MAX_LINES]
+    named = {source.name: preview.curves.shares[source.name] for source in largest}
+    return _plot(preview.curves.batches, named, title="share of the micro-batches by batch", width=width, top=1.0)
+
+
+def lr_plot(preview: Preview, *, width: int) -> str:
+    """The learning rate over the run."""
+    return _plot(preview.curves.steps, {"": preview.curves.lr}, title="learning rate by step", width=width)
+
+
+def _plot(xs: Sequence[int], lines: dict[str, list[float]], *, title: str, width: int, top: float | None = None) -> str:
+    # plotext draws on a figure of its module's own: it is cleared before and read at once.
+    plotext.clear_figure()
+    plotext.limit_size(False, False)
+    plotext.theme("clear")
+    plotext.plotsize(width, PLOT_HEIGHT)
+    for marker, (name, ys) in zip(MARKERS, lines.items(), strict=False):
+        plotext.plot(xs, ys, label=name or None, marker=marker if name else "braille")
+    if top is not None:
+        plotext.ylim(0.0, top)
+    plotext.title(title)
+    return str(plotext.uncolorize(plotext.build())).rstrip()
+
+
+def _source_table(preview: Preview) -> Table:
+    table = Table("source", title="Sources", title_justify="left")
+    for name in ("batches a rank", "share", "zero from", "tokens", "of tokens", "epochs", "K", "picks a slice"):
+        table.add_column(name, justify="right")
+    for source in preview.sources:
+        table.add_row(
+            source.name,
+            f"{source.batches:,.1f}",
+            f"{source.batch_share:.1%}",
+            _zero(source),
+            "unknown" if source.tokens is None else f"{source.tokens:,.0f}",
+            "" if source.token_share is None else f"{source.token_share:.1%}",
+            "" if source.epochs is None else f"{source.epochs:.2f}",
+            str(source.num_mixed or ""),
+            "" if source.picks_per_slice is None else "{} / {} / {}".format(*source.picks_per_slice),
+        )
+    return table
+
+
+def _zero(source: SourceView) -> str:
+    if source.zero is None:
+        return "never"
+    return f"batch {source.zero.first:,}" + ("" if source.zero.last is None else f" to {source.zero.last:,}")
+
+
+def _modality_table(preview: Preview) -> Table:
+    table = Table("source", "modality", title="Pools, over all ranks", title_justify="left")
+    for name in ("streams", "batch size", "picks", "exhausts", "cells", "tokens", "absent", "longest wait"):
+        table.add_column(name, justify="right")
+    for source in preview.sources:
+        for view in source.modalities:
+            table.add_row(
+                source.name,
+                view.name,
+                f"{view.streams:,}",
+                str(view.batch_size),
+                f"{view.picks:,.0f}",
+                f"{view.exhausts:,.0f}",
+                f"{view.cells:,.0f}",
+                f"{view.tokens:,.0f}",
+                f"{view.absent_share:.1%}",
+                f"{view.longest_wait_steps:,} steps",
+            )
+    return table
+
+
+def _ledger_table(preview: Preview) -> Table:
+    ledger = preview.ledger
+    assert ledger is not None
+    table = Table("ledger of a rank", "", title="Ledger", title_justify="left", show_header=False)
+    table.add_row("mode", ledger.mode)
+    table.add_row("capacity", f"{ledger.capacity:,} groups, {ledger.megabytes:,.1f} MB")
+    table.add_row(
+        "groups in flight",
+        f"at most {ledger.groups_in_flight:,} (K x batch size); {ledger.counted_in_flight:,} counted",
+    )
+    if ledger.stale_threshold is not None:
+        beyond = f"{ledger.waits_beyond_threshold:,} waits are longer"
+        table.add_row("stale threshold", f"{ledger.stale_threshold:,} steps; {beyond}")
+    waits = f"{ledger.counted_wait_steps:,} steps counted; 2 K n is {ledger.wait_bound_steps:,}"
+    table.add_row("longest wait", waits)
+    return table
+
+
+def print_preview(preview: Preview, advice: Sequence[Advice], console: Console) -> None:
+    """Print everything."""
+    console.print(render(preview, advice, width=min(console.width, MAX_WIDTH)), highlight=False)
