@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.cli import config_verbs, init_options
 from trainer.errors import UserError
 
 EXIT_USER_ERROR = 2
@@ -37,6 +38,8 @@ synth_app = typer.Typer(help="Make up a corpus.", no_args_is_help=True)
 payload_app = typer.Typer(help="Metrics payloads, as another program would read them.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(payload_app, name="payload")
+app.add_typer(config_verbs.app, name="config")
+app.add_typer(init_options.app)  # without a name its commands are the program's own
 data_app.add_typer(build_app, name="build")
 data_app.add_typer(synth_app, name="synth")
 
