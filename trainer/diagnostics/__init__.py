@@ -1,0 +1,1 @@
+"""Rules that find faults in the numbers a run has logged."""
