@@ -40,6 +40,7 @@ from trainer.training.optimizer import build_optimizer
 from trainer.training.plan import Plan, build_model
 from trainer.training.progress import Progress
 from trainer.training.run_dir import RunDir, environment
+from trainer.training.sampler import Sampler
 from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest
 from trainer.training.step import StepSettings, TrainStep
@@ -188,6 +189,7 @@ def build_run(parts: Parts, *, step: int, data_state: Any, events: EventWriter |
         accepted=accepted_inputs(parts.model),
         device=parts.device,
         events=events,
+        sampler=_make_sampler(parts),
         step=step,
         first_step=step,
         data_state=data_state,
@@ -234,6 +236,23 @@ def _make_evaluator(parts: Parts) -> Evaluator:
         is_bytes=plan.config.data.tokenizer == "bytes",
         world_size=parts.info.world_size,
         device=parts.device,
+    )
+
+
+def _make_sampler(parts: Parts) -> Sampler | None:
+    plan = parts.plan
+    if not plan.config.sample.every or not parts.info.is_main:
+        return None
+    return Sampler(
+        model=parts.model,
+        tokenizer=plan.tokenizer,
+        table=plan.config.sample,
+        seed=plan.config.run.seed,
+        cell=plan.config.data.seq_len,
+        device=parts.device,
+        autocast=autocast_context(plan.config, parts.device),
+        guard=parts.diagnostics.best_effort("sample"),
+        send=[parts.events, parts.tracker.log_event],
     )
 
 

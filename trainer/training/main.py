@@ -23,7 +23,7 @@ from trainer.training import checkpoint
 from trainer.training.build import Parts, build_parts, build_run
 from trainer.training.drift import check_drift
 from trainer.training.loop import NonFiniteError, Run, run_loop
-from trainer.training.plan import Plan, make_plan
+from trainer.training.plan import Plan, begin_from_weights, make_plan
 from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
 from trainer.training.saver import SaveError
 from trainer.training.signals import StopRequest
@@ -127,6 +127,7 @@ def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: Ru
     if found is None:
         if effective_resume(config.checkpoint.resume) == "auto":
             logger.info("--resume auto: no checkpoint to go on from; starting at step 0")
+        begin_from_weights(parts.plan, parts.model)
         return Position(data_state=parts.dataset.state_dict())
     path, state = found
     check_drift(state["config"], config)
