@@ -102,6 +102,17 @@ def check(
     run_check(config, overrides or [], world_size=nproc, as_json=as_json)
 
 
+@app.command("diagnose")
+def diagnose_run(
+    run_dir: Annotated[str, typer.Argument(help="A run's directory, or a metrics.jsonl.", metavar="RUN_DIR")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look for faults in what a run has logged. Exit code 0: healthy, 3: something was found."""
+    from trainer.cli.diagnose import run_diagnose
+
+    run_diagnose(run_dir, as_json=as_json)
+
+
 @build_app.command()
 def pytext(
     out: Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")] = "data/pytext",

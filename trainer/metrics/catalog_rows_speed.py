@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from trainer.metrics.catalog_spec import MetricSpec
+from trainer.metrics.catalog_spec import MetricSpec, RankReduction
 
 _SPEED = "Speed"
 _TIME = "Time in a step"
 _MEMORY = "Device memory"
 _SMOOTHED = "Smoothed"
+
+_RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
+    ("slowest", "max", "Far above time/fastest_rank_sec in most steps: a rank that all others wait for."),
+    ("fastest", "min", "Far below time/slowest_rank_sec in most steps: it waits for the slowest."),
+)
 
 ROWS: tuple[MetricSpec, ...] = (
     MetricSpec(
@@ -80,6 +85,21 @@ ROWS: tuple[MetricSpec, ...] = (
             ("forward_backward", "forward and backward"),
             ("optimizer", "optimizer"),
         )
+    ),
+    *(
+        MetricSpec(
+            name=f"time/{rank}_rank_sec",
+            unit="s",
+            window="last",
+            ranks=ranks,
+            group=_TIME,
+            title=f"Time of the {rank} rank",
+            description="Host time from the step's start to the backward that reduces the gradient over ranks, on the "
+            f"{rank} rank. Waiting for other ranks is not in it, nor (CUDA) what the device has queued.",
+            healthy="Near the other one of slowest and fastest.",
+            pathological=pathological,
+        )
+        for rank, ranks, pathological in _RANK_TIMES
     ),
     *(
         MetricSpec(

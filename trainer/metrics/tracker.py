@@ -148,6 +148,11 @@ class MetricsTracker:
         self._parts.clear()
         self._step_start = self._clock()
 
+    @property
+    def step_start(self) -> float | None:
+        """When the step began, by the tracker's clock; None between steps."""
+        return self._step_start
+
     def section(self, name: str) -> AbstractContextManager[None]:
         """Times a part of the step: `data`, `forward_backward` or `optimizer`; a part entered twice adds up."""
         return _Section(name, self._parts, self._clock)

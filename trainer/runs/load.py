@@ -42,6 +42,7 @@ class Run:
         path: what was read: a run directory, or a file of payloads.
         train, evals: the rows of the two modes.
         restarts: in the order of the file; rows after one may repeat steps above its `global_step`.
+        steps_redone: for each restart, the steps between it and the last row before it, which were done again.
         events: the lines of events.jsonl, `restart` included.
         status, config, environment: status.json, config.resolved.toml and env.json as plain dicts; empty if absent.
         notes: what a reader of the numbers should know: lines that were passed over, rows that were replaced.
@@ -51,6 +52,7 @@ class Run:
     train: RowTable
     evals: RowTable
     restarts: list[Restart] = field(default_factory=list)
+    steps_redone: list[int] = field(default_factory=list)
     events: list[Mapping[str, Any]] = field(default_factory=list)
     status: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class _Reader:
         self.train = RowTable(rows_complete_each_other=False)
         self.evals = RowTable(rows_complete_each_other=True)
         self.restarts: list[Restart] = []
+        self.steps_redone: list[int] = []
         self.num_lines = 0
         self.num_other_versions = 0
         self.num_bad = 0
@@ -164,6 +167,7 @@ class _Reader:
             self._add(found.mode, found.global_step, tuple(row), row.values())
         else:
             self.restarts.append(found)
+            self.steps_redone.append(max(self._last_step - found.global_step, 0))
             self._last_step = found.global_step
 
     def _add(self, mode: str, step: int, keys: tuple[str, ...], values: Any) -> None:
@@ -251,7 +255,7 @@ def load_run(path: Path | str) -> Run:
     except OSError as error:
         raise UserError(str(metrics), f"cannot be read: {error.strerror}", "check the path") from None
     reader.check_usable(metrics)
-    run = Run(path, reader.train, reader.evals, reader.restarts, notes=reader.notes(is_cut=is_cut))
+    run = Run(path, reader.train, reader.evals, reader.restarts, reader.steps_redone, notes=reader.notes(is_cut=is_cut))
     if path.is_dir() or path.name == METRICS_NAME:
         _add_neighbours(run, metrics.parent)
     return run

@@ -34,7 +34,7 @@ from trainer.training.assembly import (
     wrap_ddp,
 )
 from trainer.training.evaluation import Evaluator
-from trainer.training.loop import Run
+from trainer.training.loop import RANK_TIMES, Run
 from trainer.training.microbatch import accepted_inputs
 from trainer.training.optimizer import build_optimizer
 from trainer.training.plan import Plan, build_model
@@ -182,7 +182,7 @@ def build_run(parts: Parts, *, step: int, data_state: Any, events: EventWriter |
         evaluator=parts.evaluator,
         saver=parts.saver,
         stop=stop,
-        plan=MetricPlan.from_keys([*pool_keys, *ledger_keys, *_detail_keys(parts)]),
+        plan=MetricPlan.from_keys([*pool_keys, *ledger_keys, *_detail_keys(parts), *RANK_TIMES]),
         progress=Progress(
             is_shown=info.is_main and sys.stderr.isatty(), total=config.train.steps, done=step, name=config.run.name
         ),

@@ -27,6 +27,9 @@ from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest
 from trainer.training.step import StepOutcome, TrainStep
 
+# A rank's own time in the step; the reduction makes the slowest and the fastest rank's of it.
+RANK_TIMES = ("time/slowest_rank_sec", "time/fastest_rank_sec")
+
 
 class NonFiniteError(Exception):
     """The loss or gradient was not finite, and the config says to stop (or skipping did not help)."""
@@ -138,6 +141,8 @@ def finish_step(run: Run, outcome: StepOutcome, *, is_last: bool) -> None:
         local: dict[str, Value] = {**run.pool_metrics.drain(), **outcome.details.values()}
         if run.ledger is not None:
             local.update(run.ledger.drain_metrics())
+        if run.info.world_size > 1 and run.tracker.step_start is not None:
+            local.update(dict.fromkeys(RANK_TIMES, outcome.ready_at - run.tracker.step_start))
         extra.update(reduce_over_ranks(local, run.plan, device=run.device, world_size=run.info.world_size))
         extra.pop("loss", None)  # the outcome has it, from the step's own reduction
         extra["non_finite_steps"] = float(run.skipped_since_log)

@@ -12,6 +12,7 @@ Collectives. Beside DDP's own there is one all-reduce a step: the noise scale's 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class StepOutcome:
     """Some rank was asked to stop."""
     all_saved: bool
     """Every rank's background save is written."""
+    ready_at: float
+    """When this rank came to the backward that reduces the gradient over ranks, by the step's clock."""
     details: StepDetails = field(repr=False)
     """Local sums for logging."""
 
@@ -78,6 +81,7 @@ class TrainStep:
         scaler: loss scaling for fp16 (disabled otherwise).
         autocast: makes the context in which forward and loss run.
         details: makes the collector of what is logged beside the loss.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class TrainStep:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
         details: Callable[[bool], StepDetails],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
         self._ledger = ledger
@@ -106,6 +111,8 @@ class TrainStep:
         self._device = device
         self._autocast = autocast
         self._make_details = details
+        self._clock = clock
+        self._ready_at = 0.0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._kappa = 1.0 / (settings.micro_batches * settings.max_tokens_per_micro)
 
@@ -141,6 +148,8 @@ class TrainStep:
             if self._gns is not None:
                 self._gns.begin_micro(is_last)
             scaled: Any = self._scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
+            if is_last:
+                self._ready_at = self._clock()
             scaled.backward()
             if self._gns is not None:
                 scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
@@ -198,6 +207,7 @@ class TrainStep:
             grad_norm=grad_norm,
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self._world_size,
+            ready_at=self._ready_at,
             details=self._details,
         )
 
