@@ -144,7 +144,15 @@ def build_parts(plan: Plan, info: RankInfo, device: torch.device, run_dir: RunDi
     return parts
 
 
-def build_run(parts: Parts, *, step: int, data_state: Any, events: EventWriter | None, stop: StopRequest) -> Run:
+def build_run(
+    parts: Parts,
+    *,
+    step: int,
+    data_state: Any,
+    events: EventWriter | None,
+    stop: StopRequest,
+    verdict: Callable[[], str] | None = None,
+) -> Run:
     """Wrap the model for the ranks, hook the noise scale, start reading. Every rank must call it (DDP communicates)."""
     plan, config, info = parts.plan, parts.plan.config, parts.info
     if config.train.compile:
@@ -184,7 +192,11 @@ def build_run(parts: Parts, *, step: int, data_state: Any, events: EventWriter |
         stop=stop,
         plan=MetricPlan.from_keys([*pool_keys, *ledger_keys, *_detail_keys(parts), *RANK_TIMES]),
         progress=Progress(
-            is_shown=info.is_main and sys.stderr.isatty(), total=config.train.steps, done=step, name=config.run.name
+            is_shown=info.is_main and sys.stderr.isatty(),
+            total=config.train.steps,
+            done=step,
+            name=config.run.name,
+            verdict=verdict,
         ),
         accepted=accepted_inputs(parts.model),
         device=parts.device,
