@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import ROOT, losses, make_corpus, run
 from tests.unit.data.megatron_writer import write_megatron
-from trainer.cli.init_verb import init_config
+from trainer.cli.init_config import init_config
 from trainer.config.load import load_config
 from trainer.training.plan import make_plan
 

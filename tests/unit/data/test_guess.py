@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.cli.init_verb import sample_streams
+from trainer.cli.init_config import sample_streams
 from trainer.data.guess import guess_dtype
 from trainer.data.holdout import held_out
 from trainer.data.layout import Stream
