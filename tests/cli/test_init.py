@@ -154,3 +154,21 @@ def test_what_lies_beside_the_modalities_is_named(tmp_path):
     (tmp_path / "data" / "notes.txt").write_text("left out")
     result = run("init", "data", cwd=tmp_path)
     assert "# Note: not read, since they lie in no modality's directory: notes.txt\n" in result.stdout
+
+
+def test_a_tokenizer_of_ones_own_is_named_in_the_config(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import models, pre_tokenizers, trainers
+
+    monkeypatch.chdir(tmp_path)
+    text_folder(tmp_path / "data")
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=["?"], show_progress=False)
+    )
+    tokenizer.save("words.json")
+    init_config(["data"], out="x.toml", force=False, format="auto", dtype=None, eod=None, tokenizer="words.json")
+    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    assert plan.vocab_size == tokenizer.get_vocab_size() + 1
+    assert plan.config.objective.token_types is False

@@ -72,6 +72,7 @@ def init_config(
         source=_source_keys(at, kind, format=format, eod=eod),
         tokenizer=named,
         vocab_size=vocab_size,
+        num_ids=options.tokenizer.vocab_size,
         largest_id=(seen.largest_id, seen.largest_id_count),
         names_eod=eod is None and bool({"npy", "bin"} & set(kind.formats)),
         sizes=sizes,

@@ -22,6 +22,7 @@ class Starter:
         notes: lines that say what to look at.
         source: keys of `[[data.source]]` but the name.
         tokenizer, vocab_size: as in `[data]`; vocab_size 0 where the tokenizer knows.
+        num_ids: of the model.
         largest_id: of token ids: the largest that was seen, and how often.
         names_eod: the source may say which id ends a document, and does not.
     """
@@ -32,6 +33,7 @@ class Starter:
     source: Mapping[str, Any]
     tokenizer: str
     vocab_size: int
+    num_ids: int
     largest_id: tuple[int, int]
     names_eod: bool
     sizes: Sizes
@@ -132,7 +134,7 @@ holdout_fraction = {sizes.holdout_fraction}   # share of the documents that is n
 
 def _model(starter: Starter) -> str:
     lines = ["[model]", "dim = 192", "num_layers = 4"]
-    if starter.vocab_size >= TIE_FROM_VOCABULARY:
+    if starter.num_ids >= TIE_FROM_VOCABULARY:
         lines.append("args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two")
     return "\n".join([*lines, ""])
 
