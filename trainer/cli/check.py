@@ -21,6 +21,7 @@ def run_check(config_path: str, overrides: list[str], *, world_size: int, as_jso
     """
     config = load_config(config_path, overrides)
     plan = make_plan(config, Path(config_path), world_size)
+    plan.check_weights()
     facts: dict[str, Any] = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     facts["sources"] = {
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}

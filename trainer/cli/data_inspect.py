@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from rich.table import Table
 
 from trainer.cli.data_build import progress_bar
 from trainer.data.documents import ReadOptions
-from trainer.data.layout import Stream, discover_direct, discover_nested
+from trainer.data.layout import discover
 from trainer.data.survey import Survey, survey
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.data.verify import verify
-from trainer.errors import UserError, UserErrors
+from trainer.errors import UserErrors
 
 NUM_TOP_IDS = 10
 WIDTH = 110  # where stdout is no terminal
@@ -57,11 +56,11 @@ def inspect_data(paths: list[str], reading: Reading, cutting: Cutting, *, as_jso
     Raises:
         UserError: nothing is there, or the first file that is damaged.
     """
-    layout, streams = _discover(paths, reading.format)
+    found_at = discover(paths, format=reading.format)
     options = reading.options()
     with progress_bar() as report:
-        found = survey(streams, options, format=reading.format, **asdict(cutting), report=report)
-    content = _content(paths, layout, reading, cutting, found, options.tokenizer)
+        found = survey(found_at.streams, options, format=reading.format, **asdict(cutting), report=report)
+    content = _content(paths, found_at.layout, reading, cutting, found, options.tokenizer)
     if as_json:
         typer.echo(json.dumps(content, indent=2))
     else:
@@ -74,29 +73,15 @@ def verify_data(paths: list[str], reading: Reading) -> None:
     Raises:
         UserErrors: one for each damaged file.
     """
-    layout, streams = _discover(paths, reading.format)
-    root = Path(paths[0]) if layout == "nested" else None
+    found_at = discover(paths, format=reading.format)
+    root = Path(paths[0]) if found_at.layout == "nested" else None
     with progress_bar() as report:
-        verdict = verify(streams, reading.options(), format=reading.format, root=root, report=report)
+        verdict = verify(found_at.streams, reading.options(), format=reading.format, root=root, report=report)
     if verdict.errors:
         raise UserErrors(verdict.errors)
     hashes = ", hashes as in manifest.json" if verdict.is_hashed else ""
     counts = f"{verdict.streams:,} streams, {verdict.documents:,} documents, {verdict.tokens:,} tokens"
     typer.echo(f"{counts}: no damage{hashes}")
-
-
-def _discover(paths: Sequence[str], format: str) -> tuple[str, list[Stream]]:
-    """(layout, streams): a directory with a directory a modality is NESTED, everything else DIRECT."""
-    directory = Path(paths[0])
-    if len(paths) > 1 or not directory.is_dir():
-        return "direct", discover_direct(paths, format=format)
-    try:
-        return "nested", discover_nested(directory, format=format)
-    except UserError as nothing_nested:
-        try:
-            return "direct", discover_direct([directory / "*"], format=format)
-        except UserError:
-            raise nothing_nested from None
 
 
 def _content(

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.cli import config_verbs, export_verb, init_verb, ls_verb, sample_verb
 from trainer.errors import UserError
 
 EXIT_USER_ERROR = 2
@@ -38,6 +39,9 @@ synth_app = typer.Typer(help="Make up a corpus.", no_args_is_help=True)
 payload_app = typer.Typer(help="Metrics payloads, as another program would read them.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(payload_app, name="payload")
+app.add_typer(config_verbs.app, name="config")
+for verb in (init_verb, ls_verb, sample_verb, export_verb):
+    app.add_typer(verb.app)  # without a name its command is the program's own
 data_app.add_typer(build_app, name="build")
 data_app.add_typer(synth_app, name="synth")
 

@@ -21,6 +21,7 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     config = load_config(config_path, overrides)
     if nproc is not None:
         raise typer.Exit(launch_ranks(nproc, without_nproc(sys.argv[1:])))
+    from trainer.cli.live_verdict import LiveVerdict
     from trainer.training.main import train
 
-    raise typer.Exit(train(config, Path(config_path), run_dir))
+    raise typer.Exit(train(config, Path(config_path), run_dir, LiveVerdict))

@@ -74,7 +74,7 @@ def read_toml(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except OSError as error:
         raise UserError(str(path), f"cannot be read: {error.strerror}", "check the path") from None
     except ValueError as error:
-        raise UserError(repr(str(path)), f"cannot be a path: {error}") from None
+        raise UserError(repr(str(path)), f"cannot be a path: {error}", "check the path") from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -86,9 +86,10 @@ def read_toml(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
         line = int(found[1]) if found and found[1] else text.count("\n") + 1
         problem = str(error).partition(" (at ")[0]
-        raise UserError("TOML", problem[:1].lower() + problem[1:], where=f"{path}:{line}") from None
+        problem = problem[:1].lower() + problem[1:]
+        raise UserError("TOML", problem, "correct the line, or the one before it", where=f"{path}:{line}") from None
     except RecursionError:
-        raise UserError("TOML", "is nested too deeply", where=str(path)) from None
+        raise UserError("TOML", "is nested too deeply", "take brackets away", where=str(path)) from None
     return raw, key_lines(text)
 
 
@@ -103,5 +104,5 @@ def _validate(model: type[Model], raw: dict[str, Any], locate: Any) -> Model:
     except ValidationError as error:
         found = user_errors(error, model, locate)
     except RecursionError:
-        raise UserError("TOML", "is nested too deeply", where=locate(())) from None
+        raise UserError("TOML", "is nested too deeply", "take brackets away", where=locate(())) from None
     raise found[0] if len(found) == 1 else UserErrors(found)

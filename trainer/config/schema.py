@@ -61,6 +61,8 @@ class ModelTable(Table):
     """Blocks."""
     args: dict[str, Any] = {}
     """Passed on to the target."""
+    weights: Annotated[str, Field(min_length=1)] | None = None
+    """Begin with these weights: a .safetensors file, or a directory that `train export` wrote. A resumed run has its own."""
 
 
 class LedgerTable(Table):
@@ -181,6 +183,21 @@ class MetricsTable(Table):
     """Write TensorBoard event files (needs the extra)."""
 
 
+class SampleTable(Table):
+    """`[sample]`: text that the model writes during the run, in events.jsonl and wandb; it never changes training."""
+
+    every: WholeNumber = 0
+    """Steps between samples; 0: none."""
+    prompt: str = ""
+    """What the model goes on from; empty: the beginning of a document."""
+    tokens: Count = 200
+    """Tokens to generate; with the bytes tokenizer, bytes."""
+    temperature: NonNegative = 1.0
+    """Divides the scores; 0 takes the most likely token."""
+    top_k: WholeNumber = 0
+    """Draw from the k most likely tokens only; 0: from all."""
+
+
 class CheckpointTable(Table):
     """`[checkpoint]`: what is saved, and where a run goes on."""
 
@@ -230,6 +247,8 @@ class RunConfig(Table):
     """Noise scale."""
     metrics: MetricsTable = MetricsTable()
     """Metrics."""
+    sample: SampleTable = SampleTable()
+    """Samples."""
     checkpoint: CheckpointTable = CheckpointTable()
     """Checkpoints."""
     distributed: DistributedTable = DistributedTable()

@@ -57,7 +57,7 @@ class BlendDataset:
         self, sources: Sequence[BlendSource], *, seed: int, micro_batches: int = 1, per_source: bool = False
     ) -> None:
         if not sources:
-            raise UserError("data.source", "a blend needs at least one source")
+            raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
         names = [source.name for source in sources]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -237,9 +237,14 @@ class BlendDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]
         if own.get("version") != VERSION or "names" not in own:
-            raise UserError("data.source", "the saved state is not one of a blend of this version")
+            raise UserError(
+                "data.source",
+                "the saved state is not one of a blend of this version",
+                "resume with the version that saved it",
+            )
         if own["seed"] != self._seed:
-            raise UserError("run.seed", f"the saved state was made with {own['seed']}, this run has {self._seed}")
+            problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
+            raise UserError("run.seed", problem, f"set it to {own['seed']}")
         gone = [name for name in own["names"] if name not in self._names]
         if gone:
             raise UserError("data.source", f"the saved state has a source {gone[0]!r}, which is gone", "put it back")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trainer.data.formats import index_suffixes, suffixes
 from trainer.errors import UserError
@@ -100,3 +101,34 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
     return _numbered(list(found.values()))
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """The streams that a user's paths mean, and how a source of a config says it: `root` (nested) or `paths` (direct)."""
+
+    layout: Literal["nested", "direct"]
+    streams: list[Stream]
+    root: str | None = None
+    paths: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Files of a known ending that lie in the root itself, where NESTED does not look."""
+
+
+def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
+    """A single directory with a directory a modality is NESTED; files, globs and any other directory are DIRECT.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    directory = Path(paths[0])
+    if len(paths) > 1 or not directory.is_dir():
+        return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
+    own = tuple(sorted(p.name for p in directory.iterdir() if p.is_file() and _is_stream_file(p, format)))
+    try:
+        return Discovery("nested", discover_nested(directory, format=format), root=paths[0], left_out=own)
+    except UserError:
+        if not own:
+            raise
+        pattern = os.path.join(glob.escape(paths[0]), "*")
+        return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))

@@ -269,7 +269,8 @@ class StreamMixingDataset:
         self._batch_index = max(each["batch_index"] for each in states)
         if mixing_state.is_same_layout(own, self._world_size, self._num_streams_mixed, self._batch_sizes):
             if not self._shared and own["rank"] != self._rank:
-                raise UserError(self.name, f"the state is rank {own['rank']}'s, not rank {self._rank}'s")
+                problem = f"the state is rank {own['rank']}'s, not rank {self._rank}'s"
+                raise UserError(self.name, problem, "give each rank its own, or all ranks' states as a list")
             self._resume(own)
         else:
             self._reshard(states)

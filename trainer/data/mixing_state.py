@@ -57,7 +57,8 @@ def check_states(states: Sequence[State], expected: Mapping[str, Any]) -> None:
         raise UserError(name, "no data state to resume from", "give the states of all ranks, in rank order")
     for rank, state in enumerate(states):
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
-            raise UserError(name, "the saved state is not one of a stream mixing dataset of this version")
+            problem = "the saved state is not one of a stream mixing dataset of this version"
+            raise UserError(name, problem, "resume with the version that saved it")
         saved = state["fingerprint"]
         differing = [key for key in expected if saved.get(key) != expected[key]]
         if differing:

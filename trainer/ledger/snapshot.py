@@ -57,7 +57,8 @@ def load_shards(
     """Fill `shard` from the shards of a checkpoint; see `Ledger.load_state_dict`."""
     for other in saved:
         if other["format"] != FORMAT:
-            raise UserError("ledger", f"checkpoint format must be {FORMAT}, got {other['format']}")
+            problem = f"checkpoint format must be {FORMAT}, got {other['format']}"
+            raise UserError("ledger", problem, "resume with the version that saved it")
         if other["width"] != shard.data.width:
             raise UserError(
                 "ledger",

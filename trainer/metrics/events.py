@@ -7,10 +7,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from trainer.metrics.payload_contract import non_finite_word
 from trainer.metrics.sinks.line_file import LineFile
+
+SAMPLE: Final = "sample"
+"""The event that carries what a model wrote: `global_step`, `prompt`, `text`."""
 
 
 def _strict(value: Any) -> Any:

@@ -241,7 +241,10 @@ class MetricsTracker:
 
     def log_restart(self, step: int, **details: Any) -> None:
         """Say in every stream that the run goes on after this checkpointed step, so that steps may repeat."""
-        event = build_restart(step, **details)
+        self.log_event(build_restart(step, **details))
+
+    def log_event(self, event: Mapping[str, Any]) -> None:
+        """Send an event to the sinks; each takes those that it has a use for."""
         for sink in self._sinks:
             sink.event(event)
 

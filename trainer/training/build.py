@@ -40,6 +40,7 @@ from trainer.training.optimizer import build_optimizer
 from trainer.training.plan import Plan, build_model
 from trainer.training.progress import Progress
 from trainer.training.run_dir import RunDir, environment
+from trainer.training.sampler import Sampler
 from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest
 from trainer.training.step import StepSettings, TrainStep
@@ -143,7 +144,15 @@ def build_parts(plan: Plan, info: RankInfo, device: torch.device, run_dir: RunDi
     return parts
 
 
-def build_run(parts: Parts, *, step: int, data_state: Any, events: EventWriter | None, stop: StopRequest) -> Run:
+def build_run(
+    parts: Parts,
+    *,
+    step: int,
+    data_state: Any,
+    events: EventWriter | None,
+    stop: StopRequest,
+    verdict: Callable[[], str] | None = None,
+) -> Run:
     """Wrap the model for the ranks, hook the noise scale, start reading. Every rank must call it (DDP communicates)."""
     plan, config, info = parts.plan, parts.plan.config, parts.info
     if config.train.compile:
@@ -183,11 +192,16 @@ def build_run(parts: Parts, *, step: int, data_state: Any, events: EventWriter |
         stop=stop,
         plan=MetricPlan.from_keys([*pool_keys, *ledger_keys, *_detail_keys(parts), *RANK_TIMES]),
         progress=Progress(
-            is_shown=info.is_main and sys.stderr.isatty(), total=config.train.steps, done=step, name=config.run.name
+            is_shown=info.is_main and sys.stderr.isatty(),
+            total=config.train.steps,
+            done=step,
+            name=config.run.name,
+            verdict=verdict,
         ),
         accepted=accepted_inputs(parts.model),
         device=parts.device,
         events=events,
+        sampler=_make_sampler(parts),
         step=step,
         first_step=step,
         data_state=data_state,
@@ -234,6 +248,23 @@ def _make_evaluator(parts: Parts) -> Evaluator:
         is_bytes=plan.config.data.tokenizer == "bytes",
         world_size=parts.info.world_size,
         device=parts.device,
+    )
+
+
+def _make_sampler(parts: Parts) -> Sampler | None:
+    plan = parts.plan
+    if not plan.config.sample.every or not parts.info.is_main:
+        return None
+    return Sampler(
+        model=parts.model,
+        tokenizer=plan.tokenizer,
+        table=plan.config.sample,
+        seed=plan.config.run.seed,
+        cell=plan.config.data.seq_len,
+        device=parts.device,
+        autocast=autocast_context(plan.config, parts.device),
+        guard=parts.diagnostics.best_effort("sample"),
+        send=[parts.events, parts.tracker.log_event],
     )
 
 

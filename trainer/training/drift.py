@@ -13,8 +13,10 @@ logger = get_logger(__name__)
 
 # Another value of these gives other weights' shapes or other data; the data set itself refuses what changes its cells.
 BREAKING = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "run.seed", "optimizer.name")
+# The checkpoint has weights of its own.
+HARMLESS = ("model.weights",)
 # These say where and how a run is done, not what it computes.
-SILENT = ("run.", "metrics.", "checkpoint.", "distributed.", "train.device")
+SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", *HARMLESS)
 
 
 def check_drift(saved: Mapping[str, Any], config: RunConfig) -> None:
@@ -25,7 +27,7 @@ def check_drift(saved: Mapping[str, Any], config: RunConfig) -> None:
     """
     before, now = flatten(saved), flatten(config.model_dump(mode="json"))
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    breaking = [key for key in changed if key.startswith(BREAKING)]
+    breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
     if breaking:
         listed = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in breaking)
         raise UserError(

@@ -22,6 +22,7 @@ from trainer.training.evaluation import Evaluator
 from trainer.training.microbatch import MicroBatch, masked_copy, split
 from trainer.training.optimizer import lr_at
 from trainer.training.progress import Progress
+from trainer.training.sampler import Sampler
 from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest
 from trainer.training.step import StepOutcome, TrainStep
@@ -53,6 +54,8 @@ class Run:
     accepted: frozenset[str] | None
     device: Any
     events: EventWriter | None
+    sampler: Sampler | None = None
+    """Rank 0 only."""
     step: int = 0
     """Last finished step."""
     first_step: int = 0
@@ -167,12 +170,15 @@ def finish_step(run: Run, outcome: StepOutcome, *, is_last: bool) -> None:
 
 
 def at_boundary(run: Run, *, is_last: bool) -> None:
-    """Evaluation and checkpoint, where they are due after the step."""
+    """Evaluation, sample and checkpoint, where they are due after the step."""
     every = run.config.eval.every
     if run.evaluator is not None and (run.step % every == 0 or is_last):
         run.last_eval = run.evaluator.run()
         with run.progress.paused():
             run.tracker.log_eval(run.last_eval, run.step)
+    if run.sampler is not None and (run.sampler.is_due(run.step) or is_last):
+        with run.progress.paused():
+            run.sampler.run(run.step)
     if run.saver.is_due(run.step) and not is_last:
         with run.progress.paused():
             run.saver.save(run.step, run.data_state, in_background=run.config.checkpoint.background)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trainer.training import checkpoint
 from trainer.training.build import Parts, build_parts, build_run
 from trainer.training.drift import check_drift
 from trainer.training.loop import NonFiniteError, Run, run_loop
-from trainer.training.plan import Plan, make_plan
+from trainer.training.plan import Plan, begin_from_weights, make_plan
 from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
 from trainer.training.saver import SaveError
 from trainer.training.signals import StopRequest
@@ -32,14 +32,22 @@ from trainer.training.sinks import make_sinks, wandb_id
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)
 EXIT_FAILED = 1
+VerdictMaker = Callable[[Path], Callable[[], str]]
 
 
 class RunFailed(Exception):
     """Something unexpected ended this rank's run; it is logged. Other ranks may be in a collective: nobody waits for them."""
 
 
-def train(config: RunConfig, config_path: Path, given_run_dir: str | None) -> int:
+def train(
+    config: RunConfig, config_path: Path, given_run_dir: str | None, verdict_of: VerdictMaker | None = None
+) -> int:
     """Train on this rank, alone or as one of torchrun's.
+
+    Args:
+        config_path: where the config was read from.
+        given_run_dir: what --run-dir says.
+        verdict_of: a run's directory -> what gives the words on its health that stand beside the progress bar.
 
     Returns:
         0 when the run is done or was stopped with a checkpoint, 1 when it failed.
@@ -56,13 +64,19 @@ def train(config: RunConfig, config_path: Path, given_run_dir: str | None) -> in
     timeout = config.distributed.timeout_sec
     try:
         with process_group(info, backend=backend, timeout_sec=timeout, device=device):
-            return _train_in_group(plan, config_path, given_run_dir, info, device, stop)
+            return _train_in_group(plan, config_path, given_run_dir, info, device, stop, verdict_of)
     except RunFailed:
         return EXIT_FAILED
 
 
 def _train_in_group(
-    plan: Plan, config_path: Path, given: str | None, info: RankInfo, device: torch.device, stop: StopRequest
+    plan: Plan,
+    config_path: Path,
+    given: str | None,
+    info: RankInfo,
+    device: torch.device,
+    stop: StopRequest,
+    verdict_of: VerdictMaker | None,
 ) -> int:
     config = plan.config
     run_dir, found = _place(config, given, info)
@@ -84,7 +98,8 @@ def _train_in_group(
                     logger.warning("%s is of another branch of this run now; moved to %s", path.name, path)
         handler = add_log_file(run_dir.log_file(info.rank))
         stack.callback(handler.close)
-        run = _open_run(parts, position, run_dir, stop, stack)
+        verdict = verdict_of(run_dir.path) if verdict_of is not None else None
+        run = _open_run(parts, position, run_dir, stop, verdict, stack)
         return _run_to_end(run, run_dir)
 
 
@@ -127,6 +142,7 @@ def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: Ru
     if found is None:
         if effective_resume(config.checkpoint.resume) == "auto":
             logger.info("--resume auto: no checkpoint to go on from; starting at step 0")
+        begin_from_weights(parts.plan, parts.model)
         return Position(data_state=parts.dataset.state_dict())
     path, state = found
     check_drift(state["config"], config)
@@ -143,7 +159,14 @@ def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: Ru
     return Position(state, parts.dataset.state_dict(), path)
 
 
-def _open_run(parts: Parts, position: Position, run_dir: RunDir, stop: StopRequest, stack: ExitStack) -> Run:
+def _open_run(
+    parts: Parts,
+    position: Position,
+    run_dir: RunDir,
+    stop: StopRequest,
+    verdict: Callable[[], str] | None,
+    stack: ExitStack,
+) -> Run:
     """Open the sinks (rank 0) and start reading."""
     events: EventWriter | None = None
     if parts.info.is_main:
@@ -163,7 +186,9 @@ def _open_run(parts: Parts, position: Position, run_dir: RunDir, stop: StopReque
         run_dir.write_status("running", reason="", step=position.step, wandb_run_id=parts.wandb_run_id)
         _announce(parts, run_dir)
     stack.callback(parts.tracker.close)
-    run = build_run(parts, step=position.step, data_state=position.data_state, events=events, stop=stop)
+    run = build_run(
+        parts, step=position.step, data_state=position.data_state, events=events, stop=stop, verdict=verdict
+    )
     stack.callback(run.loader.close)
     stack.callback(run.progress.close)
     return run

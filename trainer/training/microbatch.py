@@ -68,7 +68,9 @@ def split(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBat
     targets = rest.pop("targets")
     given = [key for key in CARRY_KEYS if key in rest]
     if given and len(given) < len(CARRY_KEYS):
-        raise UserError("data", f"a micro-batch has {', '.join(given)} but not all of {', '.join(CARRY_KEYS)}", "")
+        raise UserError(
+            "data", f"a micro-batch has {', '.join(given)} but not all of {', '.join(CARRY_KEYS)}", "give all or none"
+        )
     carry = Carry(**{key: rest.pop(key) for key in CARRY_KEYS}) if given else None
     if accepted is not None:
         check_inputs(rest, accepted)

@@ -14,9 +14,14 @@ from torch import nn
 
 from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
+from trainer.data.text_stream import prompt_ids
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.sources import Source, leaf_tables, resolve_sources
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,16 @@ class Plan:
         assert isinstance(width, int)
         return width
 
+    def check_weights(self) -> None:
+        """Refuse what `begin_from_weights` would, without making the model.
+
+        Raises:
+            UserError: as `begin_from_weights`.
+        """
+        path = self.config.model.weights
+        if path is not None:
+            check_fit(self._weightless_model(), read_weights(path)[0], key="model.weights", path=path)
+
     def _weightless_model(self) -> nn.Module:
         with torch.device("meta"):
             return build_model(self.config.model, self.vocab_size)
@@ -58,12 +73,31 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
     facts = check_rules(config, leaf_tables(sources), world_size)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     resolve_target(config.model.target, "model.target")
+    if config.sample.every:
+        prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
     coord = config.objective.coord
     if coord is not None and coord.first_token + coord.num_bins > tokenizer.vocab_size:
         last = coord.first_token + coord.num_bins - 1
         problem = f"its last bin is token {last}, beyond the vocabulary of {tokenizer.vocab_size}"
         raise UserError("objective.coord", problem, "lower first_token or num_bins")
     return Plan(config, sources, tokenizer, facts)
+
+
+def begin_from_weights(plan: Plan, model: nn.Module) -> None:
+    """Put the weights that `[model] weights` names into the model of a run that begins; nothing if it names none.
+
+    Raises:
+        UserError: they cannot be read, or do not fit.
+    """
+    path = plan.config.model.weights
+    if path is None:
+        return
+    metadata = load_weights(model, path)
+    logger.info("beginning with the weights of %s", path)
+    trained_with = metadata.get("tokenizer", plan.tokenizer.name)
+    if trained_with != plan.tokenizer.name:
+        text = "%s was trained with the tokenizer %s, this run has %s: its ids may mean other tokens"
+        logger.warning(text, path, trained_with, plan.tokenizer.name)
 
 
 def resolve_target(target: str, key: str) -> Any:

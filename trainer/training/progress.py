@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trainer.metrics.best_effort import BestEffort
+
 
 class Progress:
-    """A bar with steps, loss and time left; nothing at all where `is_shown` is false.
+    """A bar with steps, loss, time left and verdict; nothing at all where `is_shown` is false.
 
     rich must own neither stream: by default it takes stdout, and payload lines with it.
+
+    Args:
+        verdict: gives a word or two on the run's health so far; its failure takes the verdict off the bar.
     """
 
-    def __init__(self, *, is_shown: bool, total: int, done: int, name: str) -> None:
+    def __init__(
+        self,
+        *,
+        is_shown: bool,
+        total: int,
+        done: int,
+        name: str,
+        verdict: Callable[[], str] | None = None,
+    ) -> None:
         self._bar: Any = None
+        self._verdict = verdict or (lambda: "")
+        self._guard = BestEffort("verdict")
         if not is_shown:
             return
         from rich.console import Console
@@ -28,19 +43,21 @@ class Progress:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[verdict]}", markup=False),
             console=Console(file=sys.stderr),
             redirect_stdout=False,
             redirect_stderr=False,
             transient=True,
             auto_refresh=False,
         )
-        self._task = self._bar.add_task(name, total=total, completed=done, loss="-")
+        self._task = self._bar.add_task(name, total=total, completed=done, loss="-", verdict="")
         self._bar.start()
 
     def update(self, step: int, loss: float) -> None:
         """Show `step` as done."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", refresh=True)
+            verdict = self._guard.run(self._verdict) or ""
+            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", verdict=verdict, refresh=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.display import display_key
+from trainer.metrics.events import SAMPLE
 from trainer.metrics.payload_contract import RESTART
 
 
@@ -38,9 +39,16 @@ class TensorboardSink:
             self._writer.add_scalar(display_key(key), float(word), step)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """After a restart, hide what earlier rows say about the steps that are repeated."""
+        """After a restart, hide what earlier rows say about the steps that are repeated; show a sample as text."""
         if event.get("event") == RESTART:
             self._guard.run(self._purge, event["global_step"] + 1)
+        elif event.get("event") == SAMPLE:
+            self._guard.run(self._sample, event)
+
+    def _sample(self, event: Mapping[str, Any]) -> None:
+        # Indented text is shown as it is; anything else would be taken for Markdown.
+        shown = "".join(f"    {line}\n" for line in f"{event['prompt']}{event['text']}".splitlines() or [""])
+        self._writer.add_text("sample/text", shown, event["global_step"])
 
     def _purge(self, first_step: int) -> None:
         self._writer.close()

@@ -8,6 +8,7 @@ axis is the logged `global_step`. The counter is kept here: wandb's own says 0 a
 
 from __future__ import annotations
 
+import html
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.display import display_key
+from trainer.metrics.events import SAMPLE
 from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
@@ -88,7 +90,7 @@ class WandbSink:
         self._finish_timeout_sec = finish_timeout_sec
         self._guard = BestEffort("wandb", on_event=on_event)
         self._run: Any = None
-        self._row: dict[str, float] = {}
+        self._row: dict[str, Any] = {}
         self._row_step = 0
         self._next_own_step = 0
         self._messages = _Messages(on_event)
@@ -127,14 +129,16 @@ class WandbSink:
         self._guard.run(self._log, payload)
 
     def _log(self, payload: Mapping[str, Any]) -> None:
-        step = payload["global_step"]
-        if self._row and step != self._row_step:
-            self._send()
-        self._row_step = step
+        self._open_row(payload["global_step"])
         for key, value in payload["metrics"].items():
             self._row[display_key(key)] = value
         for key, word in payload.get("non_finite", {}).items():
             self._row[display_key(key)] = float(word)
+
+    def _open_row(self, step: int) -> None:
+        if self._row and step != self._row_step:
+            self._send()
+        self._row_step = step
 
     def _send(self) -> None:
         row, self._row = {**self._row, STEP_KEY: self._row_step}, {}
@@ -144,7 +148,16 @@ class WandbSink:
         self.last_step = self._row_step
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Events are not sent."""
+        """Send a sample, as a panel with a slider over the steps; other events are not sent."""
+        if event.get("event") == SAMPLE:
+            self._guard.run(self._sample, event)
+
+    def _sample(self, event: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._open_row(event["global_step"])
+        text = html.escape(f"{event['prompt']}\u2502{event['text']}")
+        self._row["sample/text"] = wandb.Html(f"<pre style='white-space: pre-wrap'>{text}</pre>", inject=False)
 
     def close(self) -> None:
         """Send the held-back row and finish the run; gives up where wandb does not come to an end in time."""

@@ -1,0 +1,182 @@
+"""A real run's samples, its weights and numbers exported, and a run that begins with them."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+
+from tests.support.runs import losses, read_rows, run, write_tiny_config
+from tests.support.wandb_file import find_wandb_file, read_history
+from trainer.cli.sample_run import Request, run_sample
+from trainer.errors import UserError
+from trainer.model.generate import Draw
+from trainer.training.saved_model import load_model
+
+CPU = torch.device("cpu")
+SAMPLES = '\n[sample]\nevery = 2\nprompt = "the "\ntokens = 20\n\n[checkpoint]\nevery = 3\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory with a config and a finished run that wrote samples."""
+    path = tmp_path_factory.mktemp("export")
+    config = write_tiny_config(path, SAMPLES)
+    with_wandb = ["--set", "metrics.wandb.mode=offline"]
+    result = run("--config", config, "--run-dir", path / "run", *with_wandb)
+    assert result.returncode == 0, result.stderr
+    exported = run("export", path / "run", "--format", "safetensors", "--out", path / "exported")
+    assert exported.returncode == 0, exported.stderr
+    return path
+
+
+def request(**changes):
+    fields = {"prompt": "the ", "num_bytes": 30, "num_tokens": None, "draw": Draw(seed=4), "step": None}
+    return Request(**{**fields, "tokenizer": None, "device": "cpu", "as_json": False, **changes})
+
+
+def samples_of(run_dir):
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "sample"]
+
+
+def test_samples_go_to_the_events_and_to_wandb(folder):
+    events = samples_of(folder / "run")
+    assert [event["global_step"] for event in events] == [2, 4, 6]
+    assert {event["prompt"] for event in events} == {"the "}
+    assert all(event["text"] for event in events)
+    rows = read_history(find_wandb_file(folder / "run"))
+    sent = {row["global_step"]: row["sample/text/path"] for row in rows if "sample/text/path" in row}
+    assert [*sent] == [2, 4, 6]
+    pages = [(folder / "run" / "wandb" / "latest-run" / "files" / path) for path in sent.values()]
+    assert all("the \u2502" in page.read_text(encoding="utf-8") for page in pages)
+
+
+@pytest.mark.parametrize("target", ["trainer.model:build", "tests.support.models:dropout"])
+def test_samples_do_not_change_training(target, tmp_path):
+    config = write_tiny_config(tmp_path, SAMPLES)
+    own = [f"model.target={target}", "eval.every=3", "eval.holdout_fraction=0.2"]
+    settings = [word for each in own for word in ("--set", each)]
+    for name, every in (("with", 1), ("without", 0)):
+        arguments = ["--config", config, "--run-dir", tmp_path / name, *settings, "--set", f"sample.every={every}"]
+        result = run(*arguments)
+        assert result.returncode == 0, result.stderr
+    assert len(samples_of(tmp_path / "with")) == 6
+    assert not samples_of(tmp_path / "without")
+    rows = [read_rows(tmp_path / name / "metrics.jsonl") for name in ("with", "without")]
+    assert [*rows[0]] == [*rows[1]]
+    for key, row in rows[0].items():
+        own_keys = [k for k in row if k.endswith(("loss", "grad_norm")) or k.startswith(("gns/", "ledger/"))]
+        assert own_keys
+        assert {k: row[k] for k in own_keys} == {k: rows[1][key][k] for k in own_keys}, key
+
+
+def test_a_sample_that_fails_costs_the_samples_and_not_the_run(folder, tmp_path):
+    settings = ["--set", "train.clip_grad_norm=0", "--set", "train.on_non_finite=skip", "--set", "optimizer.lr=1e38"]
+    result = run("--config", folder / "tiny.toml", "--run-dir", tmp_path / "run", *settings, "--steps", "4")
+    assert result.returncode == 0, result.stderr
+    assert "sample failed and is off from now on: GenerationError" in result.stderr
+
+
+def test_the_program_writes_the_prompt_and_what_follows(folder):
+    first = run("sample", folder / "run", "--prompt", "the ", "--bytes", "30", "--seed", "4")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("the ")
+    assert first.stderr == ""
+
+
+def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
+    def said(where, **changes):
+        run_sample(str(folder / where), request(**changes))
+        return capsys.readouterr().out
+
+    text = said("run")
+    assert text == said("run") == said("exported")
+    assert text != said("run", draw=Draw(seed=5))
+    assert text != said("run", step=3)
+    as_json = json.loads(said("run", as_json=True))
+    assert (as_json["step"], as_json["prompt"] + as_json["text"] + "\n") == (6, text)
+    assert len(said("run", draw=Draw(top_k=1), num_bytes=7)) <= 4 + 7 + 1
+
+
+def test_two_lengths_and_absent_checkpoints_are_refused(folder):
+    with pytest.raises(UserError, match="--bytes: does not go with --tokens"):
+        run_sample(str(folder / "run"), request(num_tokens=3))
+    with pytest.raises(UserError, match=r"has no checkpoint after step 4; use one of 3, 6"):
+        run_sample(str(folder / "run"), request(step=4))
+    with pytest.raises(UserError, match="is no directory; name the directory of a run"):
+        run_sample(str(folder / "nowhere"), request())
+
+
+def test_exported_weights_give_the_scores_of_the_checkpoint(folder):
+    tokens = torch.arange(200)[None]
+    scores = []
+    for name in ("run", "exported"):
+        saved = load_model(folder / name, step=None, device=CPU)
+        assert saved.step == 6
+        scores.append(saved.model(tokens=tokens, state=None).logits)
+    assert torch.equal(*scores)
+    card = (folder / "exported" / "README.md").read_text()
+    rows = read_rows(folder / "run" / "metrics.jsonl")
+    assert f"| `loss` | {rows['train', 6]['loss']:.4f} |" in card
+    count = sum(p.numel() for p in saved.model.parameters())
+    assert f"| parameters | {count:,} |" in card
+
+
+def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tmp_path):
+    settings = [
+        "--set",
+        f"model.weights={folder / 'exported'}",
+        "--set",
+        "optimizer.lr=1e-12",
+        "--set",
+        "checkpoint.every=1",
+    ]
+    arguments = ["--config", folder / "tiny.toml", "--run-dir", tmp_path / "run", "--set", "scheduler.warmup_steps=1"]
+    begun = run(*arguments, *settings, "--steps", "1")
+    assert begun.returncode == 0, begun.stderr
+    assert "beginning with the weights of" in begun.stderr
+    before, after = (load_model(path, step=None, device=CPU).model for path in (folder / "exported", tmp_path / "run"))
+    for name, tensor in before.state_dict().items():
+        assert torch.allclose(after.state_dict()[name], tensor, atol=1e-9, rtol=0), name
+    resumed = run(*arguments, "--steps", "2", "--resume", "auto", "--set", "optimizer.lr=1e-12")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on after step 1" in resumed.stderr
+    assert "beginning with" not in resumed.stderr
+    assert abs(losses(tmp_path / "run" / "metrics.jsonl")[2] - losses(folder / "run" / "metrics.jsonl")[6]) < 0.5
+
+
+def test_weights_of_another_shape_are_refused_by_name_by_check_and_run_alike(folder):
+    wrong = ["--config", folder / "tiny.toml", "--set", f"model.weights={folder / 'exported'}", "--set", "model.dim=24"]
+    for verb in (["check"], []):
+        result = run(*verb, *wrong)
+        assert result.returncode == 2
+        assert "embedding.weight: shape [257, 16], the model has [257, 24]" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path):
+    out = tmp_path / "x.csv"
+    assert run("export", folder / "run", "--format", "csv", "--out", out).returncode == 0
+    with out.open(newline="") as file:
+        table = [row for row in csv.DictReader(file) if row["mode"] == "train"]
+    assert {int(row["global_step"]): float(row["loss"]) for row in table} == losses(folder / "run" / "metrics.jsonl")
+    again = run("export", folder / "run", "--format", "csv", "--out", out)
+    assert again.stderr == f"{out}: exists already; name another place, or add --force\n"
+    foreign = run("export", folder / "run", "--format", "safetensors", "--out", folder, "--force")
+    assert foreign.returncode == 2
+    assert "holds other things than an export" in foreign.stderr
+    assert (folder / "run").is_dir()
+
+
+def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run("export", folder / "run", "--format", "tensorboard", "--out", tmp_path / "tb").returncode == 0
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    found = {event.step: event.value for event in board.Scalars("train/loss")}
+    assert found == pytest.approx(losses(folder / "run" / "metrics.jsonl"))

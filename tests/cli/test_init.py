@@ -1,0 +1,174 @@
+"""`train init` on data of every kind: what it writes is a config that checks and trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.runs import ROOT, losses, make_corpus, run
+from tests.unit.data.megatron_writer import write_megatron
+from trainer.cli.init_config import init_config
+from trainer.config.load import load_config
+from trainer.training.plan import make_plan
+
+TEXT = "".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("config.md", "training/METRICS_LOSSES.md")
+)
+
+
+def ids(count: int, largest: int, seed: int = 0) -> np.ndarray:
+    """Skewed ids as of text; the largest occurs."""
+    drawn = np.random.Generator(np.random.Philox(seed)).zipf(1.3, count) % largest
+    drawn[-1] = largest
+    return drawn
+
+
+def text_folder(path: Path) -> list[str]:
+    path.mkdir()
+    for i in range(6):
+        (path / f"part{i}.txt").write_text(TEXT[i * 4000 : (i + 1) * 4000], encoding="utf-8")
+    return [path.name]
+
+
+def jsonl_file(path: Path) -> list[str]:
+    path.mkdir()
+    records = [json.dumps({"text": paragraph}) for paragraph in TEXT.split("\n") if paragraph]
+    (path / "all.jsonl").write_text("\n".join(records) + "\n", encoding="utf-8")
+    return [f"{path.name}/all.jsonl"]
+
+
+def jsonl_tokens(path: Path) -> list[str]:
+    path.mkdir()
+    records = [json.dumps({"tokens": ids(200, 700, seed).tolist()}) for seed in range(40)]
+    (path / "ids.jsonl").write_text("\n".join(records) + "\n", encoding="utf-8")
+    return [path.name]
+
+
+def npy_files(path: Path) -> list[str]:
+    path.mkdir()
+    for shard in range(3):
+        np.save(path / f"shard{shard}.npy", ids(9000, 1234, shard).astype(np.uint16))
+    return [path.name]
+
+
+def bin_file(path: Path) -> list[str]:
+    path.mkdir()
+    ids(30000, 50256).astype("<u4").tofile(path / "tokens.bin")
+    return [f"{path.name}/*.bin"]
+
+
+def megatron(path: Path) -> list[str]:
+    path.mkdir()
+    write_megatron(path / "corpus.bin", [ids(int(n), 900, int(n)).tolist() for n in range(50, 450, 10)], dtype="int32")
+    return [path.name]
+
+
+def parquet(path: Path) -> list[str]:
+    table = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as files
+
+    path.mkdir()
+    files.write_table(table.table({"text": TEXT.split("\n\n")}), path / "all.parquet")
+    return [path.name]
+
+
+def nested(path: Path) -> list[str]:
+    make_corpus(path)
+    return [path.name]
+
+
+KINDS = {
+    "text": (text_folder, "direct", "bytes", 0),
+    "jsonl": (jsonl_file, "direct", "bytes", 0),
+    "jsonl_tokens": (jsonl_tokens, "direct", "ids", 701),
+    "npy": (npy_files, "direct", "ids", 1235),
+    "bin": (bin_file, "direct", "ids", 50257),
+    "megatron": (megatron, "direct", "ids", 901),
+    "parquet": (parquet, "direct", "bytes", 0),
+    "nested": (nested, "nested", "bytes", 0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
+    make, layout, tokenizer, vocab_size = KINDS[kind]
+    monkeypatch.chdir(tmp_path)
+    paths = make(tmp_path / "my data")
+    init_config(paths, out="x.toml", force=False, format="auto", dtype=None, eod=None, tokenizer=None)
+    config = load_config("x.toml")
+    assert (config.data.source[0].layout, config.data.tokenizer, config.data.vocab_size) == (
+        layout,
+        tokenizer,
+        vocab_size,
+    )
+    plan = make_plan(config, Path("x.toml"), 1)
+    assert plan.facts.groups_in_flight <= config.ledger.capacity
+    small = ["--set", "model.dim=16", "--set", "scheduler.warmup_steps=1", "--steps", "3", "--set", "train.device=cpu"]
+    trained = run("--config", "x.toml", "--run-dir", "run", *small, "--set", "metrics.log_interval=1", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert [*losses(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_beside_a_file(tmp_path):
+    text_folder(tmp_path / "data")
+    printed = run("init", "data", cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    assert "#:schema" not in printed.stdout
+    assert not (tmp_path / "config.schema.json").exists()
+    written = run("init", "data", "--out", "x.toml", cwd=tmp_path)
+    text = (tmp_path / "x.toml").read_text()
+    assert text == "#:schema config.schema.json\n" + printed.stdout
+    assert (tmp_path / "config.schema.json").read_text() == (ROOT / "docs" / "config.schema.json").read_text()
+    assert "next: train check --config x.toml" in written.stderr
+    again = run("init", "data", "--out", "x.toml", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr == "x.toml: exists already; name another file, or add --force\n"
+
+
+def test_what_cannot_be_one_run_is_refused(tmp_path):
+    nothing = run("init", "nowhere", cwd=tmp_path)
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert "nowhere: names no stream file" in nothing.stderr
+    data = tmp_path / "data"
+    text_folder(data)
+    np.save(data / "ids.npy", ids(100, 50).astype(np.int64))
+    mixed = run("init", "data", cwd=tmp_path)
+    assert mixed.returncode == 2
+    assert "is text, and data/ids.npy holds token ids" in mixed.stderr
+    shutil.rmtree(data)
+    data.mkdir()
+    (data / "a.bin").write_bytes(struct.pack("<400H", *range(300, 700)))
+    (data / "b.bin").write_bytes(struct.pack("<400I", *range(300, 700)))
+    dtypes = run("init", "data", cwd=tmp_path)
+    assert dtypes.returncode == 2
+    assert "data/a.bin looks like uint16, data/b.bin looks like uint32" in dtypes.stderr
+
+
+def test_what_lies_beside_the_modalities_is_named(tmp_path):
+    make_corpus(tmp_path / "data")
+    (tmp_path / "data" / "notes.txt").write_text("left out")
+    result = run("init", "data", cwd=tmp_path)
+    assert "# Note: not read, since they lie in no modality's directory: notes.txt\n" in result.stdout
+
+
+def test_a_tokenizer_of_ones_own_is_named_in_the_config(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import models, pre_tokenizers, trainers
+
+    monkeypatch.chdir(tmp_path)
+    text_folder(tmp_path / "data")
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=["?"], show_progress=False)
+    )
+    tokenizer.save("words.json")
+    init_config(["data"], out="x.toml", force=False, format="auto", dtype=None, eod=None, tokenizer="words.json")
+    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    assert plan.vocab_size == tokenizer.get_vocab_size() + 1
+    assert plan.config.objective.token_types is False

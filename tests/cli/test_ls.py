@@ -1,0 +1,103 @@
+"""`train ls`: what the files of runs say, at a glance."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import run
+from trainer.cli.live_verdict import LEAST_SEC_BETWEEN, LiveVerdict
+from trainer.cli.runs_list import age_text, entry_of, find_runs
+from trainer.errors import UserError
+from trainer.metrics.payload_contract import build_payload, encode_payload
+
+NOW = 1_000_000.0
+
+
+def make_run(path: Path, state: str, losses: list[float], *, age: float = 90.0, steps: int = 100) -> Path:
+    path.mkdir(parents=True)
+    (path / "status.json").write_text(json.dumps({"state": state, "last_step": len(losses), "pid": 1}))
+    (path / "config.resolved.toml").write_text(f"[train]\nsteps = {steps}\n")
+    rows = [encode_payload(build_payload("train", step, {"loss": loss})) for step, loss in enumerate(losses, start=1)]
+    record = path / "metrics.jsonl"
+    record.write_text("".join(row + "\n" for row in rows))
+    os.utime(record, (NOW - age, NOW - age))
+    return path
+
+
+def test_an_entry_says_state_step_loss_age_and_verdict(tmp_path):
+    healthy = entry_of(make_run(tmp_path / "a", "done", [5.0, 4.0, 3.5]), now=NOW, diagnoses=True)
+    assert (healthy.state, healthy.step, healthy.steps, healthy.loss, healthy.age_sec) == ("done", 3, 100, 3.5, 90.0)
+    assert healthy.verdict == "healthy"
+    broken = [3.0 - step / 100 for step in range(60)] + [float("nan")]
+    diverged = entry_of(make_run(tmp_path / "b", "failed", broken), now=NOW, diagnoses=True)
+    assert diverged.verdict not in (None, "healthy")
+    assert entry_of(tmp_path / "b", now=NOW, diagnoses=False).verdict is None
+
+
+def test_a_run_that_says_running_is_dead_unless_somebody_holds_it(tmp_path):
+    path = make_run(tmp_path / "a", "running", [5.0])
+    assert entry_of(path, now=NOW, diagnoses=False).state == "died"
+    with (path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert entry_of(path, now=NOW, diagnoses=False).state == "running"
+    assert entry_of(path, now=NOW, diagnoses=False).state == "died"
+
+
+def test_runs_without_numbers_or_with_damaged_ones_are_listed_too(tmp_path):
+    new = make_run(tmp_path / "new", "stopped", [])
+    (new / "metrics.jsonl").unlink()
+    assert entry_of(new, now=NOW, diagnoses=True).verdict is None
+    bad = make_run(tmp_path / "bad", "done", [])
+    (bad / "metrics.jsonl").write_text("nonsense\n")
+    (bad / "status.json").write_text("{")
+    entry = entry_of(bad, now=NOW, diagnoses=True)
+    assert (entry.state, entry.verdict) == ("unknown", "record unreadable")
+
+
+def test_runs_are_found_in_directories_and_by_name(tmp_path):
+    make_run(tmp_path / "runs" / "a", "done", [1.0])
+    make_run(tmp_path / "runs" / "b", "done", [1.0])
+    (tmp_path / "runs" / "notes").mkdir()
+    both = [tmp_path / "runs" / "a", tmp_path / "runs" / "b"]
+    assert find_runs([str(tmp_path / "runs")]) == both
+    assert find_runs([str(both[1]), str(tmp_path / "runs")]) == [both[1], both[0]]
+    with pytest.raises(UserError, match="is no directory"):
+        find_runs([str(tmp_path / "nowhere")])
+
+
+def test_the_program_prints_the_newest_last_and_json(tmp_path):
+    make_run(tmp_path / "runs" / "new", "done", [2.0, 1.25], age=1)
+    make_run(tmp_path / "runs" / "old", "stopped", [2.5], age=10_000)
+    table = run("ls", cwd=tmp_path)
+    assert table.returncode == 0, table.stderr
+    lines = [line for line in table.stdout.splitlines() if "runs/" in line]
+    assert [line.split()[1] for line in lines] == ["runs/old", "runs/new"]
+    assert "2/100" in lines[1]
+    assert "1.2500" in lines[1]
+    listed = json.loads(run("ls", "runs", "--json", "--no-diagnose", cwd=tmp_path).stdout)
+    assert [(each["run"], each["state"], each["verdict"]) for each in listed] == [
+        ("runs/old", "stopped", None),
+        ("runs/new", "done", None),
+    ]
+
+
+def test_ages():
+    assert [age_text(seconds) for seconds in (None, 3, 200, 7200, 3 * 86400)] == ["-", "3 s", "3 min", "2 h", "3 d"]
+
+
+def test_the_verdict_beside_the_bar_is_looked_up_from_time_to_time(tmp_path):
+    now = [0.0]
+    verdict = LiveVerdict(tmp_path / "a", clock=lambda: now[0])
+    assert verdict() == ""
+    now[0] = LEAST_SEC_BETWEEN
+    assert verdict() == "", "no run is there yet"
+    make_run(tmp_path / "a", "running", [5.0, 4.0])
+    now[0] += LEAST_SEC_BETWEEN - 1
+    assert verdict() == "", "not again so soon"
+    now[0] += 1
+    assert verdict() == "healthy"

@@ -1,0 +1,73 @@
+"""Two configs compared: what differs is said, key by key, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+from tests.support.runs import ROOT, run, write_tiny_config
+from trainer.config.compare import differences, render_differences
+from trainer.config.load import load_config
+
+jsonschema = pytest.importorskip("jsonschema")
+SHIPPED = sorted((ROOT / "train_configs").rglob("*.toml"))
+
+
+def changed(tmp_path, *overrides):
+    path = write_tiny_config(tmp_path)
+    return differences(load_config(path), load_config(path, overrides))
+
+
+def test_equal_configs_do_not_differ_and_a_default_written_out_is_no_difference(tmp_path):
+    assert changed(tmp_path) == []
+    assert changed(tmp_path, "metrics.smoothing_alpha=0.1") == []
+
+
+def test_sources_are_matched_by_name(tmp_path):
+    found = changed(tmp_path, "data.source.second.weight=2.0", "optimizer.lr=0.5")
+    assert [(each.key, each.first, each.second) for each in found] == [
+        ("data.source.second.weight", 1.0, 2.0),
+        ("optimizer.lr", 0.001, 0.5),
+    ]
+
+
+def test_another_order_of_sources_is_a_difference(tmp_path):
+    path = write_tiny_config(tmp_path)
+    config = load_config(path)
+    turned = config.model_copy(update={"data": config.data.model_copy(update={"source": config.data.source[::-1]})})
+    assert [each.key for each in differences(config, turned)] == ["data.source[].name"]
+
+
+def test_each_printed_value_is_toml(tmp_path):
+    found = changed(tmp_path, 'run.name="other"', "data.source.second.modalities=['b','c']", "eval.every=3")
+    lines = render_differences(found, "a", "b").splitlines()
+    assert lines[:2] == ["--- a", "+++ b"]
+    for line in lines[2:]:
+        assert tomllib.loads(line[1:])
+
+
+def test_the_verb_says_it_by_its_exit_code(tmp_path):
+    path = write_tiny_config(tmp_path)
+    other = tmp_path / "other.toml"
+    other.write_text(path.read_text().replace("steps = 6", "steps = 7"))
+    result = run("config", "diff", path, other)
+    assert result.returncode == 1
+    assert result.stdout.splitlines()[2:] == ["-train.steps = 6", "+train.steps = 7"]
+    assert run("config", "diff", path, path).returncode == 0
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_config_names_the_schema_and_fits_it(path):
+    text = path.read_text(encoding="utf-8")
+    named = text.splitlines()[0].removeprefix("#:schema ")
+    schema = (path.parent / named).resolve()
+    assert schema == ROOT / "docs" / "config.schema.json"
+    printed = run("config", "schema").stdout
+    assert printed == schema.read_text(encoding="utf-8")
+    validator = jsonschema.Draft202012Validator(json.loads(printed))
+    assert not list(validator.iter_errors(tomllib.loads(text)))
+    broken = tomllib.loads(text)
+    broken["train"]["stepz"] = 1
+    assert list(validator.iter_errors(broken)), "the schema refuses unknown keys"

@@ -1,0 +1,62 @@
+"""Guesses about data that nobody has described: dtypes told from bytes, and sizes that fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.cli.init_config import sample_streams
+from trainer.data.guess import guess_dtype
+from trainer.data.holdout import held_out
+from trainer.data.layout import Stream
+from trainer.data.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
+
+DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(vocabulary=st.integers(300, 65_535), seed=st.integers(0, 1000), count=st.integers(64, 3000))
+def test_the_dtype_of_ids_is_told_from_their_bytes(dtype, vocabulary, seed, count):
+    tokens = np.random.Generator(np.random.Philox(seed)).integers(0, vocabulary, count)
+    data = tokens.astype(DTYPES[dtype]).tobytes()
+    assert guess_dtype(data, len(data)) == dtype
+
+
+def test_a_vocabulary_beyond_16_bits_is_told_too():
+    data = np.random.Generator(np.random.Philox(0)).integers(0, 200_000, 5000).astype("<u4").tobytes()
+    assert guess_dtype(data, len(data)) == "uint32"
+    assert guess_dtype(data[:-1], len(data) - 1) == "uint8", "an odd number of bytes"
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 5000), min_size=1, max_size=30), min_size=1, max_size=20),
+    share=st.floats(0.01, 1.0),
+)
+def test_sizes_are_usable_whatever_the_lengths(lengths, share):
+    lengths[0].append(7)  # something to read
+    paths = [f"s{i}.txt" for i in range(len(lengths))]
+    arrays = [np.array(each, dtype=np.int64) for each in lengths]
+    sizes = choose_sizes(paths, arrays, share=share)
+    assert SEQ_LEN_RANGE[0] <= sizes.seq_len <= SEQ_LEN_RANGE[1]
+    assert STEPS_RANGE[0] <= sizes.steps <= STEPS_RANGE[1]
+    assert 1 <= sizes.num_streams_mixed <= len(lengths)
+    assert min(sizes.max_group_cells, sizes.batch_size, sizes.micro_batches) >= 1
+    assert sizes.num_streams_mixed * sizes.batch_size <= 4096, "fits the ledger's default"
+    if sizes.holdout_fraction:
+        held = [held_out(path, len(each), sizes.holdout_fraction) for path, each in zip(paths, arrays, strict=True)]
+        tokens = sum(int(each[mask].sum()) for each, mask in zip(arrays, held, strict=True))
+        assert 0 < tokens < sum(int(each.sum()) for each in arrays)
+
+
+def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
+    streams = []
+    for i in range(10):
+        path = tmp_path / f"{i}.txt"
+        path.write_bytes(b"x" * 100)
+        streams.append(Stream(i, str(path), path.name, "m"))
+    assert sample_streams(streams) == (streams, 1.0)
+    chosen, share = sample_streams(streams, most_bytes=300)
+    assert [stream.stream_id for stream in chosen] == [0, 4, 8]
+    assert share == pytest.approx(0.3)

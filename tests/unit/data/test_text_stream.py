@@ -1,0 +1,65 @@
+"""Text that comes token by token is the text that comes at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.text_stream import TextStream, prompt_ids
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer
+from trainer.errors import UserError
+
+
+def pieces_of(tokenizer, ids):
+    stream = TextStream(tokenizer)
+    return [*map(stream.push, ids), stream.flush()]
+
+
+@given(st.binary(max_size=60))
+def test_bytes_come_out_as_the_whole_would(data):
+    pieces = pieces_of(BytesTokenizer(), data)
+    assert "".join(pieces) == data.decode("utf-8", errors="replace")
+
+
+def test_a_character_comes_when_its_last_byte_is_there():
+    assert pieces_of(BytesTokenizer(), "aé€".encode()) == ["a", "", "é", "", "", "€", ""]
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the cat and the dog and the end"] * 9, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return load_tokenizer(str(path))
+
+
+@given(text=st.text(alphabet="the and\n €é😀dog", max_size=40))
+def test_a_tokenizer_json_streams_what_it_decodes(byte_level, text):
+    ids = byte_level.encode(text)
+    pieces = pieces_of(byte_level, ids.tolist())
+    assert "".join(pieces) == byte_level.decode(ids) == text
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(byte_level):
+    ids = byte_level.encode("€").tolist()
+    assert len(ids) > 1, "the test needs a character of several tokens"
+    assert "".join(pieces_of(byte_level, ids[:-1])) == byte_level.decode(np.array(ids[:-1]))
+
+
+def test_ids_are_written_as_numbers_and_prompts_of_ids_are_read():
+    assert "".join(pieces_of(IdsTokenizer(50), [3, 4])) == "3 4 "
+    assert prompt_ids(IdsTokenizer(50), "7 49", "--prompt") == [50, 7, 49]
+    assert prompt_ids(BytesTokenizer(), "ab", "--prompt") == [256, 97, 98]
+    for prompt in ("7 50", "seven"):
+        with pytest.raises(UserError, match="--prompt: "):
+            prompt_ids(IdsTokenizer(50), prompt, "--prompt")

@@ -1,0 +1,106 @@
+"""`train export`: a run's weights or numbers in the forms that other programs read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from trainer.runs.load import Run
+
+app = typer.Typer()
+
+
+class ExportFormat(StrEnum):
+    """What can be written."""
+
+    safetensors = "safetensors"
+    csv = "csv"
+    parquet = "parquet"
+    tensorboard = "tensorboard"
+
+
+@app.command()
+def export(
+    run_dir: Annotated[
+        str, typer.Argument(help="A run's directory; for numbers also a metrics.jsonl.", metavar="RUN_DIR")
+    ],
+    format: Annotated[ExportFormat, typer.Option(help="Weights: safetensors. Numbers: csv, parquet, tensorboard.")],
+    out: Annotated[str, typer.Option(help="File (csv, parquet) or directory (the others) to write.", metavar="PATH")],
+    step: Annotated[int | None, typer.Option(help="safetensors: which checkpoint; absent: the newest.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+) -> None:
+    """Write a run's weights (safetensors with a model card) or its numbers (CSV, Parquet, TensorBoard)."""
+    from trainer.errors import UserError
+
+    target = Path(out)
+    if target.exists() and not force:
+        raise UserError(out, "exists already", "name another place, or add --force")
+    if target.is_dir() and not _is_own(target):
+        raise UserError(out, "is a directory that holds other things than an export", "name a new one")
+    if not target.absolute().parent.is_dir():
+        raise UserError(out, "lies in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
+    if format is ExportFormat.safetensors:
+        _export_weights(run_dir, target, step)
+        return
+    if step is not None:
+        raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors")
+    _export_numbers(run_dir, target, format)
+
+
+def _is_own(directory: Path) -> bool:
+    """Whether nothing else is lost when the directory is replaced."""
+    written = {"model.safetensors", "config.toml", "README.md", "tokenizer.json"}
+    names = {path.name for path in directory.iterdir()}
+    return names <= written or all(name.startswith("events.out.tfevents.") for name in names)
+
+
+def _export_weights(run_dir: str, out: Path, step: int | None) -> None:
+    from trainer.training.export import export_model
+
+    saved = export_model(Path(run_dir), out, step=step)
+    typer.echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
+
+
+def _export_numbers(run_dir: str, out: Path, format: ExportFormat) -> None:
+    from trainer.runs.load import load_run
+    from trainer.runs.rows import write_csv, write_parquet
+
+    writers: dict[ExportFormat, Callable[[Run, Path], int]] = {
+        ExportFormat.csv: write_csv,
+        ExportFormat.parquet: write_parquet,
+        ExportFormat.tensorboard: _write_tensorboard,
+    }
+    run = load_run(run_dir)
+    count = writers[format](run, out)
+    for note in run.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
+
+
+def _write_tensorboard(run: Run, out: Path) -> int:
+    from trainer.errors import UserError
+    from trainer.metrics.payload_contract import build_payload
+    from trainer.metrics.sinks.tensorboard import TensorboardSink
+    from trainer.runs.rows import rows_of
+
+    if out.exists():
+        shutil.rmtree(out)
+    failures: list[str] = []
+    sink = TensorboardSink(out, on_event=lambda event: failures.append(str(event["error"])))
+    count = 0
+    for row in rows_of(run):
+        sink.log(build_payload(row.mode, row.step, row.values))
+        count += 1
+    sink.close()
+    if failures:
+        fix = (
+            "run: pip install 'trainer[tensorboard]'" if "No module" in failures[0] else "check the place and its room"
+        )
+        raise UserError("--format tensorboard", f"could not be written: {failures[0]}", fix)
+    return count

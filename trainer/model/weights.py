@@ -1,0 +1,126 @@
+"""Weights as safetensors (extra `safetensors`): written once for tensors that share memory, and loaded only where they fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+
+WEIGHTS_FILE = "model.safetensors"
+SHARED_KEY = "shared"  # metadata: JSON, name of a tensor that is left out -> name of the one that it shares memory with
+MOST_NAMED = 5
+
+
+def weights_file(path: str | Path) -> Path:
+    """The file itself, or the one in a directory that `train export` has written.
+
+    Raises:
+        UserError: there is none.
+    """
+    file = Path(path) / WEIGHTS_FILE if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise UserError(str(path), "is no safetensors file and no directory with one", "check the path")
+    return file
+
+
+def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a model's state; of tensors that share memory (tied embeddings) one, and the names of the others.
+
+    Raises:
+        UserError: the package is missing, or two tensors overlap without being the same.
+        OSError: the file cannot be written.
+    """
+    safetensors = _package()
+    kept: dict[str, Tensor] = {}
+    shared: dict[str, str] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        owner = owners.setdefault(same, name) if tensor.numel() else name
+        if owner == name:
+            kept[name] = tensor.detach().cpu().contiguous()
+        else:
+            shared[name] = owner
+    try:
+        safetensors.torch.save_file(kept, str(path), {**metadata, SHARED_KEY: json.dumps(shared)})
+    except RuntimeError as error:  # safetensors names tensors of which only parts are shared
+        raise UserError(
+            "model", f"cannot be written as safetensors: {error}", "give such tensors memory of their own"
+        ) from None
+
+
+def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors on the CPU, shared ones under every name; metadata) of a safetensors file or an exported directory.
+
+    Raises:
+        UserError: no such file, a damaged one, or the package is missing.
+    """
+    safetensors, file = _package(), weights_file(path)
+    try:
+        with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+            metadata: dict[str, str] = opened.metadata() or {}
+        for name, owner in json.loads(metadata.get(SHARED_KEY, "{}")).items():
+            tensors[name] = tensors[owner]
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(
+            str(file), f"is not a readable safetensors file ({error})", "write or download it again"
+        ) from None
+    return tensors, metadata
+
+
+def load_weights(model: nn.Module, path: str | Path, *, key: str = "model.weights") -> dict[str, str]:
+    """Put the weights of a file into `model`, all of them or none; returns the file's metadata.
+
+    Args:
+        key: what the mistake is about, for messages.
+
+    Raises:
+        UserError: a tensor is missing, unknown, or of another shape; or tensors that the model shares differ in the file.
+    """
+    tensors, metadata = read_weights(path)
+    check_fit(model, tensors, key=key, path=path)
+    model.load_state_dict(tensors)
+    return metadata
+
+
+def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:
+    """Refuse tensors that are not exactly those of `model` (which may be on the meta device).
+
+    Raises:
+        UserError: as `load_weights`, naming the tensors.
+    """
+    own = model.state_dict()
+    problems = [
+        f"{name}: shape {list(tensors[name].shape)}, the model has {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    problems += [f"{name}: not in the file" for name in own if name not in tensors]
+    problems += [f"{name}: the model has no such tensor" for name in tensors if name not in own]
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name and not problems and not torch.equal(tensors[first], tensors[name]):
+            problems.append(f"{name}: differs from {first}, and the model ties the two")
+    if problems:
+        more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
+        listed = "; ".join(problems[:MOST_NAMED])
+        fix = "set [model] and data.tokenizer as the weights were trained with"
+        raise UserError(key, f"{path} does not fit the model: {listed}{more}", fix)
+
+
+def _package() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        problem = "is not installed"
+        raise UserError("safetensors", problem, "run: pip install 'trainer[safetensors]'") from None
+    return safetensors
