@@ -1,0 +1,166 @@
+"""From runs to charts: which key stands where, with which lines, under which heading of the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from trainer.metrics.catalog import CATALOG, EVAL_PREFIX, WORST_SUFFIX, UnknownMetric, family, lookup
+from trainer.metrics.catalog_spec import Band
+from trainer.report.curves import Curve, make_curve
+from trainer.runs.load import Run
+
+Style = Literal["line", "area"]
+Variant = Literal["train", "eval", "worst"]
+OTHER_GROUP: Final = "Not in the catalog"
+# Copies of other curves, which the page can smooth by itself: at the end, and folded.
+LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
+VARIANT_WORDS: Final = {"train": "", "eval": "held out", "worst": "worst rank"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a chart. `color` counts runs or lines, `dash` what else differs; `spread` is a band around the curve."""
+
+    run: int
+    label: str
+    curve: Curve
+    color: int
+    dash: int = 0
+    spread: Curve | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A level to compare with: a capacity, a bound. `run` is None where it holds for all."""
+
+    label: str
+    value: float
+    run: int | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What one chart shows. `facts` are sentences below it: (heading, text)."""
+
+    title: str
+    unit: str
+    group: str
+    keys: tuple[str, ...]
+    lines: tuple[Line, ...]
+    style: Style = "line"
+    band: Band | None = None
+    references: tuple[Reference, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    is_wide: bool = False
+    is_log: bool = False
+
+
+@dataclass
+class Columns:
+    """Every key of every run as a curve of at most `limit` points, made when first asked for."""
+
+    runs: Sequence[Run]
+    limit: int
+    _made: dict[tuple[int, str], Curve | None] = field(default_factory=dict)
+
+    def curve(self, run: int, key: str) -> Curve | None:
+        """The curve of a key, None if the run does not have it."""
+        if (run, key) not in self._made:
+            steps, values = self.runs[run].column(key)
+            self._made[run, key] = make_curve(steps, values, limit=self.limit) if len(steps) else None
+        return self._made[run, key]
+
+    def runs_with(self, key: str) -> list[int]:
+        """Numbers of the runs that have the key."""
+        return [run for run in range(len(self.runs)) if self.curve(run, key) is not None]
+
+    def keys(self) -> list[str]:
+        """Keys of any run, in the order of first appearance."""
+        return list(dict.fromkeys(key for run in self.runs for key in run.keys))
+
+
+def variant_of(key: str) -> tuple[str, Variant]:
+    """(base key, how this key differs from it): `eval_loss` is `loss` in evaluation."""
+    if key.startswith(EVAL_PREFIX):
+        return key.removeprefix(EVAL_PREFIX), "eval"
+    if key.endswith(WORST_SUFFIX):
+        base = key.removesuffix(WORST_SUFFIX)
+        try:
+            if lookup(key).title == f"{lookup(base).title}, worst rank":
+                return base, "worst"
+        except UnknownMetric:
+            pass
+    return key, "train"
+
+
+def chart_id(key: str, *, is_single: bool) -> str:
+    """Keys with the same id share a chart. With one run, all keys of a pattern do; with several, colours mean runs."""
+    base, _ = variant_of(key)
+    try:
+        return family(base)[0] if is_single else base
+    except UnknownMetric:
+        return base
+
+
+def _label(key: str, run: str, *, is_single: bool) -> str:
+    base, variant = variant_of(key)
+    try:
+        part = family(base)[1]
+    except UnknownMetric:
+        part = ""
+    words = [part if is_single else run, VARIANT_WORDS[variant]]
+    return ", ".join(word for word in words if word) or "train"
+
+
+def catalog_chart(columns: Columns, keys: Sequence[str]) -> Chart:
+    """The chart of keys that share one."""
+    is_single = len(columns.runs) == 1
+    lines = []
+    colors: dict[object, int] = {}
+    for key in keys:
+        base, variant = variant_of(key)
+        dash = list(VARIANT_WORDS).index(variant)
+        for run in columns.runs_with(key):
+            color = colors.setdefault(base if is_single else run, len(colors) if is_single else run)
+            curve = columns.curve(run, key)
+            assert curve is not None
+            lines.append(Line(run, _label(key, columns.runs[run].name, is_single=is_single), curve, color, dash))
+    base = variant_of(keys[0])[0]
+    try:
+        spec = lookup(base)
+    except UnknownMetric:
+        return Chart(base, "", OTHER_GROUP, tuple(keys), tuple(lines))
+    facts = (("What", spec.description), ("Healthy", spec.healthy), ("Trouble", spec.pathological))
+    part = family(base)[1]
+    title = spec.title if is_single or not part else f"{spec.title}: {part}"
+    return Chart(title, spec.unit, spec.group, tuple(keys), tuple(lines), band=spec.band, facts=facts)
+
+
+def catalog_charts(columns: Columns, keys: Iterable[str]) -> list[Chart]:
+    """Charts of these keys, in the order of the catalog."""
+    is_single = len(columns.runs) == 1
+    shared: dict[str, list[str]] = {}
+    for key in sorted(keys, key=_catalog_order):
+        if columns.runs_with(key):
+            shared.setdefault(chart_id(key, is_single=is_single), []).append(key)
+    return [catalog_chart(columns, together) for together in shared.values()]
+
+
+_ROW_ORDER: Final = {spec.name: number for number, spec in enumerate(CATALOG)}
+
+
+def _catalog_order(key: str) -> tuple[int, str, int]:
+    base, variant = variant_of(key)
+    try:
+        row = _ROW_ORDER[family(base)[0]]
+    except UnknownMetric:
+        row = len(_ROW_ORDER)
+    return row, base, list(VARIANT_WORDS).index(variant)
+
+
+def group_order() -> list[str]:
+    """Headings in the order of the catalog, the less useful ones last."""
+    groups = list(dict.fromkeys(spec.group for spec in CATALOG))
+    return [*(group for group in groups if group not in LAST_GROUPS), *LAST_GROUPS]
