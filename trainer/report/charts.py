@@ -96,21 +96,33 @@ def variant_of(key: str) -> tuple[str, Variant]:
 
 
 def chart_id(key: str, *, is_single: bool) -> str:
-    """Keys with the same id share a chart. With one run, all keys of a pattern do; with several, colours mean runs."""
-    base, _ = variant_of(key)
+    """Keys with the same id share a chart.
+
+    Evaluation and the worst rank stand beside the training curve. With one run the keys of a pattern share a chart as well, one
+    for training and one for evaluation; with several runs colours mean runs, and each key has its own.
+    """
+    base, variant = variant_of(key)
     try:
-        return family(base)[0] if is_single else base
+        row, part = family(base)
     except UnknownMetric:
         return base
+    if not part or not is_single:
+        return base
+    return f"{row} {variant}"
+
+
+def _part(key: str) -> str:
+    """What the pattern of a key leaves open; empty for plain and for unknown keys."""
+    try:
+        return family(key)[1]
+    except UnknownMetric:
+        return ""
 
 
 def _label(key: str, run: str, *, is_single: bool) -> str:
     base, variant = variant_of(key)
-    try:
-        part = family(base)[1]
-    except UnknownMetric:
-        part = ""
-    words = [part if is_single else run, VARIANT_WORDS[variant]]
+    part = _part(base)
+    words = [part] if part and is_single else ["" if is_single else run, VARIANT_WORDS[variant]]
     return ", ".join(word for word in words if word) or "train"
 
 
@@ -121,9 +133,10 @@ def catalog_chart(columns: Columns, keys: Sequence[str]) -> Chart:
     colors: dict[object, int] = {}
     for key in keys:
         base, variant = variant_of(key)
-        dash = list(VARIANT_WORDS).index(variant)
+        has_own_chart = is_single and bool(_part(base))
+        dash = 0 if has_own_chart else list(VARIANT_WORDS).index(variant)
         for run in columns.runs_with(key):
-            color = colors.setdefault(base if is_single else run, len(colors) if is_single else run)
+            color = colors.setdefault(key if is_single else run, len(colors) if is_single else run)
             curve = columns.curve(run, key)
             assert curve is not None
             lines.append(Line(run, _label(key, columns.runs[run].name, is_single=is_single), curve, color, dash))
@@ -133,8 +146,10 @@ def catalog_chart(columns: Columns, keys: Sequence[str]) -> Chart:
     except UnknownMetric:
         return Chart(base, "", OTHER_GROUP, tuple(keys), tuple(lines))
     facts = (("What", spec.description), ("Healthy", spec.healthy), ("Trouble", spec.pathological))
-    part = family(base)[1]
-    title = spec.title if is_single or not part else f"{spec.title}: {part}"
+    part = _part(base)
+    title = f"{spec.title}: {part}" if part and (not is_single or len(keys) == 1) else spec.title
+    if all(variant_of(key)[1] == "eval" for key in keys):
+        title = f"{title}, held out"
     return Chart(title, spec.unit, spec.group, tuple(keys), tuple(lines), band=spec.band, facts=facts)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -42,7 +41,7 @@ class Curve:
         return bool(len(self.mean)) and not len(self.bad_steps) and float(self.low.min()) == float(self.high.max())
 
 
-def make_curve(steps: Sequence[int], values: Sequence[float], *, limit: int) -> Curve:
+def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
     """A curve of at most `limit` points.
 
     Up to `limit` values are kept as they are. More are put into buckets of equal width in steps, and each gives the mean, the
@@ -79,7 +78,7 @@ def _means(value: Floats, starts: Ints, counts: Ints) -> Floats:
     return np.add.reduceat(value / np.repeat(counts, counts), starts)
 
 
-def running_total(values: Sequence[float]) -> list[float]:
+def running_total(values: ArrayLike) -> list[float]:
     """The sum of a counter up to each of its rows; what is not finite counts as nothing."""
     value = np.asarray(values, np.float64)
     return [float(total) for total in np.cumsum(np.where(np.isfinite(value), value, 0.0))]
