@@ -60,6 +60,18 @@ def number_text(value: float, precision: int = 4) -> str:
     return f"{value:,.{precision}f}"
 
 
+def plain_number(value: float) -> str:
+    """A number of any size in about four digits: 1,234, 0.0213, 3.2e-05."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e9:
+        return f"{value:,.0f}"
+    if abs(value) < 1e-3 or abs(value) >= 1e9:
+        return f"{value:.3g}"
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
 def fact_text(fact: Fact) -> str:
     """A fact's value; a dash where the run does not have it."""
     if fact.value is None:

@@ -65,20 +65,17 @@ def make_charts(runs: Sequence[Run]) -> list[Chart]:
     return sorted(charts, key=lambda chart: order.index(chart.group))
 
 
-def render_page(runs: Sequence[Run], verdicts: Sequence[Verdict | None]) -> str:
+def render_page(runs: Sequence[Run], verdicts: Sequence[Verdict | None], *, plotly: str) -> str:
     """The report of one run, or of several overlaid.
 
     Args:
         runs: at least one; their order gives the colours.
         verdicts: what a diagnosis found in each, None where there was none.
-
-    Raises:
-        UserError: plotly is not installed.
+        plotly: the source of plotly.js, from `plotly_script`.
     """
-    plotly = plotly_script()
     is_single = len(runs) == 1
     charts = make_charts(runs)
-    outcome = outcome_tiles(runs[0]) if is_single else outcome_table(runs)
+    outcome = outcome_tiles(runs[0]) if is_single else outcome_table(runs, verdicts)
     groups = list(dict.fromkeys(chart.group for chart in charts))
     body = [
         element("a", "Skip to the charts", href="#charts", class_="skip"),

@@ -8,13 +8,14 @@ from itertools import groupby
 from typing import Any, Final
 
 from trainer.report.charts import Chart, Line
-from trainer.report.markup import Html, element, fact_text, join, number_text, table, value_text
+from trainer.report.markup import Html, element, fact_text, join, plain_number, table, value_text
 from trainer.report.outcome import Fact, config_differences, flatten, make_outcome
 from trainer.report.verdict import Remark, Verdict
 from trainer.runs.load import Run
 
 _MOST_STEP_BUTTONS: Final = 6
 _MOST_EVENTS: Final = 200
+_MOST_ENDS: Final = 6
 
 
 def slug(text: str) -> str:
@@ -47,22 +48,22 @@ def verdict_section(runs: Sequence[Run], verdicts: Sequence[Verdict | None]) -> 
 def _verdict_card(heading: Sequence[str], verdict: Verdict | None) -> Html:
     if verdict is None:
         return element("div", *heading, element("p", "Not diagnosed."), class_="verdict unknown")
-    if not verdict.remarks:
-        state, words = "good", "Healthy: no findings"
-    else:
-        count = len(verdict.remarks)
-        state, words = "bad", f"{count} finding{'s' if count > 1 else ''}"
-    line = element("p", element("span", "✓" if state == "good" else "!", class_="mark", aria_hidden="true"), words)
+    state = "bad" if verdict.findings else "good"
+    line = element("p", _mark(state), verdict.sentence)
     title = element("h3", *heading) if heading else ""
     remarks = element("ol", *(_remark(remark) for remark in verdict.remarks)) if verdict.remarks else ""
     return element("div", title, line, remarks, _checks(verdict), class_=f"verdict {state}")
 
 
+def _mark(state: str) -> Html:
+    return element("span", "✓" if state == "good" else "!", class_="mark", aria_hidden="true")
+
+
 def _remark(remark: Remark) -> Html:
-    parts: list[str] = [element("h4", remark.title), element("p", remark.text)]
-    if remark.advice or remark.setting:
-        setting = element("code", remark.setting) if remark.setting else ""
-        parts.append(element("p", element("strong", "Do: "), remark.advice, " " if remark.advice else "", setting))
+    badge = element("span", remark.severity, class_=f"badge {remark.severity}")
+    parts: list[str] = [element("h4", remark.title, " ", badge), element("p", remark.text)]
+    if remark.setting:
+        parts.append(element("p", "Try ", element("code", remark.setting)))
     if remark.steps:
         parts.append(_step_buttons(remark.steps))
     return element("li", *parts)
@@ -82,9 +83,13 @@ def _step_buttons(steps: Sequence[int]) -> Html:
 def _checks(verdict: Verdict) -> Html:
     if not verdict.checks:
         return Html("")
-    rows = [(check.name, check.state, check.text) for check in verdict.checks]
+    rows = [
+        (element("code", check.rule), check.result, check.text, element("small", check.threshold))
+        for check in verdict.checks
+    ]
     summary = element("summary", f"All {len(rows)} rules that were checked")
-    return element("details", summary, table(("Rule", "Result", "What was seen"), rows, caption="Rules checked"))
+    head = ("Rule", "Result", "What was seen", "Fires when")
+    return element("details", summary, table(head, rows, caption="Rules checked"))
 
 
 def notes_section(runs: Sequence[Run]) -> Html:
@@ -108,11 +113,17 @@ def _tile(fact: Fact) -> Html:
     return element("div", element("dt", fact.label), element("dd", fact_text(fact), " ", unit, class_="value"), note)
 
 
-def outcome_table(runs: Sequence[Run]) -> Html:
+def outcome_table(runs: Sequence[Run], verdicts: Sequence[Verdict | None]) -> Html:
     """The outcomes of several runs side by side, and the settings in which they differ."""
     outcomes = [make_outcome(run) for run in runs]
+    words = [
+        element("span", _mark("bad" if verdict.findings else "good"), " ", verdict.sentence)
+        if verdict
+        else "not diagnosed"
+        for verdict in verdicts
+    ]
     head = ["", *(join([swatch(number), run.name]) for number, run in enumerate(runs))]
-    rows = []
+    rows: list[list[str]] = [["Verdict", *words]]
     for facts in zip(*outcomes, strict=True):
         unit = f" ({facts[0].unit})" if facts[0].unit else ""
         cells = [join([fact_text(fact), element("small", fact.note) if fact.note else ""]) for fact in facts]
@@ -137,13 +148,19 @@ def chart_groups(charts: Sequence[Chart], order: Sequence[str], *, is_single: bo
     numbered = sorted(enumerate(charts), key=lambda pair: order.index(pair[1].group))
     parts = []
     for group, members in groupby(numbered, key=lambda pair: pair[1].group):
-        drawn: list[tuple[int, Chart]] = []
-        still: list[tuple[int, Chart]] = []
+        views: list[Html] = []
+        drawn: list[Html] = []
+        still: list[Chart] = []
         for number, chart in members:
-            is_still = not chart.is_wide and all(line.curve.is_constant for line in chart.lines)
-            (still if is_still else drawn).append((number, chart))
-        grid = element("div", *(_card(number, chart, is_single=is_single) for number, chart in drawn), class_="grid")
-        parts.append(section(group, grid if drawn else "", _still_list([chart for _, chart in still])))
+            if chart.is_wide:
+                views.append(_card(number, chart, is_single=is_single))
+            elif all(line.curve.is_constant for line in chart.lines):
+                still.append(chart)
+            else:
+                drawn.append(_card(number, chart, is_single=is_single))
+        wide = element("div", *views, class_="grid views") if views else ""
+        small = element("div", *drawn, class_="grid") if drawn else ""
+        parts.append(section(group, wide, small, _still_list(still)))
     return join(parts)
 
 
@@ -152,9 +169,7 @@ def _still_list(charts: Sequence[Chart]) -> Html:
         return Html("")
     rows = []
     for chart in charts:
-        values = dict.fromkeys(
-            number_text(float(line.curve.mean[0]), 4).rstrip("0").rstrip(".") for line in chart.lines
-        )
+        values = dict.fromkeys(plain_number(float(line.curve.mean[0])) for line in chart.lines)
         rows.append(
             element(
                 "li", element("span", chart.title), " ", element("code", chart.keys[0]), " ",
@@ -216,20 +231,23 @@ def _legend(chart: Chart, *, is_single: bool) -> Html:
         for place, line in enumerate(chart.lines)
     ]
     for reference in chart.references:
-        text = f"{reference.label}: {number_text(reference.value, 2).removesuffix('.00')}"
+        text = f"{reference.label}: {plain_number(reference.value)}"
         items.append(element("span", element("i", class_="swatch reference", aria_hidden="true"), text))
     return element("div", *items, class_="legend")
 
 
 def _summary(chart: Chart) -> str:
-    """Last, least and largest value of a chart with one line; what to do otherwise."""
-    if len(chart.lines) != 1:
-        return ""
-    curve = chart.lines[0].curve
-    if not len(curve.mean):
+    """Last, least and largest value of one line; the last values of several."""
+    ends = [(line.label, line.curve) for line in chart.lines if len(line.curve.mean)]
+    if not ends:
         return "no finite value"
-    last, low, high = (number_text(float(v)) for v in (curve.mean[-1], curve.low.min(), curve.high.max()))
-    return f"last {last} · least {low} · most {high}"
+    if len(ends) == 1:
+        curve = ends[0][1]
+        last, low, high = (plain_number(float(v)) for v in (curve.mean[-1], curve.low.min(), curve.high.max()))
+        return f"last {last} · least {low} · most {high}"
+    shown = [f"{label} {plain_number(float(curve.mean[-1]))}" for label, curve in ends[:_MOST_ENDS]]
+    more = f" · {len(ends) - len(shown)} more" if len(ends) > len(shown) else ""
+    return f"last: {' · '.join(shown)}{more}"
 
 
 def _small_print(chart: Chart) -> Html:

@@ -186,8 +186,8 @@ def _is_of(key: str, row: str) -> bool:
 def _chart(view: View, columns: Columns, keys: Sequence[str]) -> Chart:
     is_single = len(columns.runs) == 1
     lines = []
-    for number, key in enumerate(keys):
-        name = family(key)[1] or lookup(key).title
+    names = _short_names([family(key)[1] or lookup(key).title for key in keys])
+    for number, (key, name) in enumerate(zip(keys, names, strict=True)):
         for run in columns.runs_with(key):
             words = [name] if is_single else [columns.runs[run].name, *([name] if len(keys) > 1 else [])]
             color, dash = (number, 0) if is_single else (run, number)
@@ -210,6 +210,17 @@ def _chart(view: View, columns: Columns, keys: Sequence[str]) -> Chart:
         is_wide=True,
         is_log=view.is_log,
     )
+
+
+def _short_names(titles: Sequence[str]) -> list[str]:
+    """Titles without the words in front that all of them share: the chart's own title says those."""
+    if len(titles) < 2:
+        return list(titles)
+    heads = {title.partition(mark)[0] for mark in (": ", ", ") for title in titles if mark in title}
+    for mark in (": ", ", "):
+        if len(heads) == 1 and all(mark in title for title in titles):
+            return [title.partition(mark)[2] for title in titles]
+    return list(titles)
 
 
 def _total(columns: Columns, run: int, key: str) -> Curve:

@@ -34,7 +34,7 @@
     redraw();
   }
 
-  const faded = (color, alpha) => color.replace(/^rgba?\(([^)]+?)(?:, [\d.]+)?\)$/, (_, rgb) => `rgba(${rgb.split(",").slice(0, 3)}, ${alpha})`);
+  const faded = (color, alpha) => `rgba(${color.match(/[\d.]+/g).slice(0, 3).join(", ")}, ${alpha})`;
 
   /* ---- Numbers ---- */
   function text(value) {
@@ -217,7 +217,7 @@
       font: { family: getComputedStyle(document.body).fontFamily, color: colors.ink, size: 12 },
       hovermode: "x unified", hoverlabel: { bgcolor: colors.card, bordercolor: colors.line, font: { size: 12, color: colors.ink } },
       dragmode: isTouch ? false : "zoom",
-      xaxis: { ...axis, ...(state.range ? { range: [...state.range], autorange: false } : { autorange: true }), nticks: 6, tickformat: "~s", hoverformat: ",.6~f",
+      xaxis: { ...axis, range: state.range ? [...state.range] : wholeRange(), autorange: false, nticks: 6, tickformat: "~s", hoverformat: ",.6~f",
         unifiedhovertitle: { text: "step %{x}" }, showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: colors.mark },
       yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 5, exponentformat: "power", minexponent: 4,
         ...(isLog(chart) ? { dtick: logTick(range) } : {}), ...(range ? { range, autorange: false } : { autorange: true }) },
@@ -285,6 +285,13 @@
     let low = Infinity, high = -Infinity;
     for (const { x } of page.steps) if (x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
     return [low, high];
+  }
+
+  /* The same for all charts, so that one stands below the other. */
+  function wholeRange() {
+    const [low, high] = bounds();
+    const pad = Math.max((high - low) * 0.015, 0.5);
+    return [low - pad, high + pad];
   }
 
   function zoom(factor, center) {
