@@ -136,15 +136,20 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
 
 
 def _last_values(run: Run, key: str, window: int) -> tuple[float | None, float | None]:
-    _, values = _finite(run, key)
-    last = values[-window:]
-    if not last:
+    """Mean and standard deviation over the steps of the last rows; of a key that none of them has, its last value."""
+    steps, values = _finite(run, key)
+    if not values:
         return None, None
+    from_step = run.steps[-window:][0] if len(run.steps) else 0
+    last = [value for step, value in zip(steps, values, strict=True) if step >= from_step] or values[-1:]
     return statistics.fmean(last), statistics.stdev(last) if len(last) > 1 else None
 
 
 def key_means(first: Run, second: Run, *, window: int = DEFAULT_WINDOW) -> list[KeyMean]:
-    """Every key of either run, averaged over the last `window` rows that have it, in the order of appearance."""
+    """Every key of either run, averaged over the steps of its last `window` training rows, in the order of appearance.
+
+    An evaluation in these steps is averaged like any other value; without one, the last evaluation stands.
+    """
     rows = []
     for key in _union(first.keys, second.keys):
         (mean_a, deviation_a), (mean_b, deviation_b) = (_last_values(run, key, window) for run in (first, second))

@@ -9,6 +9,8 @@
   // Share of the points that the average reaches over, by the level of the switch.
   const SMOOTHING = [0, 0.02, 0.08];
   const FEWEST_TO_SMOOTH = 12;
+  // More words than this would run into each other; the lines stay.
+  const MOST_RESTART_WORDS = 6;
   const state = { smoothing: 0, log: false, range: null, hiddenRuns: new Set(), hiddenLines: new Map() };
   const drawn = new Set();
   const stale = new Set();
@@ -94,7 +96,7 @@
         line: { color, width: line.dash ? 1.6 : 1.8, dash: DASHES[line.dash % DASHES.length] }, marker: { size: 5, color },
         customdata: hoverTexts(line, steps), hovertemplate: "%{customdata}",
       };
-      if (chart.style === "area") Object.assign(shown, { stackgroup: "one", fillcolor: faded(color, 0.45), line: { color, width: 1 } });
+      if (chart.style === "area") Object.assign(shown, { stackgroup: "one", stackgaps: "interpolate", fillcolor: faded(color, 0.45), line: { color, width: 1 } });
       if (!isSmoothed) { traces.push(shown); return; }
       traces.push({ ...shown, opacity: 0.28, line: { ...shown.line, width: 1 } });
       traces.push({ ...common, x: steps.x, y: smooth(line.y, state.smoothing), mode: "lines", hoverinfo: "skip",
@@ -190,9 +192,10 @@
   function marksOf(index) {
     const chart = page.charts[index];
     const notes = [];
+    const restarts = page.runs.flatMap((run) => run.restarts).length;
     page.runs.forEach((run, number) => {
-      if (page.runs.length > 1 || !chart.lines.some((line) => line.run === number)) return;
-      for (const step of run.restarts.slice(0, 8)) {
+      if (restarts > MOST_RESTART_WORDS || state.hiddenRuns.has(number) || !chart.lines.some((line) => line.run === number)) return;
+      for (const step of run.restarts) {
         notes.push({ x: step, y: 1, yref: "paper", yanchor: "bottom", xanchor: "center", text: "restart", showarrow: false, font: { size: 10, color: colors.muted } });
       }
     });
@@ -219,7 +222,7 @@
       dragmode: isTouch ? false : "zoom",
       xaxis: { ...axis, range: state.range ? [...state.range] : wholeRange(), autorange: false, nticks: 6, tickformat: "~s", hoverformat: ",.6~f",
         unifiedhovertitle: { text: "step %{x}" }, showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: colors.mark },
-      yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 5, exponentformat: "power", minexponent: 4,
+      yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 5, exponentformat: range && !isLog(chart) && range[1] >= 1e4 ? "SI" : "power", minexponent: 4,
         ...(isLog(chart) ? { dtick: logTick(range) } : {}), ...(range ? { range, autorange: false } : { autorange: true }) },
       shapes: shapesOf(index), annotations: marksOf(index),
     };
