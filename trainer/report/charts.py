@@ -21,10 +21,21 @@ VARIANT_WORDS: Final = {"train": "", "eval": "held out", "worst": "worst rank"}
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a chart. `color` counts runs or lines, `dash` what else differs; `spread` is a band around the curve."""
+    """One curve of a chart.
+
+    Attributes:
+        run: number of the run.
+        label: for people, the run's name included where there are several.
+        variant: what tells it from the same run's other lines; empty if there are none.
+        curve: its points.
+        color: counts runs where there are several, lines otherwise.
+        dash: counts variants.
+        spread: a band around the curve.
+    """
 
     run: int
     label: str
+    variant: str
     curve: Curve
     color: int
     dash: int = 0
@@ -139,7 +150,8 @@ def catalog_chart(columns: Columns, keys: Sequence[str]) -> Chart:
             color = colors.setdefault(key if is_single else run, len(colors) if is_single else run)
             curve = columns.curve(run, key)
             assert curve is not None
-            lines.append(Line(run, _label(key, columns.runs[run].name, is_single=is_single), curve, color, dash))
+            label = _label(key, columns.runs[run].name, is_single=is_single)
+            lines.append(Line(run, label, VARIANT_WORDS[variant] or "train", curve, color, dash))
     base = variant_of(keys[0])[0]
     try:
         spec = lookup(base)

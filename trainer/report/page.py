@@ -86,7 +86,8 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdict | None], *, plot
             verdict_section(runs, verdicts),
             notes_section(runs),
             outcome,
-            element("div", _toolbar(runs), id="charts", class_="toolbar", role="toolbar", aria_label="Charts"),
+            element("div", _toolbar(), id="charts", class_="toolbar", role="toolbar", aria_label="Charts"),
+            _run_switches(runs) if not is_single else "",
             element("p", _KEYS_HELP, id="keys-help", class_="unseen"),
             element("p", "", id="no-match", hidden=True),
             chart_groups(charts, group_order(), is_single=is_single),
@@ -158,7 +159,7 @@ def _contents(groups: Sequence[str], runs: Sequence[Run]) -> Html:
     return element("ul", *links)
 
 
-def _toolbar(runs: Sequence[Run]) -> Html:
+def _toolbar() -> Html:
     smoothing = [
         element("button", word, type="button", data_smoothing=level, aria_pressed="true" if level == 0 else "false")
         for level, word in enumerate(("Off", "Light", "Strong"))
@@ -173,10 +174,13 @@ def _toolbar(runs: Sequence[Run]) -> Html:
             Html('<input id="find" type="search" placeholder="Find a chart: loss, ledger/, gns …" autocomplete="off">'),
         ),
     ]
-    if len(runs) > 1:
-        switches = [
-            element("button", swatch(number), run.name, type="button", aria_pressed="true", data_switch=number)
-            for number, run in enumerate(runs)
-        ]
-        parts.append(element("span", *switches, class_="runs legend", role="group", aria_label="Runs"))
     return join(parts)
+
+
+def _run_switches(runs: Sequence[Run]) -> Html:
+    """The legend of the page where colours mean runs; each entry hides its run."""
+    switches = [
+        element("button", swatch(number), run.name, type="button", aria_pressed="true", data_switch=number)
+        for number, run in enumerate(runs)
+    ]
+    return element("div", *switches, class_="runs legend", role="group", aria_label="Runs")

@@ -15,7 +15,7 @@ from trainer.runs.load import Run
 
 _MOST_STEP_BUTTONS: Final = 6
 _MOST_EVENTS: Final = 200
-_MOST_ENDS: Final = 6
+_MOST_ENDS: Final = 4
 
 
 def slug(text: str) -> str:
@@ -24,8 +24,8 @@ def slug(text: str) -> str:
 
 
 def swatch(color: int, dash: int = 0) -> Html:
-    """The sample of a line's colour and dash."""
-    return element("i", class_=f"swatch c{color % 8} d{dash % 4}", aria_hidden="true")
+    """The sample of a line's colour (-1: none of its own) and dash."""
+    return element("i", class_=f"swatch c{color % 8 if color >= 0 else 'x'} d{dash % 4}", aria_hidden="true")
 
 
 def section(title: str, *children: str, id: str | None = None) -> Html:
@@ -183,7 +183,6 @@ def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
     unit = element("span", chart.unit, class_="unit") if chart.unit else ""
     head = element("h3", chart.title, " ", unit, id=f"chart-{number}")
     keys = element("p", element("code", ", ".join(_short_list(chart.keys))), class_="keys")
-    has_legend = len(chart.lines) > 1 or bool(chart.references)
     plot = element(
         "div",
         class_="plot",
@@ -198,11 +197,10 @@ def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
     facts = [element("div", element("dt", name), element("dd", text)) for name, text in chart.facts]
     about = element("details", element("summary", "About"), element("dl", *facts)) if facts else ""
     words = " ".join([chart.title, chart.group, *chart.keys]).lower()
-    legend = _legend(chart, is_single=is_single) if has_legend else ""
     return element(
         "article",
         element("header", head, keys),
-        legend,
+        _legend(chart, is_single=is_single),
         plot,
         readout,
         _small_print(chart),
@@ -217,23 +215,28 @@ def _short_list(keys: Sequence[str]) -> list[str]:
 
 
 def _legend(chart: Chart, *, is_single: bool) -> Html:
-    """Buttons that show and hide lines; the references have none."""
+    """Buttons that show and hide lines. With several runs the page's own legend tells the colours, and this one the dashes."""
+    entries: dict[tuple[str, int, int], list[int]] = {}
+    for place, line in enumerate(chart.lines):
+        entry = (line.label, line.color, line.dash) if is_single else (line.variant, -1, line.dash)
+        entries.setdefault(entry, []).append(place)
     items = [
         element(
             "button",
-            swatch(line.color, line.dash),
-            line.label,
+            swatch(color, dash),
+            label,
             type="button",
             aria_pressed="true",
-            data_line=place,
-            data_run=None if is_single else line.run,
+            data_lines=" ".join(map(str, places)),
         )
-        for place, line in enumerate(chart.lines)
+        for (label, color, dash), places in entries.items()
+        if len(entries) > 1
     ]
-    for reference in chart.references:
-        text = f"{reference.label}: {plain_number(reference.value)}"
-        items.append(element("span", element("i", class_="swatch reference", aria_hidden="true"), text))
-    return element("div", *items, class_="legend")
+    for label in dict.fromkeys(reference.label for reference in chart.references):
+        values = dict.fromkeys(plain_number(ref.value) for ref in chart.references if ref.label == label)
+        sample = element("i", class_="swatch reference", aria_hidden="true")
+        items.append(element("span", sample, f"{label}: {' / '.join(values)}"))
+    return element("div", *items, class_="legend") if items else Html("")
 
 
 def _summary(chart: Chart) -> str:

@@ -49,8 +49,8 @@ def _surprise_bound(columns: Columns) -> tuple[Reference, ...]:
     found = []
     for number, run in enumerate(columns.runs):
         if len(run.steps):
-            bound = math.log(max(run.steps[-1], 1) / SURPRISE_ALPHA)
-            found.append(Reference("ln(steps / 0.001)", bound, number))
+            picks = run.steps[-1] * max(int(run.setting("train.micro_batches", 1)), 1)
+            found.append(Reference("ln(picks / 0.001)", math.log(max(picks, 1) / SURPRISE_ALPHA), number))
     return tuple(found)
 
 
@@ -190,12 +190,13 @@ def _chart(view: View, columns: Columns, keys: Sequence[str]) -> Chart:
     for number, (key, name) in enumerate(zip(keys, names, strict=True)):
         for run in columns.runs_with(key):
             words = [name] if is_single else [columns.runs[run].name, *([name] if len(keys) > 1 else [])]
-            color, dash = (number, 0) if is_single else (run, number)
+            # Totals often lie on each other (each false eviction is a cold start), and then only dashes show both.
+            color, dash = (number, number if view.is_total else 0) if is_single else (run, number)
             curve = _total(columns, run, key) if view.is_total else columns.curve(run, key)
             assert curve is not None
             has_spread = view.spread_row is not None and key == keys[0]
             spread = _spread(columns, run, key, view.spread_row) if has_spread and view.spread_row else None
-            lines.append(Line(run, ", ".join(words), curve, color, dash, spread))
+            lines.append(Line(run, ", ".join(words), name, curve, color, dash, spread))
     spec = lookup(keys[0])
     return Chart(
         view.title,

@@ -9,6 +9,8 @@
   // Share of the points that the average reaches over, by the level of the switch.
   const SMOOTHING = [0, 0.02, 0.08];
   const FEWEST_TO_SMOOTH = 12;
+  // In usual distances between a key's points; keys that are rare at random stay below it.
+  const WIDEST_GAP = 12;
   // More words than this would run into each other; the lines stay.
   const MOST_RESTART_WORDS = 6;
   const state = { smoothing: 0, log: false, range: null, hiddenRuns: new Set(), hiddenLines: new Map() };
@@ -97,12 +99,32 @@
         customdata: hoverTexts(line, steps), hovertemplate: "%{customdata}",
       };
       if (chart.style === "area") Object.assign(shown, { stackgroup: "one", stackgaps: "interpolate", fillcolor: faded(color, 0.45), line: { color, width: 1 } });
-      if (!isSmoothed) { traces.push(shown); return; }
-      traces.push({ ...shown, opacity: 0.28, line: { ...shown.line, width: 1 } });
-      traces.push({ ...common, x: steps.x, y: smooth(line.y, state.smoothing), mode: "lines", hoverinfo: "skip",
-        line: { color, width: 2.2, dash: DASHES[line.dash % DASHES.length] } });
+      if (!isSmoothed) { traces.push(withGaps(steps.x, shown)); return; }
+      traces.push(withGaps(steps.x, { ...shown, opacity: 0.28, line: { ...shown.line, width: 1 } }));
+      traces.push(withGaps(steps.x, { ...common, x: steps.x, y: smooth(line.y, state.smoothing), mode: "lines", hoverinfo: "skip",
+        line: { color, width: 2.2, dash: DASHES[line.dash % DASHES.length] } }));
     });
     return traces;
+  }
+
+  /* Where a key was absent for long, the line is broken: nothing is known there. */
+  function withGaps(x, trace) {
+    if (x.length < FEWEST_TO_SMOOTH || trace.stackgroup) return trace;
+    const spacing = x.slice(1).map((step, i) => step - x[i]).sort((a, b) => a - b);
+    const most = WIDEST_GAP * spacing[spacing.length >> 1];
+    const found = { ...trace, x: [], y: [] };
+    if (trace.customdata) found.customdata = [];
+    x.forEach((step, i) => {
+      if (i > 0 && step - x[i - 1] > most) {
+        found.x.push((step + x[i - 1]) / 2);
+        found.y.push(null);
+        found.customdata?.push("");
+      }
+      found.x.push(step);
+      found.y.push(trace.y[i]);
+      found.customdata?.push(trace.customdata[i]);
+    });
+    return found;
   }
 
   const texts = new WeakMap();
@@ -141,10 +163,12 @@
     });
     if (chart.style === "area") take([...totals.keys()], [...totals.values()].map(() => 0), [...totals.values()]);
     if (low > high) return null;
-    for (const reference of chart.references) {
-      if (reference.run !== null && state.hiddenRuns.has(reference.run)) continue;
-      low = Math.min(low, reference.value);
-      high = Math.max(high, reference.value);
+    // A level far away would flatten the curves; the legend has its value.
+    const [least, most] = [low, high];
+    for (const { value, run } of chart.references) {
+      if ((run !== null && state.hiddenRuns.has(run)) || value > 4 * most || value < least - 3 * (most - least)) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
     }
     if (isLog(chart)) {
       const pad = Math.max((Math.log10(high) - Math.log10(low)) * 0.06, 0.02);
@@ -223,12 +247,19 @@
       xaxis: { ...axis, range: state.range ? [...state.range] : wholeRange(), autorange: false, nticks: 6, tickformat: "~s", hoverformat: ",.6~f",
         unifiedhovertitle: { text: "step %{x}" }, showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: colors.mark },
       yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 5, exponentformat: range && !isLog(chart) && range[1] >= 1e4 ? "SI" : "power", minexponent: 4,
-        ...(isLog(chart) ? { dtick: logTick(range) } : {}), ...(range ? { range, autorange: false } : { autorange: true }) },
+        ...(isLog(chart) && range ? logTicks(range) : {}), ...(range ? { range, autorange: false } : { autorange: true }) },
       shapes: shapesOf(index), annotations: marksOf(index),
     };
   }
 
-  const logTick = (range) => (range && range[1] - range[0] < 1.2 ? "D2" : undefined);
+  /* 1, 2, 5, 10, ... or powers of ten alone where those would be too many. */
+  function logTicks([from, to]) {
+    const digits = to - from < 2.5 ? [1, 2, 5] : [1];
+    const values = [];
+    for (let power = Math.floor(from); power <= Math.ceil(to); power++) values.push(...digits.map((d) => d * 10 ** power));
+    const inside = values.filter((v) => Math.log10(v) >= from && Math.log10(v) <= to);
+    return inside.length > 1 ? { tickmode: "array", tickvals: inside, ticktext: inside.map(text) } : {};
+  }
 
   const CONFIG = {
     displaylogo: false, responsive: true, doubleClick: false, displayModeBar: false, showTips: false, scrollZoom: false,
@@ -388,15 +419,16 @@
       redraw();
     });
   }
-  for (const button of document.querySelectorAll("[data-line]")) {
+  for (const button of document.querySelectorAll("[data-lines]")) {
     button.addEventListener("click", () => {
       const plot = button.closest(".card").querySelector(".plot");
       const index = plots.indexOf(plot);
       const hidden = state.hiddenLines.get(index) ?? new Set();
       state.hiddenLines.set(index, hidden);
-      const place = Number(button.dataset.line);
-      const isHiding = !hidden.has(place);
-      if (isHiding) hidden.add(place); else hidden.delete(place);
+      const isHiding = button.getAttribute("aria-pressed") === "true";
+      for (const place of button.dataset.lines.split(" ").map(Number)) {
+        if (isHiding) hidden.add(place); else hidden.delete(place);
+      }
       press(button, !isHiding);
       draw(index);
     });
