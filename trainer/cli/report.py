@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -34,7 +35,8 @@ def write_report(paths: Sequence[str], out: str) -> None:
         temporary.write_bytes(page)
         temporary.replace(target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise UserError("--out", f"{out} cannot be written: {error.strerror}", "choose another place") from None
     for run, verdict in zip(runs, verdicts, strict=True):
         typer.echo(f"{run.name}: {len(run.steps):,} logged steps. {verdict.sentence}", err=True)

@@ -87,7 +87,7 @@ def make_outcome(run: Run, *, window: int = DEFAULT_WINDOW) -> list[Fact]:
     best_held_out, best_held_out_at = _best(run, "eval_loss")
     _, speeds = _finite(run, "tokens_per_sec")
     _, tokens = _finite(run, "tokens_seen")
-    _, noise_scale = _finite(run, "gns/b_simple")
+    known_at, noise_scale = _finite(run, "gns/b_simple")
     steps = run.steps
     return [
         Fact("State", state, note=str(run.status.get("reason", ""))),
@@ -98,7 +98,13 @@ def make_outcome(run: Run, *, window: int = DEFAULT_WINDOW) -> list[Fact]:
         Fact("Held-out loss", held_out[-1] if held_out else None, "nats/token", note="last evaluation"),
         Fact("Best held-out loss", best_held_out, "nats/token", note=best_held_out_at),
         Fact("Speed", statistics.median(speeds) if speeds else None, "tokens/s", 0, note="median of logged steps"),
-        Fact("Noise scale", noise_scale[-1] if noise_scale else None, "sequences", 1, note="B_simple, last known"),
+        Fact(
+            "Noise scale",
+            noise_scale[-1] if noise_scale else None,
+            "sequences",
+            1,
+            note=f"B_simple, last known at step {known_at[-1]:,}" if known_at else "",
+        ),
         Fact("Cold starts", _total(run, "ledger/cold_starts"), "cells", 0),
         Fact("False evictions", _total(run, "ledger/false_evictions/lru", "ledger/false_evictions/stale"), "groups", 0),
         Fact("Rejected steps", _total(run, "non_finite_steps"), "steps", 0),

@@ -28,12 +28,11 @@ def swatch(color: int, dash: int = 0) -> Html:
     return element("i", class_=f"swatch c{color % 8 if color >= 0 else 'x'} d{dash % 4}", aria_hidden="true")
 
 
-def section(title: str, *children: str, id: str | None = None) -> Html:
+def section(title: str, *children: str, id: str | None = None, class_: str | None = None) -> Html:
     """A part of the page with its heading."""
     name = id or slug(title)
-    return element(
-        "section", element("h2", title, id=f"{name}-head"), *children, id=name, aria_labelledby=f"{name}-head"
-    )
+    head = element("h2", title, id=f"{name}-head")
+    return element("section", head, *children, id=name, aria_labelledby=f"{name}-head", class_=class_)
 
 
 def verdict_section(runs: Sequence[Run], verdicts: Sequence[Verdict | None]) -> Html:
@@ -160,7 +159,7 @@ def chart_groups(charts: Sequence[Chart], order: Sequence[str], *, is_single: bo
                 drawn.append(_card(number, chart, is_single=is_single))
         wide = element("div", *views, class_="grid views") if views else ""
         small = element("div", *drawn, class_="grid") if drawn else ""
-        parts.append(section(group, wide, small, _still_list(still)))
+        parts.append(section(group, wide, small, _still_list(still), class_="charts"))
     return join(parts)
 
 

@@ -71,13 +71,19 @@
 
   const isLog = (chart) => (state.log || chart.log) && canBeLog(chart);
 
+  /* The area between low and high, one piece for each stretch without a gap. */
   function envelope(x, low, high, color, alpha, common, onLog) {
     const floor = onLog ? Math.min(...high.filter((v) => v > 0)) / 1e3 : -Infinity;
-    const base = { ...common, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
-    return [
-      { ...base, x, y: low.map((v) => Math.max(v, floor)) },
-      { ...base, x, y: high, fill: "tonexty", fillcolor: faded(color, alpha) },
-    ];
+    const most = widestGap(x);
+    const outline = { x: [], y: [] };
+    for (let from = 0; from < x.length;) {
+      let to = from + 1;
+      while (to < x.length && x[to] - x[to - 1] <= most) to++;
+      outline.x.push(...x.slice(from, to), ...x.slice(from, to).reverse(), null);
+      outline.y.push(...high.slice(from, to), ...low.slice(from, to).reverse().map((v) => Math.max(v, floor)), null);
+      from = to;
+    }
+    return { ...common, ...outline, mode: "lines", line: { width: 0 }, fill: "toself", fillcolor: faded(color, alpha), hoverinfo: "skip" };
   }
 
   function tracesOf(index) {
@@ -89,14 +95,14 @@
       const color = colors[`c${line.color % 8}`];
       const common = { type: "scatter", name: line.label };
       if (line.spread) {
-        traces.push(...envelope(page.steps[line.spread.steps].x, line.spread.low, line.spread.high, color, 0.16, common, isLog(chart)));
+        traces.push(envelope(page.steps[line.spread.steps].x, line.spread.low, line.spread.high, color, 0.16, common, isLog(chart)));
       }
-      if (line.low && chart.style !== "area") traces.push(...envelope(steps.x, line.low, line.high, color, 0.2, common, isLog(chart)));
+      if (line.low && chart.style !== "area") traces.push(envelope(steps.x, line.low, line.high, color, 0.2, common, isLog(chart)));
       const isSmoothed = state.smoothing > 0 && chart.style !== "area" && line.y.length >= FEWEST_TO_SMOOTH;
       const shown = {
         ...common, x: steps.x, y: line.y, meta: place, mode: line.y.length <= 25 ? "lines+markers" : "lines",
         line: { color, width: line.dash ? 1.6 : 1.8, dash: DASHES[line.dash % DASHES.length] }, marker: { size: 5, color },
-        customdata: hoverTexts(line, steps), hovertemplate: "%{customdata}",
+        customdata: hoverTexts(line, chart), hovertemplate: "%{customdata}",
       };
       if (chart.style === "area") Object.assign(shown, { stackgroup: "one", stackgaps: "interpolate", fillcolor: faded(color, 0.45), line: { color, width: 1 } });
       if (!isSmoothed) { traces.push(withGaps(steps.x, shown)); return; }
@@ -107,11 +113,16 @@
     return traces;
   }
 
+  function widestGap(x) {
+    if (x.length < FEWEST_TO_SMOOTH) return Infinity;
+    const spacing = x.slice(1).map((step, i) => step - x[i]).sort((a, b) => a - b);
+    return WIDEST_GAP * spacing[spacing.length >> 1];
+  }
+
   /* Where a key was absent for long, the line is broken: nothing is known there. */
   function withGaps(x, trace) {
-    if (x.length < FEWEST_TO_SMOOTH || trace.stackgroup) return trace;
-    const spacing = x.slice(1).map((step, i) => step - x[i]).sort((a, b) => a - b);
-    const most = WIDEST_GAP * spacing[spacing.length >> 1];
+    const most = widestGap(x);
+    if (most === Infinity || trace.stackgroup) return trace;
     const found = { ...trace, x: [], y: [] };
     if (trace.customdata) found.customdata = [];
     x.forEach((step, i) => {
@@ -128,12 +139,19 @@
   }
 
   const texts = new WeakMap();
-  function hoverTexts(line, steps) {
-    if (!texts.has(line)) {
-      texts.set(line, line.y.map((v, i) => line.low && steps.last[i] > steps.first[i]
-        ? `${text(v)}  [${text(line.low[i])} … ${text(line.high[i])}] in ${text(steps.first[i])}–${text(steps.last[i])}` : text(v)));
-    }
-    return texts.get(line);
+  /* The value of each point; with its step where a line has other steps than the first one, which names them. */
+  function hoverTexts(line, chart) {
+    if (texts.has(line)) return texts.get(line);
+    const steps = page.steps[line.steps];
+    const isElsewhere = line.steps !== chart.lines[0].steps;
+    const found = line.y.map((v, i) => {
+      if (line.low && steps.last[i] > steps.first[i]) {
+        return `${text(v)} [${text(line.low[i])} … ${text(line.high[i])}] in steps ${text(steps.first[i])}–${text(steps.last[i])}`;
+      }
+      return isElsewhere ? `${text(v)} at ${text(steps.x[i])}` : text(v);
+    });
+    texts.set(line, found);
+    return found;
   }
 
   /* What lies in the shown steps, so that a zoomed chart uses its whole height. */
@@ -174,6 +192,7 @@
       const pad = Math.max((Math.log10(high) - Math.log10(low)) * 0.06, 0.02);
       return [Math.log10(low) - pad, Math.log10(high) + pad];
     }
+    if (low === 0 && high === 0) return [-0.05, 1];
     const pad = high > low ? (high - low) * 0.06 : Math.abs(high) * 0.1 || 1;
     return [chart.style === "area" ? 0 : low - pad, high + pad];
   }
@@ -370,9 +389,8 @@
     const points = [];
     page.charts[index].lines.forEach((line, place) => {
       if (isHidden(index, place, line)) return;
-      const steps = page.steps[line.steps];
-      const i = steps.x.indexOf(step);
-      if (i >= 0) points.push(`${line.label} ${hoverTexts(line, steps)[i]}`);
+      const i = page.steps[line.steps].x.indexOf(step);
+      if (i >= 0) points.push(`${line.label} ${hoverTexts(line, page.charts[index])[i]}`);
     });
     say(index, step, points);
   }
@@ -449,8 +467,8 @@
       card.hidden = !words.every((word) => card.dataset.words.includes(word));
       found += !card.hidden;
     }
-    for (const grid of document.querySelectorAll(".grid")) {
-      grid.closest("section").hidden = words.length > 0 && !grid.querySelector(".card:not([hidden])");
+    for (const section of document.querySelectorAll("section.charts")) {
+      section.hidden = words.length > 0 && !section.querySelector(".card:not([hidden])");
     }
     const none = document.getElementById("no-match");
     none.hidden = found > 0;
