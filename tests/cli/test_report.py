@@ -82,6 +82,11 @@ def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_reque
         assert card(page, "Loss").locator(".scatterlayer .trace path.js-line").count() >= 2
         assert "restart" in card(page, "Loss").locator(".plot").text_content()
         assert card(page, "Loss").locator(".shapelayer path").count() >= 1
+        fill = card(page, "Fill of the ledger").locator(".plot")
+        fill.scroll_into_view_if_needed()
+        fill.locator(".shapelayer path").first.wait_for()
+        bands = fill.evaluate("plot => plot.layout.shapes.filter(shape => shape.type === 'rect')")
+        assert [(band["y1"], band["layer"]) for band in bands] == [(0.95, "below")]
         # Every chart is drawn once it has been on the screen.
         for plot in page.locator(".plot").all():
             plot.scroll_into_view_if_needed()

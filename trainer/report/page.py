@@ -86,7 +86,7 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdict | None], *, plot
             verdict_section(runs, verdicts),
             notes_section(runs),
             outcome,
-            element("div", _toolbar(), id="charts", class_="toolbar", role="toolbar", aria_label="Charts"),
+            element("div", _toolbar(), id="charts", class_="toolbar", role="group", aria_label="Charts"),
             _run_switches(runs) if not is_single else "",
             element("p", _KEYS_HELP, id="keys-help", class_="unseen"),
             element("p", "", id="no-match", hidden=True),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from trainer.metrics.catalog import CATALOG
 from trainer.report.charts import Columns, chart_id, group_order, variant_of
 from trainer.report.encode import encode_charts
 from trainer.report.names import with_distinct_names
-from trainer.report.page import make_charts, points_per_curve
+from trainer.report.page import make_charts, plotly_script, points_per_curve, render_page
+from trainer.runs.load import Run
+from trainer.runs.table import RowTable
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
 WITH_WORST = [f"{spec.name}_max" for spec in CATALOG if spec.ranks == "sum_and_worst"]
@@ -115,3 +119,15 @@ def test_runs_of_the_same_name_get_names_that_differ(make_run):
     assert [run.name for run in with_distinct_names(runs)] == ["a/x", "b/x"]
     assert [run.name for run in with_distinct_names([runs[0], runs[0]])] == ["x", "x (2)"]
     assert Columns(with_distinct_names(runs), 10).runs[0].name == "a/x"
+
+
+def test_a_page_of_a_hundred_thousand_logged_steps_of_sixty_keys_stays_below_15_mb():
+    generator = np.random.Generator(np.random.Philox(1))
+    rows = generator.normal(size=(100_000, 60))
+    table, keys = RowTable(rows_complete_each_other=False), tuple(f"objective/part{n}" for n in range(60))
+    for step, row in enumerate(rows.tolist(), start=1):
+        table.add(step, 0, keys, row)
+    run = Run(Path("long"), table, RowTable(rows_complete_each_other=True))
+    page = render_page([run], [None], plotly=plotly_script())
+    assert len(page.encode()) < 15e6
+    assert "100,000 values in 1,500 buckets" in page
