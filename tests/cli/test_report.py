@@ -212,6 +212,26 @@ def test_several_runs_are_overlaid_and_a_switch_hides_one(two, runs):
         assert seen.requests == []
 
 
+def test_buttons_zoom_and_move_in_steps(one):
+    with opened(one) as seen:
+        page = seen.page
+        plot = card(page, "Loss").locator(".plot")
+
+        def shown():
+            return plot.evaluate("p => p.layout.xaxis.range")
+
+        whole = shown()
+        page.get_by_role("button", name="Fewer steps").click()
+        assert shown() == pytest.approx([1 + (STEPS - 1) / 4, STEPS - (STEPS - 1) / 4])
+        page.get_by_role("button", name="Later steps").click()
+        assert shown() == pytest.approx([1 + (STEPS - 1) / 2, STEPS])
+        page.get_by_role("button", name="More steps").click()
+        page.get_by_role("button", name="More steps").click()
+        page.get_by_role("button", name="Show all").click(force=True)
+        assert shown() == whole
+        assert seen.complaints == []
+
+
 def test_a_chart_is_found_by_its_key(one):
     with opened(one) as seen:
         seen.page.fill("#find", "cold_starts")

@@ -147,7 +147,8 @@ def _run_facts(run: Run) -> str:
     ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''} on {kind}" if run.world_size else ""
     packages = run.environment.get("packages")
     torch = f"torch {packages['torch']}" if isinstance(packages, dict) and packages.get("torch") else ""
-    return " · ".join(word for word in (str(run.setting("run.name", "")), ranks, torch) if word)
+    configured = str(run.setting("run.name", ""))
+    return " · ".join(word for word in (configured if configured != run.name else "", ranks, torch) if word)
 
 
 def _contents(groups: Sequence[str], runs: Sequence[Run]) -> Html:
@@ -164,10 +165,21 @@ def _toolbar() -> Html:
         element("button", word, type="button", data_smoothing=level, aria_pressed="true" if level == 0 else "false")
         for level, word in enumerate(("Off", "Light", "Strong"))
     ]
+    # A finger scrolls the page, so zooming needs buttons there.
+    moves = [
+        element("button", sign, type="button", data_move=name, aria_label=words, title=words)
+        for name, sign, words in (
+            ("earlier", "◀", "Earlier steps"),
+            ("out", "−", "More steps"),
+            ("in", "+", "Fewer steps"),
+            ("later", "▶", "Later steps"),
+        )
+    ]
     parts = [
         element("span", "Smoothing", *smoothing, class_="choice", role="group", aria_label="Smoothing"),
         element("button", "Log scale", type="button", id="log", aria_pressed="false"),
-        element("button", "Show all steps", type="button", id="reset", disabled=True),
+        element("span", "Steps", *moves, class_="choice", role="group", aria_label="Shown steps"),
+        element("button", "Show all", type="button", id="reset", disabled=True),
         element(
             "label",
             element("span", "Find a chart", class_="unseen"),

@@ -427,6 +427,19 @@
     press(event.currentTarget, state.log);
     redraw();
   });
+  for (const button of document.querySelectorAll("[data-move]")) {
+    button.addEventListener("click", () => {
+      const whole = bounds();
+      const [from, to] = state.range ?? whole;
+      const half = (to - from) / 2;
+      if (button.dataset.move === "in") zoom(0.5, from + half);
+      else if (button.dataset.move === "out") zoom(2, from + half);
+      else if (state.range) {
+        const by = button.dataset.move === "earlier" ? Math.max(-half, whole[0] - from) : Math.min(half, whole[1] - to);
+        setRange([from + by, to + by]);
+      }
+    });
+  }
   document.getElementById("reset").addEventListener("click", () => setRange(null));
   for (const button of document.querySelectorAll("[data-switch]")) {
     button.addEventListener("click", () => {
