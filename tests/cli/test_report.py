@@ -234,7 +234,7 @@ def test_buttons_zoom_and_move_in_steps(one):
 
 def test_a_chart_is_found_by_its_key(one):
     with opened(one) as seen:
-        seen.page.fill("#find", "cold_starts")
+        seen.page.fill("#find", "cold_starts lost")
         shown = seen.page.locator("article.card:visible h3").all_inner_texts()
         assert len(shown) == 1
         assert "state lost" in shown[0]

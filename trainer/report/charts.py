@@ -160,8 +160,9 @@ def catalog_chart(columns: Columns, keys: Sequence[str]) -> Chart:
     facts = (("What", spec.description), ("Healthy", spec.healthy), ("Trouble", spec.pathological))
     part = _part(base)
     title = f"{spec.title}: {part}" if part and (not is_single or len(keys) == 1) else spec.title
-    if all(variant_of(key)[1] == "eval" for key in keys):
-        title = f"{title}, held out"
+    variants = {variant_of(key)[1] for key in keys}
+    if len(variants) == 1 and (words := VARIANT_WORDS[variants.pop()]):
+        title = f"{title}, {words}"
     return Chart(title, spec.unit, spec.group, tuple(keys), tuple(lines), band=spec.band, facts=facts)
 
 

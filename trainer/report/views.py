@@ -171,8 +171,6 @@ def make_views(columns: Columns, keys: Sequence[str]) -> tuple[list[Chart], set[
         used.update(shown)
         if view.spread_row is not None:
             used.add(view.spread_row)
-        if view.is_total:
-            used.update(key for key in keys if variant_of(key)[0] in shown)
     return charts, used
 
 
