@@ -55,7 +55,7 @@ def _as_json(
             {
                 "name": run.name,
                 "path": str(run.path),
-                "verdict": "findings" if verdict.findings else "healthy",
+                "verdict": _verdict_word(verdict),
                 "remarks": [asdict(remark) for remark in verdict.remarks],
                 "notes": run.notes,
             }
@@ -78,6 +78,13 @@ def _as_json(
             for row in means
         ],
     }
+
+
+def _verdict_word(verdict: Verdict) -> str | None:
+    """None where nothing could be diagnosed."""
+    if not verdict.checks:
+        return None
+    return "findings" if verdict.findings else "healthy"
 
 
 def _new_table(title: str, first: str, runs: Sequence[NamedRun], *more: str) -> Table:
@@ -111,7 +118,7 @@ def _outcome_table(runs: Sequence[NamedRun], verdicts: Sequence[Verdict], window
             difference = _signed(second.value - first.value)
         table.add_row(label, Text(fact_text(first)), Text(fact_text(second)), difference)
     cells = [
-        "\n".join(remark.title for remark in verdict.findings) if verdict.findings else "healthy"
+        "\n".join(remark.title for remark in verdict.findings) or _verdict_word(verdict) or "not diagnosed"
         for verdict in verdicts
     ]
     table.add_row("Verdict", *(Text(cell, style="green" if cell == "healthy" else "yellow") for cell in cells), "")

@@ -10,7 +10,9 @@ _GRAVITY = ("error", "warning", "advice")
 
 
 def verdict_of(run: Run) -> Verdict:
-    """Diagnose the run."""
+    """Diagnose the run. Without training rows no rule has anything to look at, and that is not health."""
+    if not len(run.steps):
+        return Verdict((), ())
     diagnosis = diagnose(run)
     remarks = [_remark(ruling) for ruling in [*diagnosis.findings, *diagnosis.advice]]
     remarks.sort(key=lambda remark: _GRAVITY.index(remark.severity))

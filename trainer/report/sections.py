@@ -47,6 +47,8 @@ def verdict_section(runs: Sequence[Run], verdicts: Sequence[Verdict | None]) -> 
 def _verdict_card(heading: Sequence[str], verdict: Verdict | None) -> Html:
     if verdict is None:
         return element("div", *heading, element("p", "Not diagnosed."), class_="verdict unknown")
+    if not verdict.checks:
+        return element("div", *heading, element("p", "Not diagnosed: there are no training rows."), class_="verdict")
     state = "bad" if verdict.findings else "good"
     line = element("p", _mark(state), verdict.sentence)
     title = element("h3", *heading) if heading else ""
@@ -117,7 +119,7 @@ def outcome_table(runs: Sequence[Run], verdicts: Sequence[Verdict | None]) -> Ht
     outcomes = [make_outcome(run) for run in runs]
     words = [
         element("span", _mark("bad" if verdict.findings else "good"), " ", verdict.sentence)
-        if verdict
+        if verdict and verdict.checks
         else "not diagnosed"
         for verdict in verdicts
     ]

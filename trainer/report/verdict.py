@@ -57,6 +57,8 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """`Healthy`, or how many findings; advice is counted beside."""
+        if not self.checks:
+            return "Not diagnosed"
         num_findings, num_advice = len(self.findings), len(self.remarks) - len(self.findings)
         words = f"{num_findings} finding{'s' if num_findings > 1 else ''}" if num_findings else "Healthy: no findings"
         advice = f", {num_advice} piece{'s' if num_advice > 1 else ''} of advice" if num_advice else ""
