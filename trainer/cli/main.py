@@ -130,6 +130,30 @@ def diagnose_run(
     run_diagnose(run_dir, as_json=as_json)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")],
+    out: Annotated[str, typer.Option(help="The page.", metavar="X.HTML")] = "report.html",
+) -> None:
+    """Write one self-contained HTML page about a run, or about several overlaid."""
+    from trainer.cli.report import write_report
+
+    write_report(runs, out)
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(help="Run directory, or metrics.jsonl.", metavar="A")],
+    second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    last: Annotated[int, typer.Option(min=1, help="Logged values that are averaged at the end.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How two runs differ: settings, outcome, and every key at the end."""
+    from trainer.cli.compare import compare_runs
+
+    compare_runs(first, second, window=last, as_json=as_json)
+
+
 @build_app.command()
 def pytext(
     out: Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")] = "data/pytext",

@@ -47,12 +47,14 @@ def modality_columns(run: Run) -> list[Series]:
 def readers_of_a_rank(run: Run) -> float | None:
     """Active readers of one rank, all its pools together, at their most; None if it is not logged.
 
-    All ranks report: with a shared pool the same readers several times, otherwise each its own.
+    All ranks report: with a shared pool the same readers several times, otherwise each its own. A source that has not been read
+    yet does not report its modalities, so rows may lack some.
     """
-    columns = modality_columns(run)
-    if not columns:
-        return None
-    return max(map(sum, zip(*(column.values for column in columns), strict=True))) / ranks(run)
+    totals: dict[int, float] = {}
+    for column in modality_columns(run):
+        for step, value in zip(column.steps, column.values, strict=True):
+            totals[step] = totals.get(step, 0.0) + value
+    return max(totals.values()) / ranks(run) if totals else None
 
 
 def sources(run: Run) -> list[Mapping[str, Any]]:

@@ -98,6 +98,26 @@ def lookup(key: str) -> MetricSpec:
     return spec
 
 
+def family(key: str) -> tuple[str, str]:
+    """(name of the row that describes the key, the part of the key that the row leaves open).
+
+    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key gives itself and nothing. A key in
+    evaluation, and one of the worst rank, belongs to the family of its base key.
+
+    Raises:
+        UnknownMetric: no row describes the key.
+    """
+    spec = lookup(key)
+    for base in (key, key.removeprefix(EVAL_PREFIX), key.removesuffix(WORST_SUFFIX)):
+        if base in _BY_NAME:
+            return base, ""
+        for regex, row in _PATTERNS:
+            if regex.fullmatch(base):
+                before, _, after = row.name.partition("<")
+                return row.name, base[len(before) : len(base) - len(after.partition(">")[2])]
+    return spec.name, ""
+
+
 def is_known(key: str) -> bool:
     """Whether the catalog describes the key."""
     return _find(key) is not None

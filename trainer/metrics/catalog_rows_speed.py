@@ -35,6 +35,7 @@ ROWS: tuple[MetricSpec, ...] = (
         group=_SPEED,
         title="Model FLOPs utilisation",
         description="The model's own FLOPs per second over the devices' peak; absent where the peak is unknown.",
+        band=(0.3, 0.6),
         healthy="0.3 to 0.6 for large matrices on one node.",
         pathological="Above 1: peak or FLOP count is wrong. Below 0.1: bound by data, launches or communication.",
     ),
@@ -77,13 +78,14 @@ ROWS: tuple[MetricSpec, ...] = (
             precision=3,
             title=f"Share: {words}",
             description=f"time/{part}_sec over step_time_sec.",
+            band=band,
             healthy="Level.",
             pathological="Grows: this part makes the steps slow.",
         )
-        for part, words in (
-            ("data", "waiting for data"),
-            ("forward_backward", "forward and backward"),
-            ("optimizer", "optimizer"),
+        for part, words, band in (
+            ("data", "waiting for data", (None, 0.05)),
+            ("forward_backward", "forward and backward", None),
+            ("optimizer", "optimizer", None),
         )
     ),
     *(
@@ -111,6 +113,7 @@ ROWS: tuple[MetricSpec, ...] = (
             title=title,
             precision=2,
             description=description,
+            band=(0.6, 0.95) if name == "mem_utilization" else None,
             healthy=healthy,
             pathological=pathological,
         )

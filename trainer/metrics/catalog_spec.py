@@ -7,6 +7,8 @@ from typing import Literal
 
 Kind = Literal["gauge", "counter", "flag"]
 WindowReduction = Literal["mean", "weighted_mean", "sum", "max", "min", "last"]
+# Lowest and highest healthy value; None where that side is open.
+Band = tuple[float | None, float | None]
 RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst"]
 
 
@@ -27,6 +29,7 @@ class MetricSpec:
         group: heading under which documents and charts put it.
         title: label of its chart.
         precision: digits after the point in text.
+        band: the healthy values in numbers, where they are the same for every run; charts shade it.
     """
 
     name: str
@@ -40,6 +43,7 @@ class MetricSpec:
     group: str
     title: str
     precision: int = 4
+    band: Band | None = None
 
     @property
     def is_pattern(self) -> bool:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from trainer.metrics.catalog import CATALOG, UnknownMetric, is_known, lookup
+from trainer.metrics.catalog import CATALOG, UnknownMetric, family, is_known, lookup
 from trainer.metrics.catalog_docs import render_catalog_markdown
 
 KEY_LIST = """
@@ -103,3 +103,32 @@ def test_the_page_has_one_row_for_each_key_and_is_reproducible() -> None:
         rows = [line for line in page.splitlines() if line.startswith(f"| `{spec.name}` |")]
         assert len(rows) == 1, spec.name
         assert len(re.findall(r"(?<!\\)\|", rows[0])) == 7, "a bar in a cell must be escaped"
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ("loss", ("loss", "")),
+        ("eval_loss", ("loss", "")),
+        ("token_type/digit/loss", ("token_type/<type>/loss", "digit")),
+        ("eval_token_type/digit/loss", ("token_type/<type>/loss", "digit")),
+        ("objective/z_loss", ("objective/<name>", "z_loss")),
+        ("ledger/cold_starts_max", ("ledger/cold_starts", "")),
+        ("stream_mixing/active/remaining_max", ("stream_mixing/active/remaining_max", "")),
+    ],
+)
+def test_the_family_of_a_key_is_its_row_and_what_the_row_leaves_open(key, found):
+    assert family(key) == found
+
+
+def test_an_unknown_key_has_no_family():
+    with pytest.raises(UnknownMetric, match="not in the catalog"):
+        family("my_own/key")
+
+
+def test_healthy_bands_have_an_end_and_are_the_right_way_round():
+    for spec in CATALOG:
+        if spec.band is not None:
+            low, high = spec.band
+            assert (low, high) != (None, None)
+            assert low is None or high is None or low <= high

@@ -1,0 +1,326 @@
+"""`train report` and `train compare` as their users meet them: real runs, the real program, a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import chromium, opened
+from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
+
+STEPS = 20
+RESTARTED_AT = 12
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Path]:
+    """Two real runs: one that was stopped and went on, and one with another learning rate."""
+    directory = tmp_path_factory.mktemp("report")
+    config = write_tiny_config(directory, extra="\n[eval]\nevery = 10\nbatches = 1\nholdout_fraction = 0.2\n")
+    first, second = directory / "runs" / "first", directory / "runs" / "second"
+    for arguments in (
+        ["--run-dir", first, "--steps", RESTARTED_AT],
+        ["--run-dir", first, "--steps", STEPS, "--resume", "auto"],
+        ["--run-dir", second, "--steps", STEPS, "--set", "optimizer.lr=0.01"],
+    ):
+        done = run("--config", config, "--stdout", "off", *arguments)
+        assert done.returncode == 0, done.stderr
+    return [first, second]
+
+
+def make_report(out: Path, *runs: Path) -> Path:
+    done = run("report", *runs, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def one(runs, tmp_path_factory) -> Path:
+    return make_report(tmp_path_factory.mktemp("pages") / "one.html", runs[0])
+
+
+@pytest.fixture(scope="module")
+def two(runs, tmp_path_factory) -> Path:
+    return make_report(tmp_path_factory.mktemp("pages") / "two.html", *runs)
+
+
+def card(page, title):
+    return page.locator("article.card").filter(has=page.locator("h3", has_text=title)).first
+
+
+def drawn_points(page, title):
+    """What plotly was given to draw in a chart: y values of its lines that can be hovered."""
+    return (
+        card(page, title)
+        .locator(".plot")
+        .evaluate("plot => plot.data.filter(trace => trace.hovertemplate).map(trace => [...trace.y])")
+    )
+
+
+def number_after(word, text):
+    return float(re.search(rf"{word}\D*?([\d.]+)", text).group(1))
+
+
+def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_request_leaves_the_page(one, runs):
+    logged = read_rows(runs[0] / "metrics.jsonl")
+    with opened(one) as seen:
+        page = seen.page
+        assert page.locator("#verdict").inner_text().strip()
+        assert page.locator(".verdict").count() == 1
+        train, held_out = drawn_points(page, "Loss")
+        assert train == pytest.approx([logged["train", step]["loss"] for step in range(1, STEPS + 1)], rel=1e-5)
+        assert held_out == pytest.approx(
+            [row["eval_loss"] for (mode, _), row in sorted(logged.items()) if mode == "eval"], rel=1e-5
+        )
+        assert card(page, "Loss").locator(".scatterlayer .trace path.js-line").count() >= 2
+        assert "restart" in card(page, "Loss").locator(".plot").text_content()
+        assert card(page, "Loss").locator(".shapelayer path").count() >= 1
+        fill = card(page, "Fill of the ledger").locator(".plot")
+        fill.scroll_into_view_if_needed()
+        fill.locator(".shapelayer path").first.wait_for()
+        bands = fill.evaluate("plot => plot.layout.shapes.filter(shape => shape.type === 'rect')")
+        assert [(band["y1"], band["layer"]) for band in bands] == [(0.95, "below")]
+        # Every chart is drawn once it has been on the screen.
+        for plot in page.locator(".plot").all():
+            plot.scroll_into_view_if_needed()
+            plot.locator(".main-svg").first.wait_for()
+            assert plot.locator(".scatterlayer .trace path").count() >= 1, plot.get_attribute("aria-labelledby")
+        assert seen.complaints == []
+        assert seen.requests == []
+
+
+def test_hover_shows_the_value_and_a_drag_zooms_all_charts(one, runs):
+    loss = read_rows(runs[0] / "metrics.jsonl")["train", 10]["loss"]
+    with opened(one) as seen:
+        page = seen.page
+        plot = card(page, "Loss").locator(".plot")
+        plot.scroll_into_view_if_needed()
+        where = plot.evaluate("p => { const a = p._fullLayout; return [a._size.l + a.xaxis.d2p(10), a._size.t + 60]; }")
+        box = plot.bounding_box()
+        page.mouse.move(box["x"] + where[0], box["y"] + where[1])
+        plot.locator(".hoverlayer text").first.wait_for()
+        assert number_after("train", plot.locator(".hoverlayer").text_content()) == pytest.approx(loss, rel=1e-4)
+        readout = card(page, "Loss").locator(".readout").inner_text()
+        assert readout.startswith("step 10:")
+        assert number_after("train", readout) == pytest.approx(loss, rel=1e-4)
+        assert page.locator("#reset").is_disabled()
+        page.mouse.down()
+        page.mouse.move(box["x"] + where[0] + 60, box["y"] + where[1], steps=5)
+        page.mouse.up()
+        page.wait_for_function("() => !document.getElementById('reset').disabled")
+        ranges = page.evaluate(
+            "[...document.querySelectorAll('.plot')].filter(p => p._fullLayout).slice(0, 3).map(p => p.layout.xaxis.range)"
+        )
+        assert ranges[0][0] == pytest.approx(10, abs=0.5)
+        assert ranges[0] == ranges[1] == ranges[2]
+        page.click("#reset")
+        assert page.locator("#reset").is_disabled()
+        assert seen.complaints == []
+
+
+def test_smoothing_adds_a_calmer_curve_and_keeps_the_values(one):
+    with opened(one) as seen:
+        page = seen.page
+        before = drawn_points(page, "Gradient norm")
+        page.get_by_role("button", name="Strong").click()
+        lines = card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.map(t => [...t.y])")
+        assert drawn_points(page, "Gradient norm") == before
+        raw, smoothed = lines
+        steps = [sum(abs(b - a) for a, b in pairwise(line)) for line in (raw, smoothed)]
+        assert steps[1] < 0.8 * steps[0]
+        page.get_by_role("button", name="Off").click()
+        assert card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.length") == 1
+        assert seen.complaints == []
+
+
+def test_everything_works_from_the_keyboard(one, runs):
+    rows = read_rows(runs[0] / "metrics.jsonl")
+    with opened(one) as seen:
+        page = seen.page
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        plot = card(page, "Loss").locator(".plot")
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if plot.evaluate("p => p === document.activeElement"):
+                break
+        assert plot.evaluate("p => p === document.activeElement"), "Tab does not reach the first chart"
+        readout = card(page, "Loss").locator(".readout")
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        assert readout.inner_text().startswith("step 3:")
+        assert number_after("train", readout.inner_text()) == pytest.approx(rows["train", 3]["loss"], rel=1e-4)
+        page.keyboard.press("End")
+        assert readout.inner_text().startswith(f"step {STEPS}:")
+        page.keyboard.press("+")
+        low, high = plot.evaluate("p => p.layout.xaxis.range")
+        assert high - low < 0.75 * STEPS
+        page.keyboard.press("0")
+        assert page.locator("#reset").is_disabled()
+        page.focus("#theme")
+        page.keyboard.press("Enter")
+        assert page.locator("#theme").inner_text() == "Theme: light"
+        assert seen.complaints == []
+
+
+def test_a_phone_shows_the_page_without_scrolling_sideways(two):
+    with opened(two, width=360, height=740, touch=True) as seen:
+        page = seen.page
+        for plot in page.locator(".plot").all():
+            plot.scroll_into_view_if_needed()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.evaluate(
+            "[...document.querySelectorAll('.card')].every(c => c.getBoundingClientRect().right <= 360)"
+        )
+        assert seen.complaints == []
+
+
+def test_dark_follows_the_system_and_the_button(one):
+    def brightness(page) -> float:
+        rgb = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)")
+        return sum(rgb) / 3
+
+    with opened(one, scheme="dark") as seen:
+        assert brightness(seen.page) < 60
+        ink = card(seen.page, "Loss").locator(".plot").evaluate("p => p.layout.font.color")
+        seen.page.click("#theme")
+        assert brightness(seen.page) > 200
+        assert card(seen.page, "Loss").locator(".plot").evaluate("p => p.layout.font.color") != ink
+
+
+def test_several_runs_are_overlaid_and_a_switch_hides_one(two, runs):
+    with opened(two) as seen:
+        page = seen.page
+        assert page.locator(".verdict").count() == 2
+        differs = page.locator("#what-differs").inner_text()
+        assert "optimizer.lr" in differs
+        assert "0.01" in differs
+        assert "run.name" not in differs
+        assert len(drawn_points(page, "Gradient norm")) == 2
+        page.locator(".runs button", has_text="second").click()
+        rows = read_rows(runs[0] / "metrics.jsonl")
+        (left,) = drawn_points(page, "Gradient norm")
+        assert left == pytest.approx([rows["train", step]["grad_norm"] for step in range(1, STEPS + 1)], rel=1e-5)
+        assert seen.complaints == []
+        assert seen.requests == []
+
+
+def test_buttons_zoom_and_move_in_steps(one):
+    with opened(one) as seen:
+        page = seen.page
+        plot = card(page, "Loss").locator(".plot")
+
+        def shown():
+            return plot.evaluate("p => p.layout.xaxis.range")
+
+        whole = shown()
+        page.get_by_role("button", name="Fewer steps").click()
+        assert shown() == pytest.approx([1 + (STEPS - 1) / 4, STEPS - (STEPS - 1) / 4])
+        page.get_by_role("button", name="Later steps").click()
+        assert shown() == pytest.approx([1 + (STEPS - 1) / 2, STEPS])
+        page.get_by_role("button", name="More steps").click()
+        page.get_by_role("button", name="More steps").click()
+        page.get_by_role("button", name="Show all").click(force=True)
+        assert shown() == whole
+        assert seen.complaints == []
+
+
+def test_a_chart_is_found_by_its_key(one):
+    with opened(one) as seen:
+        seen.page.fill("#find", "cold_starts lost")
+        shown = seen.page.locator("article.card:visible h3").all_inner_texts()
+        assert len(shown) == 1
+        assert "state lost" in shown[0]
+        seen.page.fill("#find", "no such chart")
+        assert seen.page.locator("#no-match").is_visible()
+
+
+def test_a_damaged_record_is_shown_with_a_note_and_hostile_names_stay_text(runs, tmp_path):
+    damaged = tmp_path / "<img src=x onerror=alert(1)>"
+    shutil.copytree(runs[0], damaged)
+    lines = (damaged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    foreign = '{"schema_version":2,"mode":"train","global_step":3,"metrics":{"loss":1}}'
+    nan = '{"schema_version":1,"mode":"train","global_step":21,"metrics":{"own </script><b>key":1},"non_finite":{"loss":"nan"}}'
+    (damaged / "metrics.jsonl").write_text(
+        "\n".join([*lines, "not json", foreign, nan, lines[-1][:50]]), encoding="utf-8"
+    )
+    with opened(make_report(tmp_path / "damaged.html", damaged)) as seen:
+        notes = seen.page.locator("#about-the-record").inner_text()
+        assert "cut off" in notes
+        assert "1 line of another schema version" in notes
+        assert "1 damaged line" in notes
+        assert "1 value not finite" in card(seen.page, "Loss").inner_text()
+        assert "own </script><b>key" in seen.page.locator("#not-in-the-catalog").inner_text()
+        assert seen.page.locator("h1").inner_text() == damaged.name
+        assert seen.page.locator("img").count() == 0
+        assert seen.complaints == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "nowhere"], "nowhere: is neither a run directory nor a file"),
+        (["report", "{run}", "--out", "metrics.jsonl"], "--out: must end in .html, got metrics.jsonl"),
+        (["report", "{run}", "--out", "no/{nul}/x.html"], "--out:"),
+        (["compare", "{run}", "nowhere"], "nowhere: is neither a run directory nor a file"),
+        (["compare", "{run}"], "Missing argument 'B'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_path):
+    (tmp_path / "no").write_text("a file")
+    done = run(*(str(a).format(run=runs[0], nul="x") for a in arguments), cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_without_plotly_the_command_to_install_it_is_named(runs, tmp_path):
+    (tmp_path / "plotly").mkdir()
+    (tmp_path / "plotly" / "__init__.py").write_text("raise ImportError('hidden for a test')")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train"), "report", str(runs[0])],
+        env=environment({"PYTHONPATH": str(tmp_path)}), cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "train report: needs plotly; pip install 'trainer[report]'\n"
+
+
+def test_compare_prints_settings_outcome_and_differences_of_the_last_window(runs):
+    done = run("compare", *runs)
+    assert done.returncode == 0, done.stderr
+    for words in ("optimizer.lr", "Final loss", "grad_norm", "first", "second", "Verdict"):
+        assert words in done.stdout
+
+
+def test_compare_as_json_agrees_with_the_records(runs):
+    done = run("compare", *runs, "--json", "--last", 5)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"key": "optimizer.lr", "values": [0.0003, 0.01]} in found["config"] or any(
+        row["key"] == "optimizer.lr" and row["values"][1] == 0.01 for row in found["config"]
+    )
+    records = [read_rows(path / "metrics.jsonl") for path in runs]
+    means = [sum(record["train", step]["loss"] for step in range(STEPS - 4, STEPS + 1)) / 5 for record in records]
+    row = next(row for row in found["metrics"] if row["key"] == "loss")
+    assert row["means"] == pytest.approx(means)
+    assert row["difference"] == pytest.approx(means[1] - means[0])
+    outcome = {row["label"]: row["values"] for row in found["outcome"]}
+    assert outcome["Restarts"] == [1, 0]
+    assert outcome["Held-out loss"] == pytest.approx([record["eval", STEPS]["eval_loss"] for record in records])
+
+
+def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="CI must have one"):
+        chromium()
+    monkeypatch.setenv("CI", "")
+    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"):
+        chromium()

@@ -1,0 +1,84 @@
+"""What came of a run, and how two differ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trainer.report.outcome import config_differences, flatten, key_means, make_outcome
+
+
+def facts(run, **options):
+    return {fact.label: fact.value for fact in make_outcome(run, **options)}
+
+
+def test_the_outcome_is_read_from_the_rows_and_unknown_is_none(make_run):
+    run = make_run(
+        "a",
+        {
+            "loss": [4.0, 3.0, 1.0, 2.0],
+            "tokens_per_sec": [5.0, 100.0, 110.0, 120.0],
+            "ledger/cold_starts": [1.0, 0.0, 2.0, 0.0],
+        },
+        {2: {"eval_loss": 2.0}, 4: {"eval_loss": 2.5}},
+    )
+    found = facts(run, window=2)
+    assert found["Steps"] == 4
+    assert found["Final loss"] == 1.5
+    assert found["Best loss"] == 1.0
+    assert found["Held-out loss"] == 2.5
+    assert found["Best held-out loss"] == 2.0
+    assert found["Speed"] == 105.0
+    assert found["Cold starts"] == 3.0
+    assert found["Noise scale"] is None
+    assert found["Tokens seen"] is None
+
+
+def test_the_best_loss_is_that_of_the_smoothed_curve(make_run):
+    run = make_run("a", {"loss": [4.0, 0.1, 3.0], "smoothed/loss": [4.0, 3.6, 3.5]})
+    assert facts(run)["Best loss"] == 3.5
+
+
+def test_values_that_are_not_finite_do_not_spoil_means(make_run):
+    assert facts(make_run("a", {"loss": [2.0, math.nan, 4.0]}), window=3)["Final loss"] == 3.0
+
+
+def test_settings_differ_by_dotted_key_and_sources_by_name(make_run):
+    source = {"name": "books", "weight": 1.0}
+    a = make_run(
+        "a", {"loss": [1.0]}, config={"run": {"name": "a"}, "optimizer": {"lr": 1e-3}, "data": {"source": [source]}}
+    )
+    b = make_run(
+        "b",
+        {"loss": [1.0]},
+        config={
+            "run": {"name": "b"},
+            "optimizer": {"lr": 1e-3, "eps": 1e-8},
+            "data": {"source": [{**source, "weight": 2.0}]},
+        },
+        environment={"world_size": 2, "command": ["x"]},
+    )
+    assert config_differences([a, b]) == [
+        ("data.source.books.weight", [1.0, 2.0]),
+        ("optimizer.eps", [None, 1e-8]),
+        ("env.world_size", [None, 2]),
+    ]
+    assert config_differences([a, a]) == []
+
+
+def test_flattening_keeps_lists_of_values_and_numbers_tables_without_a_name():
+    assert flatten({"a": {"b": [1, 2]}, "t": [{"x": 1}, {"x": 2}]}) == {"a.b": [1, 2], "t.0.x": 1, "t.1.x": 2}
+
+
+def test_means_are_over_the_steps_of_the_last_rows(make_run):
+    a = make_run("a", {"loss": [9.0, 9.0, 1.0, 3.0], "rare": [7.0]}, {1: {"eval_loss": 5.0}, 4: {"eval_loss": 3.0}})
+    b = make_run("b", {"loss": [9.0, 9.0, 4.0, 4.0]}, {2: {"eval_loss": 4.0}})
+    rows = {row.key: row for row in key_means(a, b, window=2)}
+    assert rows["loss"].means == (2.0, 4.0)
+    assert rows["loss"].deviations == (pytest.approx(math.sqrt(2)), 0.0)
+    assert rows["loss"].difference == 2.0
+    assert rows["loss"].relative == 1.0
+    assert rows["eval_loss"].means == (3.0, 4.0)
+    assert rows["rare"].means == (7.0, None)
+    assert rows["rare"].difference is None

@@ -1,0 +1,158 @@
+"""`train compare`: how two runs differ, in the terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer.cli.verdicts import verdict_of
+from trainer.report.markup import fact_text, plain_number, value_text
+from trainer.report.names import NamedRun, with_distinct_names
+from trainer.report.outcome import KeyMean, config_differences, key_means, make_outcome
+from trainer.report.verdict import Verdict
+from trainer.runs.load import load_run
+
+# A pipe has no width; a line there should not be cut.
+_PIPE_WIDTH = 160
+
+
+def compare_runs(first: str, second: str, *, window: int, as_json: bool) -> None:
+    """Print what differs: settings, outcome, and the mean of each key over the last `window` rows.
+
+    Raises:
+        UserError: a path is no run.
+    """
+    runs = with_distinct_names([load_run(first), load_run(second)])
+    verdicts = [verdict_of(run) for run in runs]
+    means = key_means(runs[0], runs[1], window=window)
+    if as_json:
+        typer.echo(json.dumps(_as_json(runs, verdicts, means, window), indent=2, allow_nan=False, default=str))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)
+    for part in (_config_table(runs), _outcome_table(runs, verdicts, window), _means_table(runs, means, window)):
+        console.print(part)
+    for run in runs:
+        for note in run.notes:
+            console.print(Text(f"{run.name}: {note}", style="yellow"))
+
+
+def _as_json(
+    runs: Sequence[NamedRun], verdicts: Sequence[Verdict], means: Sequence[KeyMean], window: int
+) -> dict[str, Any]:
+    outcomes = [make_outcome(run, window=window) for run in runs]
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "path": str(run.path),
+                "verdict": _verdict_word(verdict),
+                "remarks": [asdict(remark) for remark in verdict.remarks],
+                "notes": run.notes,
+            }
+            for run, verdict in zip(runs, verdicts, strict=True)
+        ],
+        "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
+        "outcome": [
+            {"label": a.label, "unit": a.unit, "values": [a.value, b.value]} for a, b in zip(*outcomes, strict=True)
+        ],
+        "window": window,
+        "metrics": [
+            {
+                "key": row.key,
+                "unit": row.unit,
+                "means": row.means,
+                "standard_deviations": row.deviations,
+                "difference": row.difference,
+                "relative": row.relative,
+            }
+            for row in means
+        ],
+    }
+
+
+def _verdict_word(verdict: Verdict) -> str | None:
+    """None where nothing could be diagnosed."""
+    if not verdict.checks:
+        return None
+    return "findings" if verdict.findings else "healthy"
+
+
+def _new_table(title: str, first: str, runs: Sequence[NamedRun], *more: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="", box=SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column(first, overflow="fold")
+    for run in runs:
+        table.add_column(Text(run.name, style="bold"), justify="right", overflow="fold")
+    for heading in more:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _config_table(runs: Sequence[NamedRun]) -> Table | Text:
+    rows = config_differences(runs)
+    if not rows:
+        return Text("No setting and no recorded version differs.")
+    table = _new_table("Settings that differ", "setting", runs)
+    for key, values in rows:
+        table.add_row(Text(key), *(Text(value_text(value)) for value in values))
+    return table
+
+
+def _outcome_table(runs: Sequence[NamedRun], verdicts: Sequence[Verdict], window: int) -> Table:
+    table = _new_table("Outcome", "", runs, "difference")
+    for first, second in zip(*(make_outcome(run, window=window) for run in runs), strict=True):
+        label = f"{first.label} ({first.unit})" if first.unit else first.label
+        difference = ""
+        if isinstance(first.value, float) and isinstance(second.value, float):
+            difference = _signed(second.value - first.value)
+        table.add_row(label, Text(fact_text(first)), Text(fact_text(second)), difference)
+    cells = [
+        "\n".join(remark.title for remark in verdict.findings) or _verdict_word(verdict) or "not diagnosed"
+        for verdict in verdicts
+    ]
+    table.add_row("Verdict", *(Text(cell, style="green" if cell == "healthy" else "yellow") for cell in cells), "")
+    return table
+
+
+def _means_table(runs: Sequence[NamedRun], means: Sequence[KeyMean], window: int) -> Table:
+    """Keys that differ; those that differ by more than the values scatter stand out."""
+    same = [row.key for row in means if row.difference == 0]
+    table = _new_table(f"Mean of the last {window} logged values", "key", runs, "difference", "in %")
+    for row in means:
+        if row.difference == 0:
+            continue
+        style = "bold" if _stands_out(row) else ""
+        relative = f"{100 * row.relative:+.1f}" if row.relative is not None else ""
+        difference = _signed(row.difference) if row.difference is not None else ""
+        table.add_row(Text(row.key), *map(_with_scatter, row.means, row.deviations), difference, relative, style=style)
+    if same:
+        table.caption, table.caption_justify = f"{len(same)} other keys have the same mean in both", "left"
+    return table
+
+
+def _stands_out(row: KeyMean) -> bool:
+    """Whether the means lie further apart than both scatters together."""
+    scatter = sum(deviation or 0.0 for deviation in row.deviations)
+    return row.difference is not None and abs(row.difference) > scatter
+
+
+def _with_scatter(mean: float | None, deviation: float | None) -> Text:
+    if mean is None:
+        return Text("–")
+    around = f" ± {plain_number(deviation)}" if deviation else ""
+    return Text(f"{plain_number(mean)}{around}")
+
+
+def _signed(value: float) -> str:
+    return "0" if value == 0 else f"{'+' if value > 0 else '-'}{plain_number(abs(value))}"

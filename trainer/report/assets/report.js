@@ -1,0 +1,498 @@
+/* Draws the charts of a run report with plotly.js. Reads the JSON in #data; asks the network for nothing. */
+"use strict";
+(() => {
+  const page = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  const plots = [...document.querySelectorAll(".plot")];
+  const isTouch = matchMedia("(pointer: coarse)").matches;
+  const DASHES = ["solid", "dot", "dash", "dashdot"];
+  // Share of the points that the average reaches over, by the level of the switch.
+  const SMOOTHING = [0, 0.02, 0.08];
+  const FEWEST_TO_SMOOTH = 12;
+  // In usual distances between a key's points; keys that are rare at random stay below it.
+  const WIDEST_GAP = 12;
+  // More words than this would run into each other; the lines stay.
+  const MOST_RESTART_WORDS = 6;
+  const state = { smoothing: 0, log: false, range: null, hiddenRuns: new Set(), hiddenLines: new Map() };
+  const drawn = new Set();
+  const stale = new Set();
+  let colors = {};
+
+  /* ---- Theme ---- */
+  const THEMES = ["auto", "light", "dark"];
+  let theme = "auto";
+  try { theme = localStorage.getItem("report-theme") || "auto"; } catch { /* A page from disk may have no storage. */ }
+
+  function applyTheme() {
+    if (theme === "auto") delete root.dataset.theme;
+    else root.dataset.theme = theme;
+    document.getElementById("theme").textContent = `Theme: ${theme}`;
+    const probe = document.body.appendChild(document.createElement("i"));
+    const names = ["card", "ink", "muted", "line", "grid", "band", "mark", "good", "bad"];
+    for (let i = 0; i < 8; i++) names.push(`c${i}`);
+    for (const name of names) {
+      probe.style.color = `var(--${name})`;
+      colors[name] = getComputedStyle(probe).color;
+    }
+    probe.remove();
+    redraw();
+  }
+
+  const faded = (color, alpha) => `rgba(${color.match(/[\d.]+/g).slice(0, 3).join(", ")}, ${alpha})`;
+
+  /* ---- Numbers ---- */
+  function text(value) {
+    if (!Number.isFinite(value)) return String(value);
+    const size = Math.abs(value);
+    if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
+    if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(3);
+    return value.toLocaleString("en", { maximumSignificantDigits: Math.max(5, Math.ceil(Math.log10(size + 1)) + 1) });
+  }
+
+  /* Exponential average without the pull towards its start: weights are normalised. */
+  function smooth(values, level) {
+    const reach = Math.max(2, values.length * SMOOTHING[level]);
+    const keep = 1 - 1 / reach;
+    let sum = 0, weight = 0;
+    return values.map((value) => {
+      sum = keep * sum + value;
+      weight = keep * weight + 1;
+      return sum / weight;
+    });
+  }
+
+  /* ---- One chart ---- */
+  const isHidden = (index, place, line) =>
+    state.hiddenRuns.has(line.run) || (state.hiddenLines.get(index)?.has(place) ?? false);
+
+  function canBeLog(chart) {
+    return chart.style !== "area" && chart.lines.every((line) => line.y.every((v) => v > 0) && (line.low ?? line.y).every((v) => v > 0));
+  }
+
+  const isLog = (chart) => (state.log || chart.log) && canBeLog(chart);
+
+  /* The area between low and high, one piece for each stretch without a gap. */
+  function envelope(x, low, high, color, alpha, common, onLog) {
+    const floor = onLog ? Math.min(...high.filter((v) => v > 0)) / 1e3 : -Infinity;
+    const most = widestGap(x);
+    const outline = { x: [], y: [] };
+    for (let from = 0; from < x.length;) {
+      let to = from + 1;
+      while (to < x.length && x[to] - x[to - 1] <= most) to++;
+      outline.x.push(...x.slice(from, to), ...x.slice(from, to).reverse(), null);
+      outline.y.push(...high.slice(from, to), ...low.slice(from, to).reverse().map((v) => Math.max(v, floor)), null);
+      from = to;
+    }
+    return { ...common, ...outline, mode: "lines", line: { width: 0 }, fill: "toself", fillcolor: faded(color, alpha), hoverinfo: "skip" };
+  }
+
+  function tracesOf(index) {
+    const chart = page.charts[index];
+    const traces = [];
+    chart.lines.forEach((line, place) => {
+      if (isHidden(index, place, line)) return;
+      const steps = page.steps[line.steps];
+      const color = colors[`c${line.color % 8}`];
+      const common = { type: "scatter", name: line.label };
+      if (line.spread) {
+        traces.push(envelope(page.steps[line.spread.steps].x, line.spread.low, line.spread.high, color, 0.16, common, isLog(chart)));
+      }
+      if (line.low && chart.style !== "area") traces.push(envelope(steps.x, line.low, line.high, color, 0.2, common, isLog(chart)));
+      const isSmoothed = state.smoothing > 0 && chart.style !== "area" && line.y.length >= FEWEST_TO_SMOOTH;
+      const shown = {
+        ...common, x: steps.x, y: line.y, meta: place, mode: line.y.length <= 25 ? "lines+markers" : "lines",
+        line: { color, width: line.dash ? 1.6 : 1.8, dash: DASHES[line.dash % DASHES.length] }, marker: { size: 5, color },
+        customdata: hoverTexts(line, chart), hovertemplate: "%{customdata}",
+      };
+      if (chart.style === "area") Object.assign(shown, { stackgroup: "one", stackgaps: "interpolate", fillcolor: faded(color, 0.45), line: { color, width: 1 } });
+      if (!isSmoothed) { traces.push(withGaps(steps.x, shown)); return; }
+      traces.push(withGaps(steps.x, { ...shown, opacity: 0.28, line: { ...shown.line, width: 1 } }));
+      traces.push(withGaps(steps.x, { ...common, x: steps.x, y: smooth(line.y, state.smoothing), mode: "lines", hoverinfo: "skip",
+        line: { color, width: 2.2, dash: DASHES[line.dash % DASHES.length] } }));
+    });
+    return traces;
+  }
+
+  function widestGap(x) {
+    if (x.length < FEWEST_TO_SMOOTH) return Infinity;
+    const spacing = x.slice(1).map((step, i) => step - x[i]).sort((a, b) => a - b);
+    return WIDEST_GAP * spacing[spacing.length >> 1];
+  }
+
+  /* Where a key was absent for long, the line is broken: nothing is known there. */
+  function withGaps(x, trace) {
+    const most = widestGap(x);
+    if (most === Infinity || trace.stackgroup) return trace;
+    const found = { ...trace, x: [], y: [] };
+    if (trace.customdata) found.customdata = [];
+    x.forEach((step, i) => {
+      if (i > 0 && step - x[i - 1] > most) {
+        found.x.push((step + x[i - 1]) / 2);
+        found.y.push(null);
+        found.customdata?.push("");
+      }
+      found.x.push(step);
+      found.y.push(trace.y[i]);
+      found.customdata?.push(trace.customdata[i]);
+    });
+    return found;
+  }
+
+  const texts = new WeakMap();
+  /* The value of each point; with its step where a line has other steps than the first one, which names them. */
+  function hoverTexts(line, chart) {
+    if (texts.has(line)) return texts.get(line);
+    const steps = page.steps[line.steps];
+    const isElsewhere = line.steps !== chart.lines[0].steps;
+    const found = line.y.map((v, i) => {
+      if (line.low && steps.last[i] > steps.first[i]) {
+        return `${text(v)} [${text(line.low[i])} … ${text(line.high[i])}] in steps ${text(steps.first[i])}–${text(steps.last[i])}`;
+      }
+      return isElsewhere ? `${text(v)} at ${text(steps.x[i])}` : text(v);
+    });
+    texts.set(line, found);
+    return found;
+  }
+
+  /* What lies in the shown steps, so that a zoomed chart uses its whole height. */
+  function valueRange(index) {
+    const chart = page.charts[index];
+    let low = Infinity, high = -Infinity;
+    const totals = new Map();
+    const [from, to] = state.range ?? [-Infinity, Infinity];
+    const take = (x, lows, highs) => x.forEach((step, i) => {
+      if (step < from || step > to) return;
+      if (lows[i] < low) low = lows[i];
+      if (highs[i] > high) high = highs[i];
+    });
+    chart.lines.forEach((line, place) => {
+      if (isHidden(index, place, line)) return;
+      const x = page.steps[line.steps].x;
+      if (chart.style === "area") x.forEach((step, i) => totals.set(step, (totals.get(step) ?? 0) + line.y[i]));
+      else {
+        take(x, line.low ?? line.y, line.high ?? line.y);
+        // A wide uncertainty must not flatten the curve: it counts up to three times the curve's own height.
+        if (line.spread) {
+          const reach = 2 * (Math.max(...line.y) - Math.min(...line.y)) || Math.abs(line.y[0]);
+          take(page.steps[line.spread.steps].x, line.spread.low.map((v) => Math.max(v, Math.min(...line.y) - (isLog(chart) ? 0 : reach))),
+            line.spread.high.map((v) => Math.min(v, Math.max(...line.y) + reach)));
+        }
+      }
+    });
+    if (chart.style === "area") take([...totals.keys()], [...totals.values()].map(() => 0), [...totals.values()]);
+    if (low > high) return null;
+    // A level far away would flatten the curves; the legend has its value.
+    const [least, most] = [low, high];
+    for (const { value, run } of chart.references) {
+      if ((run !== null && state.hiddenRuns.has(run)) || value > 4 * most || value < least - 3 * (most - least)) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
+    if (isLog(chart)) {
+      const pad = Math.max((Math.log10(high) - Math.log10(low)) * 0.06, 0.02);
+      return [Math.log10(low) - pad, Math.log10(high) + pad];
+    }
+    if (low === 0 && high === 0) return [-0.05, 1];
+    const pad = high > low ? (high - low) * 0.06 : Math.abs(high) * 0.1 || 1;
+    return [chart.style === "area" ? 0 : low - pad, high + pad];
+  }
+
+  function shapesOf(index) {
+    const chart = page.charts[index];
+    const shapes = [];
+    if (chart.band) {
+      const [low, high] = chart.band;
+      const isLevel = low !== null && low === high;
+      if (isLevel) shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: low, y1: low, line: { color: colors.good, width: 4 }, opacity: 0.35, layer: "below" });
+      else {
+        const ends = chartEnds(index);
+        shapes.push({ type: "rect", xref: "paper", x0: 0, x1: 1, y0: low ?? ends[0], y1: high ?? ends[1], fillcolor: colors.band, line: { width: 0 }, layer: "below" });
+      }
+    }
+    for (const reference of chart.references) {
+      if (reference.run !== null && state.hiddenRuns.has(reference.run)) continue;
+      const color = page.runs.length > 1 && reference.run !== null ? colors[`c${reference.run % 8}`] : colors.mark;
+      shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: reference.value, y1: reference.value, line: { color, width: 1.5, dash: "dash" } });
+    }
+    page.runs.forEach((run, number) => {
+      if (state.hiddenRuns.has(number) || !chart.lines.some((line) => line.run === number)) return;
+      const color = page.runs.length > 1 ? colors[`c${number % 8}`] : colors.mark;
+      for (const step of run.restarts) {
+        shapes.push({ type: "line", yref: "paper", y0: 0, y1: 1, x0: step, x1: step, line: { color, width: 1.2, dash: "dot" }, name: "restart" });
+      }
+    });
+    return shapes;
+  }
+
+  /* Ends far outside what is shown, for a band that is open on one side. */
+  function chartEnds(index) {
+    const range = valueRange(index) ?? [0, 1];
+    if (isLog(page.charts[index])) return [10 ** (range[0] - 3), 10 ** (range[1] + 3)];
+    const size = range[1] - range[0];
+    return [range[0] - 5 * size, range[1] + 5 * size];
+  }
+
+  function marksOf(index) {
+    const chart = page.charts[index];
+    const notes = [];
+    const restarts = page.runs.flatMap((run) => run.restarts).length;
+    page.runs.forEach((run, number) => {
+      if (restarts > MOST_RESTART_WORDS || state.hiddenRuns.has(number) || !chart.lines.some((line) => line.run === number)) return;
+      for (const step of run.restarts) {
+        notes.push({ x: step, y: 1, yref: "paper", yanchor: "bottom", xanchor: "center", text: "restart", showarrow: false, font: { size: 10, color: colors.muted } });
+      }
+    });
+    chart.lines.forEach((line, place) => {
+      if (isHidden(index, place, line)) return;
+      for (const step of line.bad ?? []) {
+        notes.push({ x: step, y: 0, yref: "paper", yanchor: "bottom", text: "×", showarrow: false, font: { size: 15, color: colors.bad } });
+      }
+    });
+    return notes;
+  }
+
+  function layoutOf(index) {
+    const chart = page.charts[index];
+    const axis = {
+      gridcolor: colors.grid, linecolor: colors.line, zeroline: false, tickfont: { size: 11, color: colors.muted },
+      automargin: true, showspikes: false,
+    };
+    const range = valueRange(index);
+    return {
+      margin: { l: 44, r: 10, t: 16, b: 28 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
+      font: { family: getComputedStyle(document.body).fontFamily, color: colors.ink, size: 12 },
+      hovermode: "x unified", hoverlabel: { bgcolor: colors.card, bordercolor: colors.line, font: { size: 12, color: colors.ink } },
+      dragmode: isTouch ? false : "zoom",
+      xaxis: { ...axis, range: state.range ? [...state.range] : wholeRange(), autorange: false, nticks: 6, tickformat: "~s", hoverformat: ",.6~f",
+        unifiedhovertitle: { text: "step %{x}" }, showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: colors.mark },
+      yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 5, exponentformat: range && !isLog(chart) && range[1] >= 1e4 ? "SI" : "power", minexponent: 4,
+        ...(isLog(chart) && range ? logTicks(range) : {}), ...(range ? { range, autorange: false } : { autorange: true }) },
+      shapes: shapesOf(index), annotations: marksOf(index),
+    };
+  }
+
+  /* 1, 2, 5, 10, ... or powers of ten alone where those would be too many. */
+  function logTicks([from, to]) {
+    const digits = to - from < 2.5 ? [1, 2, 5] : [1];
+    const values = [];
+    for (let power = Math.floor(from); power <= Math.ceil(to); power++) values.push(...digits.map((d) => d * 10 ** power));
+    const inside = values.filter((v) => Math.log10(v) >= from && Math.log10(v) <= to);
+    return inside.length > 1 ? { tickmode: "array", tickvals: inside, ticktext: inside.map(text) } : {};
+  }
+
+  const CONFIG = {
+    displaylogo: false, responsive: true, doubleClick: false, displayModeBar: false, showTips: false, scrollZoom: false,
+  };
+
+  function draw(index) {
+    const target = plots[index];
+    stale.delete(index);
+    const isFirst = !drawn.has(index);
+    drawn.add(index);
+    Plotly.react(target, tracesOf(index), layoutOf(index), CONFIG);
+    if (isFirst) listen(target, index);
+  }
+
+  function listen(target, index) {
+    target.on("plotly_relayout", (change) => {
+      if ("xaxis.range[0]" in change) setRange([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
+    });
+    target.on("plotly_doubleclick", () => setRange(null));
+    target.on("plotly_hover", (event) => readOut(index, event.points));
+    target.addEventListener("keydown", (event) => onKey(event, index));
+  }
+
+  /* Charts are drawn when they come near the screen. */
+  const nearby = new Set();
+  const observer = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      const index = plots.indexOf(entry.target);
+      if (!entry.isIntersecting) { nearby.delete(index); continue; }
+      nearby.add(index);
+      if (!drawn.has(index) || stale.has(index)) draw(index);
+    }
+  }, { rootMargin: "400px 0px" });
+
+  function redraw() {
+    for (const index of drawn) stale.add(index);
+    for (const index of nearby) draw(index);
+  }
+
+  function setRange(range) {
+    if (range && !(range[1] > range[0])) return;
+    state.range = range;
+    document.getElementById("reset").disabled = range === null;
+    redraw();
+  }
+
+  /* ---- Keyboard: a cursor along the first visible line ---- */
+  const cursors = new Map();
+
+  function visibleLine(index) {
+    const chart = page.charts[index];
+    const place = chart.lines.findIndex((line, i) => !isHidden(index, i, line) && line.y.length);
+    return place < 0 ? null : chart.lines[place];
+  }
+
+  function bounds() {
+    let low = Infinity, high = -Infinity;
+    for (const { x } of page.steps) if (x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
+    return [low, high];
+  }
+
+  /* The same for all charts, so that one stands below the other. */
+  function wholeRange() {
+    const [low, high] = bounds();
+    const pad = Math.max((high - low) * 0.015, 0.5);
+    return [low - pad, high + pad];
+  }
+
+  function zoom(factor, center) {
+    const whole = bounds();
+    const [from, to] = state.range ?? whole;
+    const half = ((to - from) * factor) / 2;
+    const next = [Math.max(center - half, whole[0]), Math.min(center + half, whole[1])];
+    if (next[0] <= whole[0] && next[1] >= whole[1]) setRange(null);
+    else if (next[1] - next[0] >= 1) setRange(next);
+  }
+
+  function onKey(event, index) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const line = visibleLine(index);
+    if (!line) return;
+    const x = page.steps[line.steps].x;
+    const last = x.length - 1;
+    const at = Math.min(cursors.get(index) ?? -1, last);
+    const stride = event.shiftKey ? Math.max(1, Math.round(x.length / 20)) : 1;
+    const moves = { ArrowRight: at + stride, ArrowLeft: at < 0 ? last : at - stride, Home: 0, End: last };
+    if (event.key in moves) moveTo(index, x, Math.max(0, Math.min(last, moves[event.key])));
+    else if (event.key === "+" || event.key === "=") zoom(0.5, at < 0 ? (x[0] + x[last]) / 2 : x[at]);
+    else if (event.key === "-") zoom(2, at < 0 ? (x[0] + x[last]) / 2 : x[at]);
+    else if (event.key === "0" || event.key === "Escape") { setRange(null); Plotly.Fx.unhover(plots[index]); }
+    else return;
+    event.preventDefault();
+  }
+
+  function moveTo(index, x, place) {
+    cursors.set(index, place);
+    const step = x[place];
+    if (state.range && (step < state.range[0] || step > state.range[1])) {
+      const half = (state.range[1] - state.range[0]) / 2;
+      setRange([step - half, step + half]);
+    }
+    Plotly.Fx.hover(plots[index], { xval: step, yval: 0 }, "xy");
+    readOutStep(index, step);
+  }
+
+  /* ---- The line of text below a chart ---- */
+  function readOutStep(index, step) {
+    const points = [];
+    page.charts[index].lines.forEach((line, place) => {
+      if (isHidden(index, place, line)) return;
+      const i = page.steps[line.steps].x.indexOf(step);
+      if (i >= 0) points.push(`${line.label} ${hoverTexts(line, page.charts[index])[i]}`);
+    });
+    say(index, step, points);
+  }
+
+  function readOut(index, points) {
+    const known = points.filter((point) => point.customdata !== undefined);
+    if (known.length) say(index, known[0].x, known.map((point) => `${point.data.name} ${point.customdata}`));
+  }
+
+  function say(index, step, values) {
+    const shown = page.charts[index].lines.length > 1 ? values : values.map((value) => value.replace(/^train /, ""));
+    plots[index].parentElement.querySelector(".readout").textContent = `step ${text(step)}: ${shown.join(" · ")}`;
+  }
+
+  /* ---- Controls ---- */
+  const press = (button, isOn) => button.setAttribute("aria-pressed", String(isOn));
+
+  document.getElementById("theme").addEventListener("click", () => {
+    theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+    try { localStorage.setItem("report-theme", theme); } catch { /* Then it lasts as long as the page. */ }
+    applyTheme();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
+
+  for (const button of document.querySelectorAll("[data-smoothing]")) {
+    button.addEventListener("click", () => {
+      state.smoothing = Number(button.dataset.smoothing);
+      for (const other of document.querySelectorAll("[data-smoothing]")) press(other, other === button);
+      redraw();
+    });
+  }
+  document.getElementById("log").addEventListener("click", (event) => {
+    state.log = !state.log;
+    press(event.currentTarget, state.log);
+    redraw();
+  });
+  for (const button of document.querySelectorAll("[data-move]")) {
+    button.addEventListener("click", () => {
+      const whole = bounds();
+      const [from, to] = state.range ?? whole;
+      const half = (to - from) / 2;
+      if (button.dataset.move === "in") zoom(0.5, from + half);
+      else if (button.dataset.move === "out") zoom(2, from + half);
+      else if (state.range) {
+        const by = button.dataset.move === "earlier" ? Math.max(-half, whole[0] - from) : Math.min(half, whole[1] - to);
+        setRange([from + by, to + by]);
+      }
+    });
+  }
+  document.getElementById("reset").addEventListener("click", () => setRange(null));
+  for (const button of document.querySelectorAll("[data-switch]")) {
+    button.addEventListener("click", () => {
+      const run = Number(button.dataset.switch);
+      const isHiding = !state.hiddenRuns.has(run);
+      if (isHiding) state.hiddenRuns.add(run); else state.hiddenRuns.delete(run);
+      press(button, !isHiding);
+      redraw();
+    });
+  }
+  for (const button of document.querySelectorAll("[data-lines]")) {
+    button.addEventListener("click", () => {
+      const plot = button.closest(".card").querySelector(".plot");
+      const index = plots.indexOf(plot);
+      const hidden = state.hiddenLines.get(index) ?? new Set();
+      state.hiddenLines.set(index, hidden);
+      const isHiding = button.getAttribute("aria-pressed") === "true";
+      for (const place of button.dataset.lines.split(" ").map(Number)) {
+        if (isHiding) hidden.add(place); else hidden.delete(place);
+      }
+      press(button, !isHiding);
+      draw(index);
+    });
+  }
+  for (const button of document.querySelectorAll("[data-step]")) {
+    button.addEventListener("click", () => {
+      const step = Number(button.dataset.step);
+      const [low, high] = bounds();
+      const half = Math.max((high - low) / 20, 5);
+      setRange([Math.max(low, step - half), Math.min(high, step + half)]);
+      document.getElementById("charts").scrollIntoView();
+    });
+  }
+  document.getElementById("find").addEventListener("input", (event) => {
+    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let found = 0;
+    for (const card of document.querySelectorAll(".card")) {
+      card.hidden = !words.every((word) => card.dataset.words.includes(word));
+      found += !card.hidden;
+    }
+    for (const section of document.querySelectorAll("section.charts")) {
+      section.hidden = words.length > 0 && !section.querySelector(".card:not([hidden])");
+    }
+    const none = document.getElementById("no-match");
+    none.hidden = found > 0;
+    none.textContent = "No chart has these words in its title or keys.";
+  });
+
+  // The number of a chart in the data, as the page's order may differ from it.
+  plots.sort((a, b) => Number(a.dataset.chart) - Number(b.dataset.chart));
+  const byNumber = new Map(plots.map((plot) => [Number(plot.dataset.chart), plot]));
+  plots.length = 0;
+  page.charts.forEach((_, number) => plots.push(byNumber.get(number) ?? null));
+  applyTheme();
+  for (const plot of plots) if (plot) observer.observe(plot);
+})();
