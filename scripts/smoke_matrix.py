@@ -8,7 +8,6 @@ Exit code 0: every run shows exactly what is expected of it; 1: one does not, or
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -128,9 +127,6 @@ def _cost(case: Case, damage: Damage) -> tuple[str, str, str]:
 
 def write_report(runs: Sequence[Path], out: Path) -> None:
     """One page over all runs, by `train report`."""
-    if importlib.util.find_spec("trainer.cli.report") is None:
-        print("no report: this version has no `train report`", file=sys.stderr)
-        return
     done = program("report", *runs, "--out", out)
     if done.returncode != 0:
         sys.exit(f"the report ended with exit code {done.returncode}:\n{done.stderr}")

@@ -173,10 +173,14 @@ class _Rank:
                     world_size=scenario.world_size,
                 )
             )
-        weights = [ConstantWeight(1.0), ScheduledWeight("linear", {0: 1.0, scenario.steps: 2.0})]
+        weights: list[ConstantWeight | ScheduledWeight] = [
+            ConstantWeight(1.0),
+            ScheduledWeight("linear", {0: 1.0, scenario.steps: 2.0}),
+        ]
         if not scenario.repeat:
             weights = [ConstantWeight(1.0), ConstantWeight(1.0)]
-        blend = [BlendSource(*each) for each in zip(_names(scenario), self.sources, weights, strict=False)]
+        named = zip(_names(scenario), self.sources, weights, strict=False)
+        blend = [BlendSource(name, source, weight) for name, source, weight in named]
         self.blend = BlendDataset(
             blend, seed=scenario.seed, micro_batches=scenario.micro_batches, per_source=not scenario.repeat
         )
@@ -251,7 +255,7 @@ def _noise_window(rng: np.random.Generator, scenario: Scenario, scale: float) ->
 
 
 def _loss_at(scenario: Scenario, step: int) -> float:
-    return scenario.last_loss + (scenario.first_loss - scenario.last_loss) * (1 + step / 10) ** -0.9
+    return scenario.last_loss + (scenario.first_loss - scenario.last_loss) * float((1 + step / 10) ** -0.9)
 
 
 def _make_rows(scenario: Scenario, parent: Path) -> Rows:
