@@ -18,12 +18,13 @@ export OMP_NUM_THREADS ?= 1
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke test test-slow check format docs bench bench-data bench-ledger bench-metrics clean
+.PHONY: help setup data smoke test test-slow test-faults check format docs bench bench-data bench-ledger bench-metrics clean
 
 help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
 	@echo "make smoke      train train_configs/smoke.toml on 2 ranks, on text that your machine already has"
 	@echo "make test       the test suite (make test-slow: the long ones)"
+	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (20 minutes)"
 	@echo "make check      lint, types, layers, generated docs"
 	@echo "make docs       regenerate the generated docs"
 	@echo "make bench      what the instruments cost, as ratios"
@@ -48,10 +49,15 @@ smoke: setup data
 	@$(BIN)/torchrun --nproc_per_node=2 train --config train_configs/smoke.toml
 
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults"
 
 test-slow: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+# One case at a time: each starts two ranks or more. The rows of docs/reliability.md are written from what happened.
+test-faults: setup
+	@$(BIN)/python -m pytest -m faults tests/faults
+	@$(BIN)/python scripts/make_fault_table.py
 
 check: setup
 	@$(BIN)/ruff check .

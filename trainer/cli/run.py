@@ -9,6 +9,7 @@ import typer
 
 from trainer.cli.launch import launch_ranks, without_nproc
 from trainer.config.load import load_config
+from trainer.training.signals import StopRequest, say_stopping
 
 
 def run_training(config_path: str, overrides: list[str], *, run_dir: str | None, nproc: int | None) -> None:
@@ -21,6 +22,9 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     config = load_config(config_path, overrides)
     if nproc is not None:
         raise typer.Exit(launch_ranks(nproc, without_nproc(sys.argv[1:])))
+    # Before torch is loaded, so that a stop that comes meanwhile is a stop, and no death.
+    stop = StopRequest(say_stopping)
+    stop.install()
     from trainer.training.main import train
 
-    raise typer.Exit(train(config, Path(config_path), run_dir))
+    raise typer.Exit(train(config, Path(config_path), run_dir, stop))

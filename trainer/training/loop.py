@@ -11,6 +11,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.loader import Loader
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.env import RankInfo
+from trainer.distributed.watchdog import Watchdog
 from trainer.errors import UserError
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Value, WindowAggregator
@@ -50,6 +51,8 @@ class Run:
     accepted: frozenset[str] | None
     device: Any
     events: EventWriter | None
+    watchdog: Watchdog | None = None
+    """None for a single rank."""
     step: int = 0
     """Last finished step."""
     first_step: int = 0
@@ -64,14 +67,24 @@ class Run:
     skipped_since_log: int = 0
     previous_batch: dict[str, Any] | None = None
 
+    def at(self, what: str, step: int) -> None:
+        """Say what comes now, for the case that it never ends."""
+        if self.watchdog is not None:
+            self.watchdog.at(what, step)
+
 
 def run_loop(run: Run) -> str:
     """Train to the last step, or until the data end or somebody asks to stop. Returns why it ended."""
     steps = run.config.train.steps
     reason = "all steps are done"
+    if any(gather_from_ranks(run.stop.requested, world_size=run.info.world_size)):
+        # Asked while it started up: the first step may take minutes (compilation), and there is nothing to lose yet.
+        run.progress.close()
+        return stopped_by(run)
     while run.step < steps:
         step = run.step + 1
         run.tracker.start_step()
+        run.at("data", step)
         with run.tracker.section("data"):
             window, data_state = next_window(run)
         outcome = take_step(run, step, window)
@@ -85,7 +98,7 @@ def run_loop(run: Run) -> str:
         if outcome.all_saved:
             run.saver.conclude()
         if outcome.should_stop:
-            reason = f"stopped by {run.stop.signal_name or 'a signal on another rank'}"
+            reason = stopped_by(run)
             break
         at_boundary(run, is_last=step == steps)
     run.progress.close()
@@ -94,13 +107,20 @@ def run_loop(run: Run) -> str:
     return reason
 
 
+def stopped_by(run: Run) -> str:
+    """Why the run stops on request."""
+    return f"stopped by {run.stop.signal_name or 'a signal on another rank'}"
+
+
 def take_step(run: Run, step: int, window: Sequence[MicroBatch]) -> StepOutcome:
     """One optimizer step with its parts timed."""
     config = run.config
     lr = lr_at(step, steps=config.train.steps, peak=config.optimizer.lr, table=config.scheduler)
     will_log = run.tracker.will_log(step) or step == config.train.steps
+    run.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
         run.train_step.forward_backward(step, window, will_log=will_log)
+    run.at("optimizer", step)
     with run.tracker.section("optimizer"):
         return run.train_step.conclude(lr=lr, stop=run.stop.requested, saved=run.saver.is_written)
 
@@ -132,6 +152,7 @@ def finish_step(run: Run, outcome: StepOutcome, *, is_last: bool) -> None:
     is_logged = run.tracker.will_log(step) or is_last
     extra: dict[str, Value] = {}
     if is_logged:
+        run.at("logging", step)
         local: dict[str, Value] = {**run.pool_metrics.drain(), **outcome.details.values()}
         if run.ledger is not None:
             local.update(run.ledger.drain_metrics())
@@ -165,10 +186,12 @@ def at_boundary(run: Run, *, is_last: bool) -> None:
     """Evaluation and checkpoint, where they are due after the step."""
     every = run.config.eval.every
     if run.evaluator is not None and (run.step % every == 0 or is_last):
+        run.at("evaluation", run.step)
         run.last_eval = run.evaluator.run()
         with run.progress.paused():
             run.tracker.log_eval(run.last_eval, run.step)
     if run.saver.is_due(run.step) and not is_last:
+        run.at("checkpoint", run.step)
         with run.progress.paused():
             run.saver.save(run.step, run.data_state, in_background=run.config.checkpoint.background)
 

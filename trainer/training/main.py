@@ -16,6 +16,7 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.distributed.agree import from_main_rank, mistakes_together
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
+from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.metrics.events import EventWriter
 from trainer.metrics.logger import add_log_file, get_logger
@@ -26,7 +27,7 @@ from trainer.training.loop import NonFiniteError, Run, run_loop
 from trainer.training.plan import Plan, make_plan
 from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
 from trainer.training.saver import SaveError
-from trainer.training.signals import StopRequest
+from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.sinks import make_sinks, wandb_id
 
 logger = get_logger(__name__)
@@ -38,8 +39,11 @@ class RunFailed(Exception):
     """Something unexpected ended this rank's run; it is logged. Other ranks may be in a collective: nobody waits for them."""
 
 
-def train(config: RunConfig, config_path: Path, given_run_dir: str | None) -> int:
+def train(config: RunConfig, config_path: Path, given_run_dir: str | None, stop: StopRequest | None = None) -> int:
     """Train on this rank, alone or as one of torchrun's.
+
+    Args:
+        stop: tells when somebody asks the run to stop, its signals being handled already; None: they are from now on.
 
     Returns:
         0 when the run is done or was stopped with a checkpoint, 1 when it failed.
@@ -47,11 +51,12 @@ def train(config: RunConfig, config_path: Path, given_run_dir: str | None) -> in
     Raises:
         UserError: on every rank alike, for what a user can mend.
     """
+    if stop is None:
+        stop = StopRequest(say_stopping)
+        stop.install()
     info = rank_info()
     device = pick_device(config.train.device, info)
     plan = make_plan(config, config_path, info.world_size)
-    stop = StopRequest(lambda name: logger.warning("%s: stopping after this step (again: at once)", name))
-    stop.install()
     backend = pick_backend(config.distributed.backend, device)
     timeout = config.distributed.timeout_sec
     try:
@@ -85,6 +90,14 @@ def _train_in_group(
         handler = add_log_file(run_dir.log_file(info.rank))
         stack.callback(handler.close)
         run = _open_run(parts, position, run_dir, stop, stack)
+        run.watchdog = start_watchdog(
+            info,
+            timeout_sec=config.distributed.timeout_sec,
+            log=run_dir.log_file(info.rank),
+            on_end=lambda reason: _leave_status(run, run_dir, "failed", reason),
+        )
+        if run.watchdog is not None:
+            stack.callback(run.watchdog.close)
         return _run_to_end(run, run_dir)
 
 
@@ -182,9 +195,11 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
         logger.error("%s", reason)
     except UserError as error:
         reason = error.message
+        if run.watchdog is not None:
+            run.watchdog.tell(reason)
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = run.watchdog.explain(error) if run.watchdog is not None else f"{type(error).__name__}: {error}"
         # Once, into this rank's log too, and without the frames of the command line above it.
         every_rank_logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
         raise RunFailed from error
@@ -193,9 +208,15 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
         if run.info.is_main:
             # The sinks first: who sees the state `done` may read the record.
             run.tracker.close()
-            run_dir.write_status(state, reason=reason, step=run.step, wandb_run_id=run_dir.status().get("wandb_run_id"))
+            _leave_status(run, run_dir, state, reason)
             _conclude(run, run_dir, state, reason)
     return code
+
+
+def _leave_status(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
+    """Write the state that the run ends in (rank 0)."""
+    if run.info.is_main:
+        run_dir.write_status(state, reason=reason, step=run.step, wandb_run_id=run_dir.status().get("wandb_run_id"))
 
 
 def _announce(parts: Parts, run_dir: RunDir) -> None:
