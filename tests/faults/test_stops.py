@@ -1,4 +1,4 @@
-"""SIGTERM at random moments: the ranks stop together, with a checkpoint of the last finished step, and come back as if never stopped."""
+"""SIGTERM at random moments: the ranks stop together, keep the last finished step, and come back as if never stopped."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -238,10 +238,11 @@ def start_watchdog(info: RankInfo, *, timeout_sec: float, log: Path, on_end: Cal
     """The watchdog of this rank in the default process group; None for a single rank, which waits for nobody."""
     if info.world_size == 1:
         return None
-    group = dist.group.WORLD
-    assert group is not None
+    # torch 2.13 has both for its own monitoring, but neither public nor in its types.
+    group: Any = dist.group.WORLD
+    store: Any = _get_default_store()
     return Watchdog(
-        _get_default_store().clone(),
+        store.clone(),
         info,
         timeout_sec=timeout_sec,
         log=log,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,9 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Value, WindowAggregator
 from trainer.metrics.events import EventWriter
 from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.logger import get_logger
 from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
+from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 from trainer.training.evaluation import Evaluator
 from trainer.training.microbatch import MicroBatch, masked_copy, split
@@ -26,6 +28,8 @@ from trainer.training.progress import Progress
 from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest
 from trainer.training.step import StepOutcome, TrainStep
+
+logger = get_logger(__name__)
 
 
 class NonFiniteError(Exception):
@@ -51,8 +55,12 @@ class Run:
     accepted: frozenset[str] | None
     device: Any
     events: EventWriter | None
+    spikes: SpikeDetector | None
+    """None: not looked for."""
     watchdog: Watchdog | None = None
     """None for a single rank."""
+    keep_status: Callable[[int], None] | None = None
+    """Notes the last finished step for people; rank 0."""
     step: int = 0
     """Last finished step."""
     first_step: int = 0
@@ -81,6 +89,8 @@ def run_loop(run: Run) -> str:
         # Asked while it started up: the first step may take minutes (compilation), and there is nothing to lose yet.
         run.progress.close()
         return stopped_by(run)
+    if run.evaluator is not None and run.evaluator.is_due and not evaluate(run, run.evaluator):
+        return stopped_by(run)
     while run.step < steps:
         step = run.step + 1
         run.tracker.start_step()
@@ -94,13 +104,16 @@ def run_loop(run: Run) -> str:
         run.step, run.data_state = step, data_state
         if not outcome.is_finite:
             reject(run, window, outcome)
+        elif run.spikes is not None:
+            watch_for_spikes(run, run.spikes, window, outcome)
         finish_step(run, outcome, is_last=step == steps or outcome.should_stop)
         if outcome.all_saved:
             run.saver.conclude()
-        if outcome.should_stop:
+        if run.evaluator is not None:
+            run.evaluator.is_due = step % run.config.eval.every == 0 or step == steps
+        if outcome.should_stop or not at_boundary(run, is_last=step == steps):
             reason = stopped_by(run)
             break
-        at_boundary(run, is_last=step == steps)
     run.progress.close()
     if run.saver.last_saved != run.step and run.step > 0:
         run.saver.save(run.step, run.data_state, in_background=False)
@@ -180,20 +193,41 @@ def finish_step(run: Run, outcome: StepOutcome, *, is_last: bool) -> None:
         run.first_loss = outcome.loss if run.first_loss is None else run.first_loss
         run.last_loss = outcome.loss
     run.progress.update(step, outcome.loss)
+    if is_logged and run.keep_status is not None:
+        run.keep_status(step)
 
 
-def at_boundary(run: Run, *, is_last: bool) -> None:
-    """Evaluation and checkpoint, where they are due after the step."""
-    every = run.config.eval.every
-    if run.evaluator is not None and (run.step % every == 0 or is_last):
-        run.at("evaluation", run.step)
-        run.last_eval = run.evaluator.run()
-        with run.progress.paused():
-            run.tracker.log_eval(run.last_eval, run.step)
+def at_boundary(run: Run, *, is_last: bool) -> bool:
+    """Evaluation and checkpoint, where they are due after the step. False: the run is to stop."""
+    if run.evaluator is not None and run.evaluator.is_due and not evaluate(run, run.evaluator):
+        return False
     if run.saver.is_due(run.step) and not is_last:
         run.at("checkpoint", run.step)
         with run.progress.paused():
             run.saver.save(run.step, run.data_state, in_background=run.config.checkpoint.background)
+    return True
+
+
+def evaluate(run: Run, evaluator: Evaluator) -> bool:
+    """Evaluate and log. False, and nothing logged, if somebody asks to stop meanwhile; a resumed run makes it up."""
+    run.at("evaluation", run.step)
+    run.last_eval = evaluator.run(lambda: run.stop.requested)
+    with run.progress.paused():
+        run.tracker.log_eval(run.last_eval, run.step)
+    return not evaluator.is_due
+
+
+def watch_for_spikes(run: Run, spikes: SpikeDetector, window: Sequence[MicroBatch], outcome: StepOutcome) -> None:
+    """Write down which batches made the loss leap. The loss is the same on all ranks, and so is what is found."""
+    spike = spikes.update(outcome.loss)
+    if spike is None:
+        return
+    metas = gather_from_ranks([micro.meta for micro in window], world_size=run.info.world_size)
+    text = "step %d: the loss leapt to %.4f, %.1f standard deviations above its average of %.4f"
+    logger.warning(text, run.step, spike.loss, spike.num_sigma, spike.mean)
+    if run.events is not None:
+        found = {"loss": spike.loss, "mean": spike.mean, "sigma": spike.sigma, "grad_norm": outcome.grad_norm}
+        run.events.write({"event": "loss_spike", "global_step": run.step, **found, "batches": metas})
 
 
 def reject(run: Run, window: Sequence[MicroBatch], outcome: StepOutcome) -> None:

@@ -25,7 +25,7 @@ from trainer.training.build import Parts, build_parts, build_run
 from trainer.training.drift import check_drift
 from trainer.training.loop import NonFiniteError, Run, run_loop
 from trainer.training.plan import Plan, make_plan
-from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
+from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir
 from trainer.training.saver import SaveError
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.sinks import make_sinks, wandb_id
@@ -76,7 +76,7 @@ def _train_in_group(
             parts = build_parts(plan, info, device, run_dir)
             stack.callback(parts.close)
             position = _restore(parts, found, config)
-        if position.step >= config.train.steps:
+        if position.step >= config.train.steps and not position.state.get("evaluation_is_due"):
             logger.info("%s: step %d of %d is done already", run_dir.path, position.step, config.train.steps)
             return 0
         with mistakes_together(world_size=info.world_size):
@@ -148,6 +148,11 @@ def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: Ru
     parts.tracker.load_state_dict(state["tracker"])
     if parts.gns is not None and state["gns"] is not None:
         parts.gns.load_state_dict(state["gns"])
+    # Absent in checkpoints that were made before spikes were looked for.
+    if parts.spikes is not None and state.get("spikes") is not None:
+        parts.spikes.load_state_dict(state["spikes"])
+    if parts.evaluator is not None:
+        parts.evaluator.is_due = bool(state.get("evaluation_is_due"))
     parts.saver.last_saved = int(state["step"])
     logger.info("going on after step %d from %s", state["step"], path)
     if state["world_size"] != parts.info.world_size:
@@ -177,6 +182,8 @@ def _open_run(parts: Parts, position: Position, run_dir: RunDir, stop: StopReque
         _announce(parts, run_dir)
     stack.callback(parts.tracker.close)
     run = build_run(parts, step=position.step, data_state=position.data_state, events=events, stop=stop)
+    if parts.info.is_main:
+        run.keep_status = StatusKeeper(run_dir, parts.wandb_run_id)
     stack.callback(run.loader.close)
     stack.callback(run.progress.close)
     return run
@@ -215,8 +222,13 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
 
 def _leave_status(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     """Write the state that the run ends in (rank 0)."""
-    if run.info.is_main:
+    if not run.info.is_main:
+        return
+    try:
         run_dir.write_status(state, reason=reason, step=run.step, wandb_run_id=run_dir.status().get("wandb_run_id"))
+    except OSError as error:
+        # The reason itself is said on stderr: what ended the run must not be hidden behind a second failure.
+        logger.error("%s cannot be written: %s", run_dir.status_file, error.strerror)
 
 
 def _announce(parts: Parts, run_dir: RunDir) -> None:

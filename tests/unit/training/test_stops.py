@@ -1,0 +1,98 @@
+"""A run that is stopped, wherever the signal comes, leaves with a checkpoint and makes up what it left out."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tests.support.fault_runs import row_differences
+from tests.support.ranks import checkpoint_differences
+from tests.support.runs import losses, write_tiny_config
+from trainer.config.load import load_config
+from trainer.training.main import train
+from trainer.training.signals import STOP_SIGNALS
+
+EXTRA = """
+stdout = "off"
+
+[eval]
+every = 4
+batches = 3
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 3
+"""
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    """`train` installs handlers; pytest needs its own back."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    """Train in this process, with a fault; the state that the run ended in."""
+    path = write_tiny_config(tmp_path, EXTRA)
+    config = load_config(
+        path,
+        ["model.target=tests.support.faulty_model:build", f"train.steps={STEPS}", "checkpoint.resume=auto"],
+    )
+
+    def run(name: str, fault: dict[str, object]) -> dict[str, object]:
+        monkeypatch.setenv("FAULT", json.dumps(fault))
+        assert train(config, path, str(tmp_path / name)) == 0
+        return json.loads((tmp_path / name / "status.json").read_text())
+
+    return run
+
+
+# Of the process's own windows: step 4 is one that is followed by an evaluation, step 8 the last one.
+@pytest.mark.parametrize(
+    ("fault", "last", "logged"),
+    [
+        ({"step": 2, "micro": 1}, 2, []),
+        ({"step": 3}, 3, []),
+        ({"step": 4}, 4, []),
+        ({"step": STEPS}, STEPS, [4]),
+        ({"mode": "eval", "step": 1, "micro": 0}, 4, []),
+        ({"mode": "eval", "step": 3, "micro": 0}, STEPS, [4]),
+    ],
+)
+def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, fault, last, logged):
+    whole = go("whole", {})
+    assert whole["state"] == "done"
+    stopped = go("run", {"what": "signal", **fault})
+    assert (stopped["state"], stopped["reason"], stopped["last_step"]) == ("stopped", "stopped by SIGTERM", last)
+    record = tmp_path / "run" / "metrics.jsonl"
+    assert sorted(losses(record)) == list(range(1, last + 1))
+    assert [step for step in (4, 8) if f'"mode":"eval","global_step":{step}' in record.read_text()] == logged
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "COMPLETE").exists()
+    resumed = go("run", {})
+    assert (resumed["state"], resumed["last_step"]) == ("done", STEPS)
+    assert row_differences(tmp_path / "whole", tmp_path / "run") == []
+    name = f"checkpoints/step_{STEPS:08d}"
+    assert checkpoint_differences(tmp_path / "whole" / name, tmp_path / "run" / name) == []
+
+
+def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
+    handled = signal.signal
+
+    def install_and_ask(number: int, handler: object) -> object:
+        before = handled(number, handler)
+        if number == signal.SIGTERM:
+            signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", install_and_ask)
+    ended = go("run", {})
+    monkeypatch.undo()
+    assert (ended["state"], ended["last_step"]) == ("stopped", 0)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
