@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,10 +26,9 @@ def untouched(tmp_path_factory):
     return config, whole_run(config, directory / "run")
 
 
-def strike(ranks: Ranks, run_dir, chance: random.Random) -> str:
+def strike(ranks: Ranks, run_dir: Path, moment: str, chance: random.Random) -> str:
     """Kill one rank or all at a moment that `chance` picks; returns what was hit, or "" if the run was done before."""
     victims = chance.choice([None, None, [0], [1]])
-    moment = chance.choices(["start", "step", "save"], weights=[1, 3, 4])[0]
     if moment == "start":
         time.sleep(chance.uniform(0.0, 8.0))
     elif moment == "save":
@@ -61,8 +61,9 @@ def test_a_run_killed_ten_times_ends_as_the_one_nobody_touched(untouched, tmp_pa
     chance = random.Random(f"kill {chain}")
     hits: list[str] = []
     while len(hits) < KILLS_A_CHAIN:
-        with Ranks(arguments, logs=tmp_path / f"try{len(hits)}") as ranks:
-            hit = strike(ranks, run_dir, chance)
+        moment = chance.choices(["start", "step", "save"], weights=[1, 3, 4])[0]
+        with Ranks(arguments, logs=tmp_path / f"try{len(hits)}", is_fresh=moment == "start") as ranks:
+            hit = strike(ranks, run_dir, moment, chance)
             assert hit, f"the run was done after {len(hits)} kills\n{ranks.said()}"
             hits.append(hit)
     with Ranks(arguments, logs=tmp_path / "last") as ranks:

@@ -92,7 +92,8 @@ def test_a_run_stopped_five_times_ends_as_the_one_nobody_stopped(untouched, tmp_
     before_handlers = 0
     for count, moment in enumerate(chance.sample(MOMENTS, len(MOMENTS))):
         seen = status(run_dir) if (run_dir / "status.json").exists() else None
-        with Ranks(arguments, logs=tmp_path / f"try{count}", fault=fault_of(moment, chance)) as ranks:
+        fault, is_fresh = fault_of(moment, chance), moment == "start-up"
+        with Ranks(arguments, logs=tmp_path / f"try{count}", fault=fault, is_fresh=is_fresh) as ranks:
             send_from_outside(ranks, run_dir, moment, chance)
             codes = ranks.wait(GRACE_SEC + 30 if moment in ("start-up", "checkpoint") else PATIENCE_SEC)
             said = ranks.said()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.support.ranks import Ranks
 from tests.support.runs import read_rows, write_tiny_config
@@ -30,10 +32,12 @@ def make_config(directory: Path, extra: str = EXTRA) -> Path:
     return write_tiny_config(directory, extra)
 
 
-def whole_run(config: Path, run_dir: Path, *more: object, world_size: int = 2) -> Path:
-    """The uninterrupted run that the others are compared with."""
+def whole_run(
+    config: Path, run_dir: Path, *more: object, world_size: int = 2, fault: Mapping[str, Any] | None = None
+) -> Path:
+    """The uninterrupted run that the others are compared with; or, with a stop as its fault, its beginning."""
     arguments = ("--config", config, "--run-dir", run_dir, *ARGUMENTS, *more)
-    with Ranks(arguments, logs=run_dir.with_suffix(".logs"), world_size=world_size) as ranks:
+    with Ranks(arguments, logs=run_dir.with_suffix(".logs"), world_size=world_size, fault=fault) as ranks:
         codes = ranks.wait()
         assert codes == [0] * world_size, ranks.said()
     return run_dir

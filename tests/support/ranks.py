@@ -1,9 +1,15 @@
-"""Ranks of the program as plain processes, without torchrun above them: nobody but themselves ends them."""
+"""Ranks of the program as plain processes, without torchrun above them: nobody but themselves ends them.
+
+They are forked from the process of the tests, which has imported everything: four fifths of what a small run takes is the
+import of torch. Where the start itself matters, they are started afresh.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +21,9 @@ from typing import Any
 
 import torch
 
+import trainer.training.main  # noqa: F401 - so that the forks have it
 from tests.support.runs import PROGRAM, ROOT, environment
+from trainer.cli.main import main
 
 PATIENCE_SEC = 240
 
@@ -25,6 +33,70 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+class Forked:
+    """A fork of this process that runs the program, with the part of Popen's interface that is needed here."""
+
+    def __init__(
+        self, arguments: Sequence[object], own: Mapping[str, str], out: Path, err: Path, max_file_bytes: int | None
+    ) -> None:
+        line = [str(PROGRAM), *map(str, arguments)]
+        self._process = mp.get_context("fork").Process(
+            target=_run_program, args=(line, environment(own), out, err, max_file_bytes), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; the negated signal if one ended it."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """As `returncode`."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it goes on.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("train", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+
+def _run_program(line: list[str], environ: Mapping[str, str], out: Path, err: Path, max_file_bytes: int | None) -> None:
+    """In the fork: become what a fresh process of the program would be."""
+    os.setpgid(0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor, path in ((1, out), (2, err)):
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, descriptor)
+        os.close(target)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(ROOT)
+    sys.argv = line
+    torch.set_num_threads(1)
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    main()
 
 
 class Ranks:
@@ -41,12 +113,23 @@ class Ranks:
         world_size: int = 2,
         extra: Mapping[str, str] | None = None,
         fault: Mapping[str, Any] | None = None,
-        prefix: Sequence[str] = (),
+        is_fresh: bool = False,
+        max_file_bytes: int | None = None,
     ) -> None:
+        """Start them.
+
+        Args:
+            arguments: of the program.
+            logs: directory for what they print.
+            extra: environment variables.
+            fault: see `tests.support.faulty_model`.
+            is_fresh: start new processes rather than fork.
+            max_file_bytes: a limit on the size of a file (forks only).
+        """
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
         port = free_port()
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
         for rank in range(world_size):
             own = {
                 "PYTHONPATH": str(ROOT),
@@ -58,8 +141,14 @@ class Ranks:
                 "FAULT": json.dumps(fault or {}),
                 **(extra or {}),
             }
-            with self._file("stdout", rank).open("ab") as out, self._file("stderr", rank).open("ab") as err:
-                line = [*prefix, sys.executable, str(PROGRAM), *map(str, arguments)]
+            paths = self._file("stdout", rank), self._file("stderr", rank)
+            for path in paths:
+                path.touch()
+            if not is_fresh:
+                self.processes.append(Forked(arguments, own, *paths, max_file_bytes))
+                continue
+            with paths[0].open("ab") as out, paths[1].open("ab") as err:
+                line = [sys.executable, str(PROGRAM), *map(str, arguments)]
                 self.processes.append(
                     subprocess.Popen(line, env=environment(own), stdout=out, stderr=err, cwd=ROOT, process_group=0)
                 )
@@ -97,7 +186,7 @@ class Ranks:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"rank {rank} goes on after {timeout:.0f} s\n{self.said()}") from None
-        return [process.returncode for process in self.processes]
+        return [process.wait() for process in self.processes]
 
     def until(self, happens: Callable[[], bool], *, poll_sec: float = 0.001) -> bool:
         """Wait until it happens (True), or until a rank ends first (False)."""

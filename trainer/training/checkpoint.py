@@ -156,22 +156,30 @@ def verify(path: Path) -> dict[str, Any]:
     """
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        files = dict(marker["files"])
+        files = {str(name): expected for name, expected in marker["files"].items()}
         version = marker["format_version"]
     except OSError as error:
         raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path / MARKER}: is damaged") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: has format version {version}, this program reads {FORMAT_VERSION}")
     for name, expected in files.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"{path / MARKER}: lists {name!r}, which is no file of the checkpoint")
         try:
             found = _fingerprint(path / name)
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error.strerror}") from None
         if found != expected:
             raise CheckpointError(f"{path / name}: is damaged (its size or hash is not what {MARKER} says)")
+    if STATE_FILE not in files:
+        raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
     state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    ranks = [rank_file(rank) for rank in range(state.get("world_size", 0))]
+    missing = sorted({MODEL_FILE, *ranks} - files.keys())
+    if missing:
+        raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {len(ranks)} rank(s)")
     return state
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Mapping
@@ -200,6 +202,12 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
     except (NonFiniteError, SaveError) as error:
         reason = str(error)
         logger.error("%s", reason)
+    except OSError as error:
+        reason = _told(error, run_dir)
+        if run.watchdog is not None:
+            run.watchdog.tell(reason)
+        every_rank_logger.error("%s", reason)
+        raise RunFailed from error
     except UserError as error:
         reason = error.message
         if run.watchdog is not None:
@@ -218,6 +226,16 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
             _leave_status(run, run_dir, state, reason)
             _conclude(run, run_dir, state, reason)
     return code
+
+
+def _told(error: OSError, run_dir: RunDir) -> str:
+    """What a file that cannot be written or read means for a person."""
+    if error.filename is None:
+        return f"{type(error).__name__}: {error}"
+    text = f"{error.filename}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"
+    return text
 
 
 def _leave_status(run: Run, run_dir: RunDir, state: str, reason: str) -> None:

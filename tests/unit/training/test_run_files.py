@@ -31,6 +31,7 @@ def make_checkpoint(directory, step: int, value: float = 1.0):
     staging = files.staging_dir(directory, step)
     staging.mkdir(parents=True)
     files.write_tensors(staging / files.MODEL_FILE, {"w": torch.full((100,), value)})
+    files.write_tensors(staging / files.rank_file(0), {"data": None})
     return files.finish(directory, step, {"step": step, "world_size": 1})
 
 
@@ -85,6 +86,22 @@ def damage_state(path):
     (path / files.STATE_FILE).write_text("{}")
 
 
+def damage_marker_files(path):
+    (path / files.MARKER).write_text(json.dumps({"format_version": 1, "files": {}}))
+
+
+def damage_marker_leaves_the_directory(path):
+    marker = json.loads((path / files.MARKER).read_text())
+    marker["files"]["../step_00000005/model.pt"] = marker["files"][files.MODEL_FILE]
+    (path / files.MARKER).write_text(json.dumps(marker))
+
+
+def damage_unlisted_shard(path):
+    marker = json.loads((path / files.MARKER).read_text())
+    del marker["files"][files.rank_file(0)]
+    (path / files.MARKER).write_text(json.dumps(marker))
+
+
 def damage_empty(path):
     for file in path.iterdir():
         file.unlink()
@@ -99,6 +116,9 @@ DAMAGES = [
     damage_flip,
     damage_missing,
     damage_state,
+    damage_marker_files,
+    damage_marker_leaves_the_directory,
+    damage_unlisted_shard,
     damage_empty,
 ]
 
