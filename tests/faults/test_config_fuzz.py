@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import tomllib
 from collections import Counter
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.config_fuzz import mutated_overrides, mutated_tables, mutated_texts, to_bytes
 from tests.support.fault_record import Injected
+from tests.support.in_process import program
 from tests.support.runs import run, write_tiny_config
-from trainer.cli.main import main
 
 EXAMPLES = 2000
 PROCESSES = 50
@@ -49,16 +48,10 @@ def base(tmp_path_factory):
 
 def check_in_process(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> int:
     """`train check <arguments>` as the program does it, in this process."""
-    before, sys.argv = sys.argv, ["train", "check", *arguments]
     began = time.process_time()
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code
-    finally:
-        sys.argv = before
+    ended = program(["check", *arguments], capsys)
     took = time.process_time() - began
-    out, err = capsys.readouterr()
+    code, out, err = ended.returncode, ended.stdout, ended.stderr
     assert code in (0, 2), (code, err)
     assert "Traceback" not in err, err
     assert (code == 0) == bool(out), (code, out, err)
