@@ -56,6 +56,7 @@ test-slow: setup
 
 # One case at a time: each starts two ranks or more. The rows of docs/reliability.md are written from what happened.
 test-faults: setup
+	@rm -rf build/faults
 	@$(BIN)/python -m pytest -m faults tests/faults
 	@$(BIN)/python scripts/make_fault_table.py
 

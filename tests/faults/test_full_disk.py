@@ -89,7 +89,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp
 
 def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpoint(tmp_path):
     config = make_config(tmp_path)
-    steps = ("--steps", 20, "--set", "metrics.log_interval=10")
+    steps = ("--steps", 20, "--set", "metrics.log_interval=5")
     whole = whole_run(config, tmp_path / "whole", *steps)
     run_dir = whole_run(config, tmp_path / "run", *steps, fault=STOP_AT_5)
     model = run_dir / "checkpoints" / "step_00000005" / "model.pt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, make_config, whole_run
@@ -92,6 +96,15 @@ def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, pl
         "–",
         "not run; refused with one line and exit code 2",
     ).keep(f"pickle_{name}_{plant.__name__}")
+
+
+def test_torch_distributed_checkpoint_runs_its_metadata(tmp_path):
+    """Why it is not used here (docs/reliability.md). When this fails, torch guards the file, and the choice is open again."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "proof")))
+    with contextlib.suppress(Exception, CheckpointException):
+        dcp.load({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert (tmp_path / "proof").exists()
 
 
 ESCAPES = [
