@@ -85,6 +85,7 @@ def run_loop(run: Run) -> str:
     """Train to the last step, or until the data end or somebody asks to stop. Returns why it ended."""
     steps = run.config.train.steps
     reason = "all steps are done"
+    count_on(run)
     if any(gather_from_ranks(run.stop.requested, world_size=run.info.world_size)):
         # Asked while it started up: the first step may take minutes (compilation), and there is nothing to lose yet.
         run.progress.close()
@@ -116,8 +117,24 @@ def run_loop(run: Run) -> str:
             break
     run.progress.close()
     if run.saver.last_saved != run.step and run.step > 0:
-        run.saver.save(run.step, run.data_state, in_background=False)
+        run.saver.save(run.step, run.data_state, unlogged(run), in_background=False)
     return reason
+
+
+def unlogged(run: Run) -> dict[str, Any]:
+    """What this rank has counted since the last logged step, for a checkpoint between two of them."""
+    counts = {"pool": run.pool_metrics.state_dict(), "skipped": run.skipped_since_log, "in_a_row": run.skipped_in_a_row}
+    return counts if run.ledger is None else {**counts, "ledger": run.ledger.undrained()}
+
+
+def count_on(run: Run) -> None:
+    """Go on from what `unlogged` has kept."""
+    kept = run.saver.unlogged
+    run.pool_metrics.load_state_dict(kept.get("pool", {}))
+    run.skipped_since_log = int(kept.get("skipped", 0))
+    run.skipped_in_a_row = int(kept.get("in_a_row", 0))
+    if run.ledger is not None and "ledger" in kept:
+        run.ledger.load_undrained(kept["ledger"])
 
 
 def stopped_by(run: Run) -> str:
@@ -204,7 +221,7 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     if run.saver.is_due(run.step) and not is_last:
         run.at("checkpoint", run.step)
         with run.progress.paused():
-            run.saver.save(run.step, run.data_state, in_background=run.config.checkpoint.background)
+            run.saver.save(run.step, run.data_state, unlogged(run), in_background=run.config.checkpoint.background)
     return True
 
 

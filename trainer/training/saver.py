@@ -65,6 +65,8 @@ class Saver:
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
         self.last_saved = -1
         self.last_save_sec: float | None = None
+        self.unlogged: Mapping[str, Any] = {}
+        """As given to `save`, of the checkpoint that was restored; empty on another number of ranks."""
 
     def is_due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after `step`."""
@@ -75,8 +77,12 @@ class Saver:
         """Whether this rank's part of a background save is on disk, and the save not yet concluded."""
         return self._pending is not None and self._writer.is_idle
 
-    def save(self, step: int, data_state: Any, *, in_background: bool) -> None:
+    def save(self, step: int, data_state: Any, unlogged: Mapping[str, Any], *, in_background: bool) -> None:
         """Save the state after `step`; every rank must call it.
+
+        Args:
+            data_state: of this rank's data set.
+            unlogged: what this rank has counted since the last logged step.
 
         Raises:
             SaveError: on every rank, if any could not write its part.
@@ -85,7 +91,7 @@ class Saver:
         if self._pending is not None:
             self.conclude()
         staging = files.staging_dir(self._directory, step)
-        parts = self._parts(data_state)
+        parts = self._parts(data_state, unlogged)
         needed = _num_bytes(parts)
         needed_by_all = sum(gather_from_ranks(needed, world_size=self._info.world_size))
         self._together(
@@ -144,6 +150,8 @@ class Saver:
             return [part["data"] for part in parts]
         own = parts[self._info.rank]
         _set_generator_states(own["generators"], self._device)
+        # Absent in checkpoints of before it was kept.
+        self.unlogged = own.get("unlogged", {})
         return own["data"]
 
     def _read_parts(self, path: Path, saved_world_size: int) -> list[dict[str, Any]]:
@@ -154,9 +162,9 @@ class Saver:
                 return [own] * saved_world_size
         return [files.read_tensors(path / files.rank_file(rank)) for rank in range(saved_world_size)]
 
-    def _parts(self, data_state: Any) -> dict[str, dict[str, Any]]:
+    def _parts(self, data_state: Any, unlogged: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The files that this rank writes."""
-        own: dict[str, Any] = {"data": data_state, "generators": _generator_states(self._device)}
+        own: dict[str, Any] = {"data": data_state, "generators": _generator_states(self._device), "unlogged": unlogged}
         if self._ledger is not None:
             own["ledger"] = self._ledger.state_dict()
         parts = {files.rank_file(self._info.rank): own}

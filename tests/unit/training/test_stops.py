@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.support.fault_runs import row_differences
+from tests.support.fault_runs import FRESH, MEASURED, row_differences
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, write_tiny_config
+from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.training.main import train
 from trainer.training.signals import STOP_SIGNALS
@@ -96,3 +96,28 @@ def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert (ended["state"], ended["last_step"]) == ("stopped", 0)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
+    """Checkpoints at 3 and 6, rows at 1, 5 and 8: a row after the resume holds what was counted before it."""
+    path = write_tiny_config(tmp_path, EXTRA)
+    settings = [
+        "metrics.log_interval=5",
+        f"train.steps={STEPS}",
+        "checkpoint.keep_last=9",
+        "ledger.wipe_mode=full",
+        "ledger.wipe_every=2",
+    ]
+    assert train(load_config(path, settings), path, str(tmp_path / "whole")) == 0
+    rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
+    assert rows["train", 5]["ledger_wipe_count"] == 2
+    assert rows["train", 5]["ledger/cold_starts"] > 0
+    for saved, later in ((3, (5, 8)), (6, (8,))):
+        checkpoint = tmp_path / "whole" / "checkpoints" / f"step_{saved:08d}"
+        config = load_config(path, [*settings, f'checkpoint.resume="{checkpoint}"'])
+        run_dir = tmp_path / f"from{saved}"
+        assert train(config, path, str(run_dir)) == 0
+        again = read_rows(run_dir / "metrics.jsonl")
+        for step in later:
+            same = {k: v for k, v in rows["train", step].items() if not k.startswith((*MEASURED, *FRESH))}
+            assert {key: again["train", step].get(key) for key in same} == same
