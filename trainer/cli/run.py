@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from trainer.cli.launch import launch_ranks, without_nproc
+from trainer.cli.launch import launch_ranks, report_exit_code, without_nproc
 from trainer.config.load import load_config
 from trainer.training.signals import StopRequest, say_stopping
 
@@ -27,4 +27,6 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     stop.install()
     from trainer.training.main import train
 
-    raise typer.Exit(train(config, Path(config_path), run_dir, stop))
+    code = train(config, Path(config_path), run_dir, stop)
+    report_exit_code(code)
+    raise typer.Exit(code)
