@@ -58,6 +58,22 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path, what, rank):
     ).keep(f"hang_{what}_{rank}")
 
 
+def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path):
+    run_dir = tmp_path / "run"
+    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS, "--steps", 100_000)
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=3) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 3)
+        ranks.signal(signal.SIGKILL, [2])
+        codes = ranks.wait(120)
+        said = ranks.said()
+    assert codes[2] == -signal.SIGKILL
+    assert 0 not in codes
+    assert status(run_dir)["reason"].startswith("rank 2 is gone ("), said
+    Injected(
+        5, "SIGKILL of one rank of three", 1, "steps since the last checkpoint", "the others ended and named it"
+    ).keep("killed_rank")
+
+
 def test_a_rank_that_raises_is_named_by_the_others(tmp_path):
     run_dir = tmp_path / "run"
     fault = {"what": "raise", "rank": 1, "step": 4}

@@ -91,3 +91,22 @@ def test_skip_stops_after_its_limit(tmp_path):
         "0",
         "stopped at the fourth bad step in a row, on all ranks",
     ).keep("nan_skip_limit")
+
+
+def test_a_loss_spike_is_written_down_with_the_batches_of_every_rank(tmp_path):
+    fault = {"what": "spike", "rank": 1, "step": 40, "micro": 1}
+    run_dir, codes, said = run_with(tmp_path, fault, "--steps", 45)
+    assert codes == [0, 0, 0], said
+    (event,) = [e for e in map(json.loads, (run_dir / "events.jsonl").open()) if e["event"] == "loss_spike"]
+    assert event["global_step"] == 40
+    assert event["loss"] > event["mean"] + 6 * event["sigma"]
+    metas = [[json.loads(meta) for meta in batches] for batches in event["batches"]]
+    assert [len(batches) for batches in metas] == [2, 2, 2]
+    assert all({"stream", "position", "group_ids"} <= meta.keys() for batches in metas for meta in batches)
+    Injected(
+        4,
+        "a loss that leaps on one rank of three",
+        1,
+        "0",
+        "one `loss_spike` event with the batches of every rank; training went on",
+    ).keep("spike")

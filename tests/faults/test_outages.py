@@ -46,24 +46,6 @@ def test_a_read_only_run_directory_is_refused_with_one_line(tmp_path, read_only)
     Injected(7, "a run directory on a read-only file system", 1, "–", "one line, exit code 2").keep("read_only")
 
 
-def test_a_run_directory_that_becomes_read_only_stops_the_run(tmp_path, read_only):
-    subprocess.run(["mount", "-o", "remount,rw,size=8m", read_only], check=True)
-    run_dir = read_only / "run"
-    config = make_config(tmp_path)
-    with Ranks(
-        ("--config", config, "--run-dir", run_dir, *ARGUMENTS, "--steps", 100000), logs=tmp_path / "logs"
-    ) as ranks:
-        ranks.until(lambda: (run_dir / "checkpoints" / "latest").exists())
-        # Open files would keep it busy.
-        subprocess.run(["mount", "-o", "remount,size=64k", read_only], check=False, capture_output=True)
-        subprocess.run(["dd", "if=/dev/zero", f"of={read_only / 'filler'}", "bs=4k"], check=False, capture_output=True)
-        codes = ranks.wait()
-        said = ranks.said()
-    assert 0 not in codes
-    assert "No space left on device" in said
-    assert "Traceback" not in said
-
-
 def test_clock_jumps_change_nothing(tmp_path):
     config = make_config(tmp_path)
     whole = whole_run(config, tmp_path / "whole", "--steps", 20)

@@ -15,6 +15,7 @@ from tests.support.ranks import PATIENCE_SEC, Ranks, checkpoint_differences, is_
 from tests.support.runs import losses
 from tests.support.wandb_file import read_history
 from trainer.metrics.payload_contract import validate_stream
+from trainer.training.signals import SAME_REQUEST_SEC
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 # torchrun kills what is left 30 s after its SIGTERM.
@@ -119,3 +120,21 @@ def test_a_run_stopped_five_times_ends_as_the_one_nobody_stopped(untouched, tmp_
         + (" and wandb run" if with_wandb else "")
         + "; the resumed run ends equal bit for bit",
     ).keep(f"sigterm_{number}")
+
+
+def test_a_second_signal_ends_a_run_that_cannot_reach_a_boundary(tmp_path):
+    run_dir = tmp_path / "run"
+    fault = {"what": "sleep", "rank": 0, "step": 6}
+    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS)
+    with Ranks(arguments, logs=tmp_path / "logs", fault=fault) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 5)
+        ranks.signal(signal.SIGTERM)
+        time.sleep(SAME_REQUEST_SEC + 1)
+        assert ranks.processes[0].poll() is None
+        ranks.signal(signal.SIGTERM)
+        codes = ranks.wait(GRACE_SEC)
+    assert codes[0] == 128 + signal.SIGTERM
+    assert 0 not in codes
+    Injected(
+        3, "a second SIGTERM to a run that hangs in a step", 1, "steps since the last checkpoint", "ended at once"
+    ).keep("second_signal")

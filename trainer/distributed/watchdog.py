@@ -26,7 +26,7 @@ from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
 EXIT_HUNG = 1
-LONGEST_INTERVAL_SEC = 5.0
+LONGEST_INTERVAL_SEC = 2.0
 VERDICT = "verdict"
 PREFIX = "watchdog"
 
@@ -140,7 +140,8 @@ class Watchdog:
             self.tell(own)
             return own
         before = self._beats_of_all()
-        end = time.monotonic() + 4 * self._interval
+        # A rank that lives has spoken twice by then.
+        end = time.monotonic() + 2.5 * self._interval
         while time.monotonic() < end and self.verdict is None:
             failed = self._failed_ranks()
             if failed:
