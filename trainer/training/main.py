@@ -214,9 +214,12 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
             run.watchdog.tell(reason)
         raise
     except Exception as error:
-        reason = run.watchdog.explain(error) if run.watchdog is not None else f"{type(error).__name__}: {error}"
-        # Once, into this rank's log too, and without the frames of the command line above it.
-        every_rank_logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
+        own = f"{type(error).__name__}: {error}"
+        reason = run.watchdog.explain(error) if run.watchdog is not None else own
+        # Once, into this rank's log too, and without the frames of the command line above it. Where another rank is why,
+        # this one has nothing to show.
+        frames = "".join(traceback.format_exception(error)).rstrip()
+        every_rank_logger.error("%s", frames if reason == own else reason)
         raise RunFailed from error
     finally:
         run.progress.close()
