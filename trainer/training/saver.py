@@ -92,7 +92,7 @@ class Saver:
             self.conclude()
         staging = files.staging_dir(self._directory, step)
         parts = self._parts(data_state, unlogged)
-        needed = _num_bytes(parts)
+        needed = num_bytes(parts)
         needed_by_all = sum(gather_from_ranks(needed, world_size=self._info.world_size))
         self._together(
             lambda: self._make_staging(staging, needed_by_all) if self._info.is_main else None, needed_by_all
@@ -212,7 +212,7 @@ class Saver:
             return ""
 
 
-def _num_bytes(value: Any) -> int:
+def num_bytes(value: Any) -> int:
     """Bytes of the tensors in nested values, each storage once, and something for what is around them."""
     storages: dict[int, int] = {}
     others = 0
@@ -227,7 +227,8 @@ def _num_bytes(value: Any) -> int:
         elif isinstance(found, list | tuple):
             for part in found:
                 visit(part)
-        others += 64
+        # An entry of the archive with its alignment; an entry of the pickle.
+        others += 512 if isinstance(found, torch.Tensor) else 16
 
     visit(value)
     return sum(storages.values()) + others
