@@ -112,7 +112,7 @@ class Watchdog:
         self._info = info
         self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 20)
         # A bit earlier than the backend, so that those who wait still wait when their stacks are written.
-        self._limit = timeout_sec - 2 * self._interval
+        self._limit = timeout_sec - 4 * self._interval
         self._log: BinaryIO = log.open("ab", buffering=0)
         self._collectives = collectives
         self._on_end = on_end
@@ -154,6 +154,10 @@ class Watchdog:
             return f"rank 0, which keeps the store, is gone ({own})"
         silent = [str(rank) for rank in range(self._info.world_size) if before.get(rank) == after.get(rank)]
         return f"rank {', '.join(silent)} is gone ({own})" if silent else own
+
+    def write(self, text: str) -> None:
+        """Put something into this rank's log that is not worth a place on stderr."""
+        self._log.write(f"{text}\n".encode())
 
     def close(self) -> None:
         """End the thread."""

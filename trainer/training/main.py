@@ -217,9 +217,11 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
         own = f"{type(error).__name__}: {error}"
         reason = run.watchdog.explain(error) if run.watchdog is not None else own
         # Once, into this rank's log too, and without the frames of the command line above it. Where another rank is why,
-        # this one has nothing to show.
+        # where this one stood is in its log alone.
         frames = "".join(traceback.format_exception(error)).rstrip()
         every_rank_logger.error("%s", frames if reason == own else reason)
+        if run.watchdog is not None and reason != own:
+            run.watchdog.write(frames)
         raise RunFailed from error
     finally:
         run.progress.close()
