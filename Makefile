@@ -24,7 +24,7 @@ help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
 	@echo "make smoke      train train_configs/smoke.toml on 2 ranks, on text that your machine already has"
 	@echo "make test       the test suite (make test-slow: the long ones)"
-	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (20 minutes)"
+	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
 	@echo "make check      lint, types, layers, generated docs"
 	@echo "make docs       regenerate the generated docs"
 	@echo "make bench      what the instruments cost, as ratios"

@@ -78,12 +78,13 @@ def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp
     assert row_differences(whole, run_dir) == []
     assert checkpoint_differences(whole / NAME, run_dir / NAME) == []
     what = "no byte is left" if left == 0 else "less is left than a checkpoint needs"
+    ended = "stopped and said the space needed" if left else "refused with one line"
     Injected(
         2,
         f"full disk: {what}{', saving in the background' if background else ''}",
         1,
         "steps since the last checkpoint",
-        "stopped and said the space needed; the older checkpoint resumed, equal bit for bit",
+        f"{ended}; the older checkpoint resumed, equal bit for bit",
     ).keep(f"full_disk_{left}_{background}")
 
 
