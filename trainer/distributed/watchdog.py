@@ -160,10 +160,11 @@ class Watchdog:
         self._log.write(f"{text}\n".encode())
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and let go of the process group, which must die before the interpreter does."""
         self._is_closed.set()
         self._thread.join()
         self._log.close()
+        del self._collectives, self._store
 
     def _watch(self) -> None:
         while not self._is_closed.wait(self._interval):
