@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import pickle
 import tempfile
@@ -18,14 +20,24 @@ import torch.multiprocessing as mp
 def _worker(rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]) -> None:
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # trainer.distributed.env.process_group says why
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     result = function(rank, world_size, *args)
     Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
     # Four or more gloo ranks can abort in teardown unless they meet first.
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
+    # Threads that outlive the group can abort the process at its end, now and then: say so always instead.
+    assert not gloo_threads(), f"{function.__name__} leaves the process group alive"
+
+
+def gloo_threads() -> list[str]:
+    """Names of this process's threads that work for a gloo process group (Linux)."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

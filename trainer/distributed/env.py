@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -95,12 +96,19 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
     """The process group of the run, from rendezvous to teardown; nothing at all for a single process.
 
     Leaving it in peace, all ranks meet in a barrier before anyone destroys the group: a rank that tears down its
-    connections while another still waits on them aborts the other (gloo, four ranks or more). Objects that hold on to
-    the group (DDP's reducer) are collected first. After an error the others may be gone, so there is no barrier.
+    connections while another still waits on them aborts the other (gloo, four ranks or more). After an error the others
+    may be gone, so there is no barrier.
+
+    The group must also be gone, with its threads, before the interpreter ends: a gloo thread that lets go of a tensor
+    while the interpreter is taken down aborts the process (torch 2.13; seen once in some dozens of short runs). Two things
+    keep a destroyed group alive: objects in reference cycles that hold on to it (DDP's reducer), which are collected
+    here, and `torch._dynamo`, which takes the group in for good if it is imported while there is one. DDP imports it, so
+    it is imported here before the group exists. What a caller still holds outside of cycles it must drop itself.
     """
     if info.world_size == 1:
         yield
         return
+    importlib.import_module("torch._dynamo")
     dist.init_process_group(
         backend,
         store=rendezvous_store(info, timeout=timedelta(seconds=timeout_sec)),

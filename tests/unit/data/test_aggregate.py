@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.support.gloo import run_on_ranks
 from trainer.data.aggregate import MetricsMerger, pool_ops, reduce_over_ranks
@@ -50,9 +48,7 @@ EXPECTED = {
 }
 
 
-def worker(rank: int, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size)
+def reduce_and_count_calls(rank: int, world_size: int) -> None:
     calls: list[str] = []
     original = dist.all_reduce
 
@@ -66,16 +62,12 @@ def worker(rank: int, world_size: int, folder: str) -> None:
     assert found == EXPECTED, found
     assert len(calls) == len(set(calls)) == 2, calls
     assert reduce_over_ranks({}, ops, world_size=world_size, device="cpu") == {}
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.all_reduce = original
 
 
 @pytest.mark.distributed
-def test_three_ranks_reduce_with_one_max_and_one_sum_and_an_empty_rank_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-    mp.spawn(worker, args=(3, str(tmp_path)), nprocs=3, join=True)
+def test_three_ranks_reduce_with_one_max_and_one_sum_and_an_empty_rank_changes_nothing() -> None:
+    run_on_ranks(reduce_and_count_calls, 3)
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -1,0 +1,299 @@
+"""What the trainer's loop costs over a bare one: same model, same batches, same optimizer, step by step in turn.
+
+The trainer is the whole of it: mixing with its metrics, prefetching, ledger, noise scale in every step, timing, the
+payload on stdout (here /dev/null) and metrics.jsonl. The bare loop is what a competent engineer writes by hand: batches
+that lie ready in memory, one table of states, autograd, clipping, AdamW; it reads no number back but once in
+`LOG_INTERVAL` steps. Both losses are compared as they go: they are the same work or the program fails.
+
+Memory is that of two fresh processes, one with either loop; the bare one then reads the data set's batches as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from bench_table import Figure, print_figures, ratio_figure
+
+from trainer.config.load import load_config
+from trainer.data.loader import Loader
+from trainer.distributed.env import RankInfo
+from trainer.training.assembly import autocast_context, make_blend, wrap_ddp
+from trainer.training.build import build_parts, build_run
+from trainer.training.loop import run_loop
+from trainer.training.microbatch import IGNORED, MicroBatch, accepted_inputs, split
+from trainer.training.optimizer import build_optimizer, lr_at, set_lr
+from trainer.training.plan import Plan, build_model, make_plan
+from trainer.training.run_dir import RunDir
+from trainer.training.signals import StopRequest
+from trainer.training.sinks import make_sinks
+
+LOG_INTERVAL = 10
+GOALS = {"cpu": 0.97, "cuda": 0.99}
+MAX_MEMORY = 1.05
+ALONE = RankInfo()
+
+CONFIG = """\
+[run]
+name = "bench"
+[train]
+steps = {steps}
+micro_batches = 2
+device = "{device}"
+[data]
+seq_len = 128
+[data.mixing]
+num_streams_mixed = 4
+batch_size = 4
+[[data.source]]
+name = "first"
+layout = "nested"
+root = "{corpus}"
+modalities = ["a"]
+weight = 3.0
+[[data.source]]
+name = "second"
+layout = "nested"
+root = "{corpus}"
+modalities = ["b"]
+weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 100 = 1.0 }} }}
+[model]
+dim = 512
+num_layers = 6
+[ledger]
+capacity = 1024
+[metrics]
+stdout = "json"
+log_interval = {log_interval}
+wandb = {{ mode = "disabled" }}
+"""
+
+
+def write_corpus(root: Path) -> None:
+    """Two modalities of four streams of words, each stream some 200 kB."""
+    rng = np.random.default_rng(0)
+    words = np.array(["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with"])
+    for modality in ("a", "b"):
+        folder = root / modality
+        folder.mkdir(parents=True)
+        for stream in range(4):
+            texts = [" ".join(rng.choice(words, int(rng.integers(200, 2000)))) for _ in range(40)]
+            lines = [json.dumps({"text": text}) for text in texts]
+            (folder / f"{stream}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def plan_of(folder: Path, given: Path | None, *, steps: int, device: str) -> Plan:
+    """The run to measure: the given config's, or a model of 17.6 M parameters on made-up text."""
+    if given is None:
+        write_corpus(folder / "corpus")
+        given = folder / "bench.toml"
+        text = CONFIG.format(steps=steps, device=device, log_interval=LOG_INTERVAL, corpus=folder / "corpus")
+        given.write_text(text, encoding="utf-8")
+    quiet = ["eval.every=0", "checkpoint.every=0", 'metrics.wandb.mode="disabled"', "metrics.tensorboard=false"]
+    config = load_config(given, [f"train.steps={steps}", f'train.device="{device}"', 'metrics.stdout="json"', *quiet])
+    return make_plan(config, given, ALONE.world_size)
+
+
+class BareLoop:
+    """The step of a hand-written loop."""
+
+    def __init__(self, plan: Plan, device: torch.device, batches: Iterable[dict[str, Any]]) -> None:
+        config = plan.config
+        self._config = config
+        self._device = device
+        torch.manual_seed(config.run.seed)
+        self._model = build_model(config.model, plan.vocab_size).to(device)
+        accepted = accepted_inputs(self._model)
+        if config.train.compile:
+            self._model.compile()
+        self._model = wrap_ddp(self._model, ALONE, device)
+        self._optimizer = build_optimizer(self._model, config.optimizer)
+        self._autocast = autocast_context(config, device)
+        self._parameters = list(self._model.parameters())
+        self._micros = (split(batch, accepted) for batch in batches)
+        self._rows: dict[int, int] = {}
+        self._table = torch.zeros(config.ledger.capacity, self._model.state_width, device=device)  # type: ignore[arg-type]
+        self._step = 0
+
+    def _places(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the table for the batch's groups, and which of them go on: [B] int64, [B, 1] float."""
+        assert micro.carry is not None
+        groups = micro.carry.group_ids.tolist()
+        rows = [self._rows.setdefault(group, len(self._rows) % len(self._table)) for group in groups]
+        goes_on = torch.from_numpy((micro.carry.cell_index > 0).astype(np.float32))
+        return torch.tensor(rows).to(self._device), goes_on[:, None].to(self._device)
+
+    def step(self) -> torch.Tensor:
+        """One optimizer step; the loss, still on the device."""
+        self._step += 1
+        window = [next(self._micros) for _ in range(self._config.train.micro_batches)]
+        num_tokens = sum((micro.targets != IGNORED).sum() for micro in window)
+        total = torch.zeros((), device=self._device)
+        for micro in window:
+            rows, goes_on = self._places(micro)
+            with self._autocast():
+                output = self._model(**micro.inputs, state=self._table[rows] * goes_on)
+                logits = output.logits.flatten(0, 1).float()
+                loss = F.cross_entropy(logits, micro.targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            loss = loss / num_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._table[rows] = output.state.detach().float()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self._parameters, self._config.train.clip_grad_norm)
+        config = self._config
+        lr = lr_at(self._step, steps=config.train.steps, peak=config.optimizer.lr, table=config.scheduler)
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+class Alternating:
+    """Stands where the trainer's progress bar does: after each of its steps, one of the bare loop, both timed."""
+
+    def __init__(self, bare: BareLoop | None, device: torch.device) -> None:
+        self._bare = bare
+        self._device = device
+        self.ours: list[float] = []
+        self.bare: list[float] = []
+        self._began = time.perf_counter()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def update(self, step: int, loss: float) -> None:
+        """The trainer has done a step."""
+        ended = self._now()
+        self.ours.append(ended - self._began)
+        if self._bare is not None:
+            started = time.perf_counter()
+            bare_loss = self._bare.step()
+            if step % LOG_INTERVAL == 0:
+                bare_loss.item()
+            self.bare.append(self._now() - started)
+            tolerance = 1e-3 if self._device.type == "cpu" else 5e-2
+            assert math.isclose(loss, float(bare_loss), rel_tol=tolerance), (step, loss, float(bare_loss))
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """There is no bar."""
+        yield
+
+    def close(self) -> None:
+        """There is no bar."""
+
+
+def run_trainer(plan: Plan, folder: Path, device: torch.device, bare: BareLoop | None) -> Alternating:
+    """The whole trainer from its first to its last step."""
+    run_dir = RunDir(folder / "run")
+    run_dir.create()
+    parts = build_parts(plan, ALONE, device, run_dir)
+    with open("/dev/null", "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        parts.tracker.init_backends(make_sinks(plan.config, run_dir, wandb_run_id=None, on_event=lambda event: None))
+        state = parts.dataset.state_dict()
+        run = build_run(parts, step=0, data_state=state, events=None, stop=StopRequest(lambda name: None))
+        alternating = Alternating(bare, device)
+        run_loop(dataclasses.replace(run, progress=alternating))  # type: ignore[arg-type]
+        run.loader.close()
+        parts.tracker.close()
+        parts.close()
+    return alternating
+
+
+def batches_of(plan: Plan, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The batches that the trainer will see, one by one."""
+    for loaded in Loader(make_blend(plan, ALONE), device=device, prefetch=0):
+        yield loaded.batch
+
+
+def ready_batches(plan: Plan, device: torch.device) -> list[dict[str, Any]]:
+    """All batches of the run, in memory."""
+    needed = plan.config.train.steps * plan.config.train.micro_batches
+    return [batch for batch, _ in zip(batches_of(plan, device), range(needed), strict=False)]
+
+
+def peak_memory(loop: str, args: argparse.Namespace) -> float:
+    """Peak memory in MiB of a fresh process that runs one of the loops for a few steps."""
+    command = [sys.executable, __file__, "--only", loop, "--steps", "12", "--device", args.device]
+    command += ["--config", str(args.config)] if args.config else []
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Speed and memory, as figures."""
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = plan_of(folder, args.config, steps=args.steps, device=args.device)
+        bare = BareLoop(plan, device, ready_batches(plan, device))
+        times = run_trainer(plan, folder, device, bare)
+    warm = min(5, args.steps // 4)
+    ratios = [theirs / own for own, theirs in zip(times.ours[warm:], times.bare[warm:], strict=True)]
+    ours, theirs = statistics.median(times.ours[warm:]), statistics.median(times.bare[warm:])
+    memory = [[peak_memory(loop, args) for loop in ("trainer", "bare")] for _ in range(args.memory_rounds)]
+    growth = [ours_mib / bare_mib for ours_mib, bare_mib in memory]
+    goal = GOALS[device.type]
+    return [
+        ratio_figure("trainer's tokens per second over the bare loop's", ratios, at_least=goal),
+        Figure("seconds a step: trainer", ours, "s"),
+        Figure("seconds a step: bare loop", theirs, "s"),
+        ratio_figure("peak memory over the bare loop's", growth, at_most=MAX_MEMORY),
+    ]
+
+
+def only(loop: str, args: argparse.Namespace) -> None:
+    """Run one of the loops and print this process's peak memory in MiB (of the device on CUDA)."""
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as name:
+        plan = plan_of(Path(name), args.config, steps=args.steps, device=args.device)
+        if loop == "trainer":
+            run_trainer(plan, Path(name), device, None)
+        else:
+            bare = BareLoop(plan, device, batches_of(plan, device))
+            for _ in range(args.steps):
+                bare.step()
+    if device.type == "cuda":
+        print(torch.cuda.max_memory_allocated() / 2**20)
+    else:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print; exits with 1 when --check is given and a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="a run's config (default: 17.6 M parameters on made-up text)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--steps", type=int, default=60, help="steps of each loop")
+    parser.add_argument("--memory-rounds", type=int, default=3, help="pairs of processes for the memory")
+    parser.add_argument("--only", choices=["trainer", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)
+    if args.only:
+        only(args.only, args)
+        return
+    print_figures("loop", measure(args), as_json=args.json, check=args.check)
+
+
+if __name__ == "__main__":
+    main()

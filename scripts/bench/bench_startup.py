@@ -1,0 +1,92 @@
+"""How long until something happens: `train --help`, and from the launch to the first trained step on one rank.
+
+The way to the first step is cut at what the program itself can say: the import of torch (a process that does just that),
+the whole of `train check` (imports, config and the survey of the data), and the payload of step 1. Every number is the
+median of fresh processes, whose files the system has in memory already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench_loop import CONFIG, LOG_INTERVAL, write_corpus
+from bench_table import Figure, print_figures
+
+MAX_HELP_SEC = 0.4
+PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
+
+
+def seconds(command: Sequence[str]) -> float:
+    """A process from its start to its end."""
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "NO_COLOR": "1"})
+    return time.perf_counter() - began
+
+
+def seconds_to_first_step(config: Path, runs: Path) -> float:
+    """A run from its launch to the line of its first step on stdout."""
+    command = [sys.executable, PROGRAM, "--config", str(config), "--set", f'run.dir="{runs}"']
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        spent = time.perf_counter() - began
+        process.stdout.read()
+    assert b'"global_step": 1' in line or b'"global_step":1' in line, line
+    return spent
+
+
+def measure(rounds: int) -> list[Figure]:
+    """All of them in turn."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_corpus(folder / "corpus")
+        config = folder / "bench.toml"
+        text = CONFIG.format(steps=1, device="cpu", log_interval=LOG_INTERVAL, corpus=folder / "corpus")
+        config.write_text(text.replace("dim = 512\nnum_layers = 6", "dim = 64\nnum_layers = 2"), encoding="utf-8")
+        commands = {
+            "python alone": [sys.executable, "-c", "pass"],
+            "train --help": [sys.executable, PROGRAM, "--help"],
+            "import torch": [sys.executable, "-c", "import torch"],
+            "train check": [sys.executable, PROGRAM, "check", "--config", str(config)],
+        }
+        times: dict[str, list[float]] = {name: [] for name in [*commands, "first step"]}
+        for _ in range(rounds + 1):  # the first round fills the caches
+            for title, command in commands.items():
+                times[title].append(seconds(command))
+            times["first step"].append(seconds_to_first_step(config, folder / "runs"))
+    median = {title: statistics.median(each[1:]) for title, each in times.items()}
+    quartiles = {title: statistics.quantiles(each[1:], n=4) for title, each in times.items()}
+    help_low, _, help_high = quartiles["train --help"]
+    return [
+        Figure("train --help", median["train --help"], "s", help_low, help_high, at_most=MAX_HELP_SEC),
+        Figure(
+            "launch to first step", median["first step"], "s", quartiles["first step"][0], quartiles["first step"][2]
+        ),
+        Figure("  of it python itself", median["python alone"], "s"),
+        Figure("  of it importing torch", median["import torch"] - median["python alone"], "s"),
+        Figure("  of it config and data", median["train check"] - median["import torch"], "s"),
+        Figure("  of it model, optimizer, sinks, step 1", median["first step"] - median["train check"], "s"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print; exits with 1 when --check is given and a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
+    args = parser.parse_args(argv)
+    print_figures("start-up", measure(args.rounds), as_json=args.json, check=args.check)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Figures of a benchmark: what was measured, its goal, and how they are printed, as a table or as JSON for the report."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number: a median, with its quartiles and its goal where there are any."""
+
+    name: str
+    value: float
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the goal is met; None without one."""
+        if self.at_least is None and self.at_most is None:
+            return None
+        is_high_enough = self.at_least is None or self.value >= self.at_least
+        return is_high_enough and (self.at_most is None or self.value <= self.at_most)
+
+    @property
+    def goal(self) -> str:
+        """The goal in words."""
+        if self.at_least is not None:
+            return f"at least {self.at_least:g}"
+        return f"at most {self.at_most:g}" if self.at_most is not None else ""
+
+
+def ratio_figure(
+    name: str, ratios: Sequence[float], *, at_least: float | None = None, at_most: float | None = None
+) -> Figure:
+    """The median of ratios that were measured in turn, with their quartiles."""
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return Figure(name, middle, "x", low, high, at_least=at_least, at_most=at_most)
+
+
+def machine() -> str:
+    """Processor, accelerator and versions, in words."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{cpu}{gpu}, Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+
+
+def print_figures(bench: str, figures: Sequence[Figure], *, as_json: bool, check: bool) -> None:
+    """Print to stdout; with `check`, exit with 1 if a goal is missed."""
+    if as_json:
+        print(json.dumps({"bench": bench, "machine": machine(), "figures": [asdict(figure) for figure in figures]}))
+    else:
+        print(f"{bench}: {machine()}")
+        width = max(len(figure.name) for figure in figures)
+        for figure in figures:
+            print(f"{figure.name:{width}}  {as_text(figure):>28}  {figure.goal:15} {verdict(figure)}".rstrip())
+    if check and any(figure.is_met is False for figure in figures):
+        sys.exit(1)
+
+
+def as_text(figure: Figure) -> str:
+    """The number with its unit and quartiles."""
+    spread = f" ({figure.low:.4g} to {figure.high:.4g})" if figure.low is not None and figure.high is not None else ""
+    return f"{figure.value:.4g}{' ' + figure.unit if figure.unit not in ('', 'x') else ''}{spread}"
+
+
+def verdict(figure: Figure) -> str:
+    """What became of the goal."""
+    return {None: "", True: "met", False: "MISSED"}[figure.is_met]
