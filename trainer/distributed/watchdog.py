@@ -162,7 +162,9 @@ class Watchdog:
     def close(self) -> None:
         """End the thread, and let go of the process group, which must die before the interpreter does."""
         self._is_closed.set()
-        self._thread.join()
+        self._thread.join(2 * self._interval + 1.0)
+        if self._thread.is_alive():
+            return  # it waits for an answer of a store whose keeper hangs, and ends with the process
         self._log.close()
         del self._collectives, self._store
 
