@@ -14,19 +14,22 @@ CORPUS := data/pytext
 MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)
 WORKERS ?= 2
+BENCHES := loop gns recurrence ledger data metrics startup growth
 
 export OMP_NUM_THREADS ?= 1
 # Nothing here may wait for a key or a browser.
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke smoke-matrix test test-slow check format docs bench bench-data bench-ledger bench-metrics clean
+.PHONY: help setup data smoke smoke-matrix test test-slow test-faults check format docs \
+	bench bench-gpu $(addprefix bench-,$(BENCHES)) clean
 
 help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
 	@echo "make smoke      train train_configs/smoke.toml on 2 ranks, on text that your machine already has"
 	@echo "make smoke-matrix  train one healthy and three faulty configs, and check that the diagnosis tells them apart"
 	@echo "make test       the test suite (make test-slow: the long ones)"
+	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
 	@echo "make check      lint, types, layers, generated docs"
 	@echo "make docs       regenerate the generated docs"
 	@echo "make bench      what the instruments cost, as ratios"
@@ -61,10 +64,16 @@ $(MATRIX)/%/manifest.json: $(STAMP)
 	@touch $@
 
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults"
 
 test-slow: setup data $(MATRIX_CORPORA)
 	@$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+# One case at a time: each starts two ranks or more. The rows of docs/reliability.md are written from what happened.
+test-faults: setup
+	@rm -rf build/faults
+	@$(BIN)/python -m pytest -m faults tests/faults
+	@$(BIN)/python scripts/make_fault_table.py
 
 check: setup
 	@$(BIN)/ruff check .
@@ -80,9 +89,14 @@ format: setup
 docs: setup
 	@$(BIN)/python scripts/make_docs.py
 
-bench: bench-data bench-ledger bench-metrics
+# All of them write docs/benchmarks.md (about 15 minutes); one alone prints its table.
+bench: setup
+	@$(BIN)/python scripts/bench/run_all.py
 
-bench-data bench-ledger bench-metrics: bench-%: setup
+bench-gpu: setup data
+	@$(BIN)/python scripts/bench/run_all.py --device cuda
+
+$(addprefix bench-,$(BENCHES)): bench-%: setup
 	@$(BIN)/python scripts/bench/bench_$*.py
 
 clean:

@@ -37,7 +37,9 @@ data_app = typer.Typer(help="Make, look at and check data.", no_args_is_help=Tru
 build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
 synth_app = typer.Typer(help="Make up a corpus.", no_args_is_help=True)
 payload_app = typer.Typer(help="Metrics payloads, as another program would read them.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Checkpoints of a run.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(payload_app, name="payload")
 app.add_typer(config_verbs.app, name="config")
 for verb in (init_verb, ls_verb, sample_verb, export_verb):
@@ -236,6 +238,26 @@ def verify(
     from trainer.cli.data_inspect import Reading, verify_data
 
     verify_data(paths, Reading(tokenizer, vocab_size, format, dtype, eod))
+
+
+RunDirArgument = Annotated[str, typer.Argument(help="Directory of the run.", metavar="RUN_DIR")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@checkpoint_app.command("list")
+def list_(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
+    """What a run can go on from, newest first."""
+    from trainer.cli.checkpoint import list_checkpoints
+
+    list_checkpoints(run_dir, as_json=as_json)
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoint(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
+    """Compare every file of every checkpoint with its hash; exit with 2 if one is not whole."""
+    from trainer.cli.checkpoint import verify_checkpoints
+
+    verify_checkpoints(run_dir, as_json=as_json)
 
 
 @payload_app.command()

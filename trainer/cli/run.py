@@ -7,8 +7,9 @@ from pathlib import Path
 
 import typer
 
-from trainer.cli.launch import launch_ranks, without_nproc
+from trainer.cli.launch import launch_ranks, report_exit_code, without_nproc
 from trainer.config.load import load_config
+from trainer.training.signals import StopRequest, say_stopping
 
 
 def run_training(config_path: str, overrides: list[str], *, run_dir: str | None, nproc: int | None) -> None:
@@ -21,7 +22,12 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     config = load_config(config_path, overrides)
     if nproc is not None:
         raise typer.Exit(launch_ranks(nproc, without_nproc(sys.argv[1:])))
+    # Before torch is loaded, so that a stop that comes meanwhile is a stop, and no death.
+    stop = StopRequest(say_stopping)
+    stop.install()
     from trainer.cli.live_verdict import LiveVerdict
     from trainer.training.main import train
 
-    raise typer.Exit(train(config, Path(config_path), run_dir, LiveVerdict))
+    code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=LiveVerdict)
+    report_exit_code(code)
+    raise typer.Exit(code)

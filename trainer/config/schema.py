@@ -48,6 +48,8 @@ class TrainTable(Table):
     """What a non-finite loss or gradient on any rank does: stop the run, or skip the step."""
     max_skips: Count = 10
     """skip: the run stops after this many skipped steps in a row."""
+    spike_sigma: NonNegative = 6.0
+    """A loss this many standard deviations above its average writes the step's batches to events.jsonl; 0: never."""
 
 
 class ModelTable(Table):

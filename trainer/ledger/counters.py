@@ -50,6 +50,15 @@ class Counters:
         """The counts since the step began, drained or not."""
         return {key: float(count) for key, count in self._step.items()}
 
+    def undrained(self) -> dict[str, int]:
+        """The counts since the last drain, which go on."""
+        return dict(self._total)
+
+    def load(self, counts: Mapping[str, int]) -> None:
+        """Go on from `undrained`; nothing of it can be rolled back."""
+        self._total = {**_NONE, **counts}
+        self.begin_step()
+
     def drain(self) -> dict[str, float]:
         """The counts since the last drain, which start again from zero."""
         drained = {key: float(count) for key, count in self._total.items()}

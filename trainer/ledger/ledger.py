@@ -208,8 +208,16 @@ class Ledger:
         """The groups evicted lately that have not come back: how and at which step, oldest first."""
         return {group: (ghost.mode, ghost.step) for group, ghost in self._shard.ghosts.items()}
 
+    def undrained(self) -> dict[str, int]:
+        """The counters since the last drain, which go on: what a checkpoint between two drains needs beside the shard."""
+        return self._counters.undrained()
+
+    def load_undrained(self, counts: Mapping[str, int]) -> None:
+        """Count on from `undrained`, after `load_state_dict`."""
+        self._counters.load(counts)
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: tensors (on the CPU), numbers and strings; counters are not part of it."""
+        """This rank's shard: tensors (on the CPU), numbers and strings; counters are not part of it (`undrained`)."""
         return save_shard(self._shard, ownership=self._ownership, rank=self._rank, world_size=self._world_size)
 
     def load_state_dict(

@@ -6,7 +6,7 @@ is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,6 +102,14 @@ class WindowAggregator:
     def result(self) -> dict[str, Value]:
         """The aggregates so far; weighted means still as `SumCount`."""
         return {key: entry.value() for key, entry in self._entries.items()}
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Sum (or extreme, or last) and count of each key, as plain numbers; waits for their devices."""
+        return {key: [float(entry.total), float(entry.count)] for key, entry in self._entries.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from a saved state."""
+        self._entries = {key: _Entry(lookup(key).window, total, count) for key, (total, count) in state.items()}
 
     def drain(self) -> dict[str, Value]:
         """The aggregates so far; starts anew."""

@@ -21,6 +21,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.events import EventWriter
 from trainer.metrics.gns_hooks import GradientNoiseScale
 from trainer.metrics.rank_reduction import MetricPlan
+from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 from trainer.training.assembly import (
     autocast_context,
@@ -77,6 +78,7 @@ class Parts:
     saver: Saver
     gns: GradientNoiseScale | None = None
     evaluator: Evaluator | None = None
+    spikes: SpikeDetector | None = None
     wandb_run_id: str | None = None
     wrapped: nn.Module | None = None
 
@@ -136,6 +138,8 @@ def build_parts(plan: Plan, info: RankInfo, device: torch.device, run_dir: RunDi
             shared_state=lambda step: {**_shared_state(parts, step), "environment": versions},
         ),
     )
+    if config.train.spike_sigma:
+        parts.spikes = SpikeDetector(config.train.spike_sigma)
     if config.gns.enabled:
         group = dist.group.WORLD if info.world_size > 1 else None
         parts.gns = GradientNoiseScale(model, ema=config.gns.ema, process_group=group)
@@ -202,6 +206,7 @@ def build_run(
         device=parts.device,
         events=events,
         sampler=_make_sampler(parts),
+        spikes=parts.spikes,
         step=step,
         first_step=step,
         data_state=data_state,
@@ -275,6 +280,8 @@ def _shared_state(parts: Parts, step: int) -> dict[str, Any]:
         "world_size": parts.info.world_size,
         "tracker": parts.tracker.state_dict(),
         "gns": parts.gns.state_dict() if parts.gns is not None else None,
+        "evaluation_is_due": parts.evaluator is not None and parts.evaluator.is_due,
+        "spikes": parts.spikes.state_dict() if parts.spikes is not None else None,
         "wandb_run_id": parts.wandb_run_id,
         "config": parts.plan.config.model_dump(mode="json"),
     }

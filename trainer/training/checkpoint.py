@@ -32,6 +32,7 @@ FORMAT_VERSION = 1
 MARKER = "COMPLETE"
 MODEL_FILE = "model.pt"
 STATE_FILE = "state.json"
+LATEST = "latest"
 
 logger = get_logger("checkpoint")
 
@@ -154,16 +155,7 @@ def verify(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no marker, another format, or a missing, truncated or changed file.
     """
-    try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        files = dict(marker["files"])
-        version = marker["format_version"]
-    except OSError as error:
-        raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path / MARKER}: is damaged") from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: has format version {version}, this program reads {FORMAT_VERSION}")
+    files = _listed_files(path)
     for name, expected in files.items():
         try:
             found = _fingerprint(path / name)
@@ -171,8 +163,49 @@ def verify(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path / name}: {error.strerror}") from None
         if found != expected:
             raise CheckpointError(f"{path / name}: is damaged (its size or hash is not what {MARKER} says)")
-    state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    state = read_state(path)
+    ranks = [rank_file(rank) for rank in range(state.get("world_size", 0))]
+    missing = sorted({MODEL_FILE, *ranks} - files.keys())
+    if missing:
+        raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {len(ranks)} rank(s)")
     return state
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """state.json of a checkpoint that has its marker; nothing is compared with its hash.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON object.
+    """
+    if STATE_FILE not in _listed_files(path):
+        raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
+    try:
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path / STATE_FILE}: {error.strerror}") from None
+    except ValueError:
+        state = None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path / STATE_FILE}: is damaged")
+    return state
+
+
+def _listed_files(path: Path) -> dict[str, Any]:
+    """Name -> fingerprint, as the marker has it."""
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        files = {str(name): expected for name, expected in marker["files"].items()}
+        version = marker["format_version"]
+    except OSError as error:
+        raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path / MARKER}: is damaged") from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: has format version {version}, this program reads {FORMAT_VERSION}")
+    for name in files:
+        if Path(name).name != name:
+            raise CheckpointError(f"{path / MARKER}: lists {name!r}, which is no file of the checkpoint")
+    return files
 
 
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
@@ -242,7 +275,7 @@ def _point_latest(checkpoints: Path, target: Path) -> None:
     temporary = checkpoints / f".latest.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
-    temporary.replace(checkpoints / "latest")
+    temporary.replace(checkpoints / LATEST)
 
 
 def _sync_directory(path: Path) -> None:

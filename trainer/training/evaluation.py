@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.distributed.agree import gather_from_ranks
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
 from trainer.objective.compose import Objective
@@ -58,19 +59,30 @@ class Evaluator:
         self._is_bytes = is_bytes
         self._world_size = world_size
         self._device = device
+        self.is_due = False
+        """An evaluation is due after the last finished step, or was cut short; a resumed run begins with it."""
 
     @torch.no_grad()
-    def run(self) -> dict[str, float]:
-        """Evaluate; the same numbers on every rank, without the prefix `eval_`. Empty if no rank had a document."""
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Evaluate; the same numbers on every rank, without the prefix `eval_`. Empty if no rank had a document.
+
+        Empty too, and `is_due`, on all ranks when `should_stop` says so on any of them: each asks it between micro-batches,
+        which hold no collective, and they agree at the end.
+        """
         details = self._details(True)
         ledger = self._make_ledger() if self._make_ledger is not None else None
         was_training = self._model.training
         self._model.eval()
         try:
             for step, batch in enumerate(self._batches(), start=1):
+                if should_stop():
+                    break
                 self._evaluate(step, batch, ledger, details)
         finally:
             self._model.train(was_training)
+        self.is_due = any(gather_from_ranks(should_stop(), world_size=self._world_size))
+        if self.is_due:
+            return {}
         reduced = reduce_over_ranks(details.values(), self._plan, device=self._device, world_size=self._world_size)
         return self._named(reduced)
 

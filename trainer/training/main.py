@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.distributed.agree import from_main_rank, mistakes_together
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
+from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.metrics.events import EventWriter
 from trainer.metrics.logger import add_log_file, get_logger
@@ -24,9 +27,9 @@ from trainer.training.build import Parts, build_parts, build_run
 from trainer.training.drift import check_drift
 from trainer.training.loop import NonFiniteError, Run, run_loop
 from trainer.training.plan import Plan, begin_from_weights, make_plan
-from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
+from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir
 from trainer.training.saver import SaveError
-from trainer.training.signals import StopRequest
+from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.sinks import make_sinks, wandb_id
 
 logger = get_logger(__name__)
@@ -40,13 +43,19 @@ class RunFailed(Exception):
 
 
 def train(
-    config: RunConfig, config_path: Path, given_run_dir: str | None, verdict_of: VerdictMaker | None = None
+    config: RunConfig,
+    config_path: Path,
+    given_run_dir: str | None,
+    *,
+    stop: StopRequest | None = None,
+    verdict_of: VerdictMaker | None = None,
 ) -> int:
     """Train on this rank, alone or as one of torchrun's.
 
     Args:
         config_path: where the config was read from.
         given_run_dir: what --run-dir says.
+        stop: tells when somebody asks the run to stop, its signals being handled already; None: they are from now on.
         verdict_of: a run's directory -> what gives the words on its health that stand beside the progress bar.
 
     Returns:
@@ -55,11 +64,12 @@ def train(
     Raises:
         UserError: on every rank alike, for what a user can mend.
     """
+    if stop is None:
+        stop = StopRequest(say_stopping)
+        stop.install()
     info = rank_info()
     device = pick_device(config.train.device, info)
     plan = make_plan(config, config_path, info.world_size)
-    stop = StopRequest(lambda name: logger.warning("%s: stopping after this step (again: at once)", name))
-    stop.install()
     backend = pick_backend(config.distributed.backend, device)
     timeout = config.distributed.timeout_sec
     try:
@@ -85,7 +95,7 @@ def _train_in_group(
             parts = build_parts(plan, info, device, run_dir)
             stack.callback(parts.close)
             position = _restore(parts, found, config)
-        if position.step >= config.train.steps:
+        if position.step >= config.train.steps and not position.state.get("evaluation_is_due"):
             logger.info("%s: step %d of %d is done already", run_dir.path, position.step, config.train.steps)
             return 0
         with mistakes_together(world_size=info.world_size):
@@ -100,6 +110,14 @@ def _train_in_group(
         stack.callback(handler.close)
         verdict = verdict_of(run_dir.path) if verdict_of is not None else None
         run = _open_run(parts, position, run_dir, stop, verdict, stack)
+        run.watchdog = start_watchdog(
+            info,
+            timeout_sec=config.distributed.timeout_sec,
+            log=run_dir.log_file(info.rank),
+            on_end=lambda reason: _leave_status(run, run_dir, "failed", reason),
+        )
+        if run.watchdog is not None:
+            stack.callback(run.watchdog.close)
         return _run_to_end(run, run_dir)
 
 
@@ -151,6 +169,11 @@ def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: Ru
     parts.tracker.load_state_dict(state["tracker"])
     if parts.gns is not None and state["gns"] is not None:
         parts.gns.load_state_dict(state["gns"])
+    # Absent in checkpoints that were made before spikes were looked for.
+    if parts.spikes is not None and state.get("spikes") is not None:
+        parts.spikes.load_state_dict(state["spikes"])
+    if parts.evaluator is not None:
+        parts.evaluator.is_due = bool(state.get("evaluation_is_due"))
     parts.saver.last_saved = int(state["step"])
     logger.info("going on after step %d from %s", state["step"], path)
     if state["world_size"] != parts.info.world_size:
@@ -189,6 +212,8 @@ def _open_run(
     run = build_run(
         parts, step=position.step, data_state=position.data_state, events=events, stop=stop, verdict=verdict
     )
+    if parts.info.is_main:
+        run.keep_status = StatusKeeper(run_dir, parts.wandb_run_id)
     stack.callback(run.loader.close)
     stack.callback(run.progress.close)
     return run
@@ -205,22 +230,56 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
     except (NonFiniteError, SaveError) as error:
         reason = str(error)
         logger.error("%s", reason)
+    except OSError as error:
+        reason = _told(error, run_dir)
+        if run.watchdog is not None:
+            run.watchdog.tell(reason)
+        every_rank_logger.error("%s", reason)
+        raise RunFailed from error
     except UserError as error:
         reason = error.message
+        if run.watchdog is not None:
+            run.watchdog.tell(reason)
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        # Once, into this rank's log too, and without the frames of the command line above it.
-        every_rank_logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
+        own = f"{type(error).__name__}: {error}"
+        reason = run.watchdog.explain(error) if run.watchdog is not None else own
+        # Once, into this rank's log too, and without the frames of the command line above it. Where another rank is why,
+        # where this one stood is in its log alone.
+        frames = "".join(traceback.format_exception(error)).rstrip()
+        every_rank_logger.error("%s", frames if reason == own else reason)
+        if run.watchdog is not None and reason != own:
+            run.watchdog.write(frames)
         raise RunFailed from error
     finally:
         run.progress.close()
         if run.info.is_main:
             # The sinks first: who sees the state `done` may read the record.
             run.tracker.close()
-            run_dir.write_status(state, reason=reason, step=run.step, wandb_run_id=run_dir.status().get("wandb_run_id"))
+            _leave_status(run, run_dir, state, reason)
             _conclude(run, run_dir, state, reason)
     return code
+
+
+def _told(error: OSError, run_dir: RunDir) -> str:
+    """What a file that cannot be written or read means for a person."""
+    if error.filename is None:
+        return f"{type(error).__name__}: {error}"
+    text = f"{error.filename}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"
+    return text
+
+
+def _leave_status(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
+    """Write the state that the run ends in (rank 0)."""
+    if not run.info.is_main:
+        return
+    try:
+        run_dir.write_status(state, reason=reason, step=run.step, wandb_run_id=run_dir.status().get("wandb_run_id"))
+    except OSError as error:
+        # The reason itself is said on stderr: what ended the run must not be hidden behind a second failure.
+        logger.error("%s cannot be written: %s", run_dir.status_file, error.strerror)
 
 
 def _announce(parts: Parts, run_dir: RunDir) -> None:

@@ -71,6 +71,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
     """
     sources = resolve_sources(config, config_path)
     facts = check_rules(config, leaf_tables(sources), world_size)
+    _check_modalities(config, sources)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     resolve_target(config.model.target, "model.target")
     if config.sample.every:
@@ -98,6 +99,24 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
     if trained_with != plan.tokenizer.name:
         text = "%s was trained with the tokenizer %s, this run has %s: its ids may mean other tokens"
         logger.warning(text, path, trained_with, plan.tokenizer.name)
+
+
+def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
+    """Refuse batch sizes for modalities that no stream has: they would change nothing."""
+    everywhere = sorted({stream.modality for source in sources for stream in source.streams})
+    asked = [("data.mixing", config.data.mixing.batch_size_by_modality, everywhere)]
+    for source in sources:
+        own = source.table.mixing.batch_size_by_modality
+        if own is not None:
+            there = sorted({stream.modality for stream in source.streams})
+            asked.append((f"source {source.name}: mixing", own, there))
+    for table, sizes, known in asked:
+        unknown = sorted(sizes.keys() - set(known))
+        if unknown:
+            problem = (
+                f"no stream has the modality {', '.join(map(repr, unknown))}; there are {', '.join(known) or 'none'}"
+            )
+            raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
 
 
 def resolve_target(target: str, key: str) -> Any:

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +19,9 @@ from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
 
+logger = get_logger(__name__)
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
 FINISHED = "done"
 
@@ -91,12 +94,46 @@ class RunDir:
 
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
         """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
-        status = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
-        write_json(self.status_file, status)
+        known = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
+        write_json(self.status_file, {**known, "time": round(time.time(), 3)})
 
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""
         return self.logs / f"rank_{rank:03d}.log"
+
+
+class StatusKeeper:
+    """Keeps the last step in status.json current while the run goes on (rank 0).
+
+    Args:
+        every_sec: no more often than this.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        wandb_run_id: str | None,
+        *,
+        every_sec: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_dir = run_dir
+        self._wandb_run_id = wandb_run_id
+        self._every_sec = every_sec
+        self._clock = clock
+        self._last = clock()
+
+    def __call__(self, step: int) -> None:
+        """Note a finished step. It is for people alone, so a failure to write it is no reason to stop."""
+        now = self._clock()
+        if now - self._last < self._every_sec:
+            return
+        self._last = now
+        try:
+            self._run_dir.write_status("running", reason="", step=step, wandb_run_id=self._wandb_run_id)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._run_dir.status_file, error.strerror)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -8,10 +8,18 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from trainer.metrics.logger import get_logger
+
+logger = get_logger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal after it: within this
 # time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
+
+
+def say_stopping(name: str) -> None:
+    """What a person is told at the first request."""
+    logger.warning("%s: stopping after this step (again: at once)", name)
 
 
 class StopRequest:

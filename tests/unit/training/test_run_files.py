@@ -16,7 +16,8 @@ from trainer.errors import UserError
 from trainer.training import checkpoint as files
 from trainer.training.checkpoint import CheckpointError
 from trainer.training.drift import check_drift
-from trainer.training.run_dir import RunDir, choose_run_dir
+from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir
+from trainer.training.saver import num_bytes
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
 
@@ -31,6 +32,7 @@ def make_checkpoint(directory, step: int, value: float = 1.0):
     staging = files.staging_dir(directory, step)
     staging.mkdir(parents=True)
     files.write_tensors(staging / files.MODEL_FILE, {"w": torch.full((100,), value)})
+    files.write_tensors(staging / files.rank_file(0), {"data": None})
     return files.finish(directory, step, {"step": step, "world_size": 1})
 
 
@@ -85,6 +87,22 @@ def damage_state(path):
     (path / files.STATE_FILE).write_text("{}")
 
 
+def damage_marker_files(path):
+    (path / files.MARKER).write_text(json.dumps({"format_version": 1, "files": {}}))
+
+
+def damage_marker_leaves_the_directory(path):
+    marker = json.loads((path / files.MARKER).read_text())
+    marker["files"]["../step_00000005/model.pt"] = marker["files"][files.MODEL_FILE]
+    (path / files.MARKER).write_text(json.dumps(marker))
+
+
+def damage_unlisted_shard(path):
+    marker = json.loads((path / files.MARKER).read_text())
+    del marker["files"][files.rank_file(0)]
+    (path / files.MARKER).write_text(json.dumps(marker))
+
+
 def damage_empty(path):
     for file in path.iterdir():
         file.unlink()
@@ -99,6 +117,9 @@ DAMAGES = [
     damage_flip,
     damage_missing,
     damage_state,
+    damage_marker_files,
+    damage_marker_leaves_the_directory,
+    damage_unlisted_shard,
     damage_empty,
 ]
 
@@ -225,3 +246,37 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     assert files.step_of(found[0]) == 5
     assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
     assert files.set_aside_after(tmp_path, 5) == []
+
+
+def test_status_is_kept_current_but_not_more_often_than_asked(tmp_path):
+    now = [0.0]
+    run_dir = RunDir(tmp_path)
+    keep = StatusKeeper(run_dir, "id1", every_sec=1.0, clock=lambda: now[0])
+    seen = []
+    for step, time in enumerate([0.1, 0.9, 1.1, 1.5, 2.05, 9.0], start=1):
+        now[0] = time
+        keep(step)
+        seen.append(run_dir.status().get("last_step"))
+    assert seen == [None, None, 3, 3, 3, 6]
+    assert run_dir.status()["state"] == "running"
+    assert run_dir.status()["wandb_run_id"] == "id1"
+
+
+def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
+    keep = StatusKeeper(RunDir(tmp_path / "gone"), None, every_sec=0.0)
+    keep(1)
+    assert "cannot be written: No such file or directory" in caplog.text
+
+
+def test_what_a_save_says_it_needs_is_about_what_its_file_takes(tmp_path):
+    shared = torch.zeros(50_000)
+    value = {
+        "a": shared,
+        "tied": shared,
+        "view": shared[:100],
+        "list": [torch.ones(3_000, dtype=torch.int64)],
+        "step": 7,
+    }
+    files.write_tensors(tmp_path / "x.pt", value)
+    size = (tmp_path / "x.pt").stat().st_size
+    assert size / 1.1 < num_bytes(value) < size * 1.1

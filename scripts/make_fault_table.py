@@ -1,0 +1,60 @@
+"""Writes the table of docs/reliability.md from what `make test-faults` has recorded in build/faults.
+
+Without records, or with some of them only, the rows that are not there are named and nothing is written; --partial writes
+what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "build" / "faults"
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN = "<!-- begin of what make test-faults wrote -->"
+END = "<!-- end of what make test-faults wrote -->"
+HEAD = "| promise | injected | times | lost | what came of it |\n|---|---|---|---|---|\n"
+
+
+def read_records(directory: Path) -> list[dict[str, Any]]:
+    """The records, by promise and case."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
+    return sorted(records, key=lambda record: record["promise"])
+
+
+def render(records: list[dict[str, Any]]) -> str:
+    """The table in Markdown."""
+    rows = []
+    for record in records:
+        cells = [str(record[name]) for name in ("promise", "what", "times", "lost", "outcome")]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return HEAD + "".join(rows)
+
+
+def replace_table(text: str, table: str) -> str:
+    """The page with its generated part replaced."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{PAGE} has lost the marks {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{table}{END}{after}"
+
+
+def main() -> int:
+    """Write the table, or say what is missing."""
+    records = read_records(RECORDS)
+    promises = {record["promise"] for record in records}
+    missing = sorted({1, 2, 3, 4, 5, 6, 7, 8} - promises)
+    if missing and "--partial" not in sys.argv:
+        print(f"no records for promises {missing} in {RECORDS}; run make test-faults", file=sys.stderr)
+        return 1
+    PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8"), render(records)), encoding="utf-8")
+    print(f"wrote {len(records)} rows into {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

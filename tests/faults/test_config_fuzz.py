@@ -1,0 +1,152 @@
+"""2,000 mutated configs and overrides: `train check` accepts or refuses each with one message, never with a traceback."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.support.config_fuzz import mutated_overrides, mutated_tables, mutated_texts, to_bytes
+from tests.support.fault_record import Injected
+from tests.support.in_process import program
+from tests.support.runs import run, write_tiny_config
+
+EXAMPLES = 2000
+PROCESSES = 50
+CPU_SEC = 2.0
+RICH = """
+[eval]
+every = 10
+holdout_fraction = 0.2
+
+[ledger]
+wipe_mode = "periodic_stale"
+stale_threshold = 9
+capacity = 64
+
+[objective]
+coord = { first_token = 3, num_bins = 8, sigma = 1.0 }
+
+[metrics.wandb]
+mode = "disabled"
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fuzz")
+    text = write_tiny_config(directory).read_text(encoding="utf-8").replace("[ledger]\ncapacity = 32\n", "")
+    text += RICH
+    (directory / "base.toml").write_text(text, encoding="utf-8")
+    return directory, text
+
+
+def check_in_process(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> int:
+    """`train check <arguments>` as the program does it, in this process."""
+    began = time.process_time()
+    ended = program(["check", *arguments], capsys)
+    took = time.process_time() - began
+    code, out, err = ended.returncode, ended.stdout, ended.stderr
+    assert code in (0, 2), (code, err)
+    assert "Traceback" not in err, err
+    assert (code == 0) == bool(out), (code, out, err)
+    assert (code == 2) == bool(err.strip()), (code, out, err)
+    assert took < CPU_SEC, f"{took:.1f} s of CPU"
+    return code
+
+
+def examples(base_text: str) -> st.SearchStrategy[tuple[bytes, list[str]]]:
+    table = tomllib.loads(base_text)
+    whole = base_text.encode()
+    return st.one_of(
+        mutated_tables(table).map(to_bytes).filter(lambda data: data is not None).map(lambda data: (data, [])),
+        mutated_texts(base_text).map(lambda data: (data, [])),
+        mutated_overrides(table).map(lambda sets: (whole, sets)),
+    )
+
+
+def arguments_of(path: Path, sets: list[str]) -> list[str]:
+    return ["--config", str(path), *(part for each in sets for part in ("--set", each))]
+
+
+def fuzz(base, capsys, count: int, seen: Counter[int]) -> None:
+    directory, text = base
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(examples(text))
+    def attempt(example: tuple[bytes, list[str]]) -> None:
+        data, sets = example
+        path = directory / "mutated.toml"
+        path.write_bytes(data)
+        seen[check_in_process(arguments_of(path, sets), capsys)] += 1
+
+    attempt()
+
+
+def test_some_mutated_configs_are_accepted_or_refused_with_one_message(base, capsys):
+    fuzz(base, capsys, 100, Counter())
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+def test_mutated_configs_are_accepted_or_refused_with_one_message(base, capsys):
+    seen: Counter[int] = Counter()
+    fuzz(base, capsys, EXAMPLES, seen)
+    assert min(seen[0], seen[2]) > EXAMPLES / 20, seen
+    Injected(
+        7,
+        "mutated TOML files and overrides through `train check`, in one process",
+        EXAMPLES,
+        "–",
+        f"{seen[2]:,} refused with a message and exit code 2, {seen[0]:,} still valid; no traceback, each under 2 s",
+    ).keep("fuzz")
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+def test_mutated_configs_as_real_processes(base):
+    directory, text = base
+    codes: Counter[int] = Counter()
+    kept: list[tuple[bytes, list[str]]] = []
+
+    @settings(
+        max_examples=PROCESSES * 2,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(examples(text))
+    def collect(example: tuple[bytes, list[str]]) -> None:
+        if not any("\0" in each for each in example[1]):  # no command line holds one
+            kept.append(example)
+
+    collect()
+    for data, sets in kept[-PROCESSES:]:
+        path = directory / "mutated.toml"
+        path.write_bytes(data)
+        result = run("check", *arguments_of(path, sets))
+        assert result.returncode in (0, 2), result.stderr
+        assert "Traceback" not in result.stderr
+        codes[result.returncode] += 1
+    assert codes[2]
+    Injected(
+        7,
+        "mutated TOML files and overrides, `train check` as a process of its own",
+        sum(codes.values()),
+        "–",
+        f"{codes[2]} refused with a message and exit code 2, {codes[0]} still valid; no traceback",
+    ).keep("fuzz_processes")

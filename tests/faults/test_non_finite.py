@@ -1,0 +1,112 @@
+"""NaN in the loss on one rank of three, infinity in a gradient on another: all stop at the same step, or skip it together."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support.fault_record import Injected
+from tests.support.fault_runs import ARGUMENTS, make_config
+from tests.support.ranks import Ranks, status
+from tests.support.runs import read_rows
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+CONFIG = "\n[checkpoint]\nevery = 1\nkeep_last = 50\n"
+KINDS = [("nan", 1, 0), ("inf_gradient", 2, 1)]
+
+
+def run_with(tmp_path, fault, *more):
+    run_dir = tmp_path / "run"
+    arguments = ("--config", make_config(tmp_path, CONFIG), "--run-dir", run_dir, *ARGUMENTS, "--steps", 12, *more)
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=3, fault=fault) as ranks:
+        return run_dir, ranks.wait(), ranks.said()
+
+
+def ledgers(checkpoint):
+    return [torch.load(path, weights_only=True)["ledger"] for path in sorted(checkpoint.glob("rank_*.pt"))]
+
+
+@pytest.mark.parametrize(("what", "rank", "micro"), KINDS)
+def test_all_ranks_stop_at_the_step(tmp_path, what, rank, micro):
+    fault = {"what": what, "rank": rank, "step": 5, "micro": micro}
+    run_dir, codes, said = run_with(tmp_path, fault)
+    assert codes == [1, 1, 1], said
+    ended = status(run_dir)
+    assert (ended["state"], ended["last_step"]) == ("failed", 5)
+    assert ended["reason"].startswith("step 5: loss")
+    assert max(step for mode, step in read_rows(run_dir / "metrics.jsonl") if mode == "train") == 5
+    # Nothing after the last good step is kept.
+    assert not (run_dir / "checkpoints" / "step_00000005").exists()
+    assert (run_dir / "checkpoints" / "step_00000004" / "COMPLETE").exists()
+    (event,) = [e for e in map(json.loads, (run_dir / "events.jsonl").open()) if e["event"] == "non_finite"]
+    assert [len(batches) for batches in event["batches"]] == [2, 2, 2]
+    Injected(
+        4,
+        f"{'NaN in the loss' if what == 'nan' else 'inf in a gradient'} on one rank of three, `stop`",
+        1,
+        "0",
+        "all ranks stopped at that step; weights, optimizer and ledger of the step before are kept",
+    ).keep(f"{what}_stop")
+
+
+@pytest.mark.parametrize(("what", "rank", "micro"), KINDS)
+def test_skip_leaves_no_trace_of_the_step_and_goes_on(tmp_path, what, rank, micro):
+    fault = {"what": what, "rank": rank, "step": 5, "steps": 2, "micro": micro}
+    run_dir, codes, said = run_with(tmp_path, fault, "--set", "train.on_non_finite=skip", "--set", "train.max_skips=2")
+    assert codes == [0, 0, 0], said
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [step for step in range(1, 13) if rows["train", step]["non_finite_steps"]] == [5, 6]
+    saved = {step: run_dir / "checkpoints" / f"step_{step:08d}" for step in (4, 6, 7)}
+    models = {step: torch.load(path / "model.pt", weights_only=True) for step, path in saved.items()}
+    assert all(torch.equal(value, models[6]["model"][key]) for key, value in models[4]["model"].items())
+    assert not all(torch.equal(value, models[7]["model"][key]) for key, value in models[4]["model"].items())
+    # The ledger holds what it held, but for groups that ended in the skipped steps.
+    for before, after in zip(ledgers(saved[4]), ledgers(saved[6]), strict=True):
+        old = dict(zip(before["groups"].tolist(), before["rows"], strict=True))
+        new = dict(zip(after["groups"].tolist(), after["rows"], strict=True))
+        assert new.keys() <= old.keys()
+        assert all(torch.equal(state, old[group]) for group, state in new.items())
+    Injected(
+        4,
+        f"{'NaN in the loss' if what == 'nan' else 'inf in a gradient'} on one rank of three, twice, `skip`",
+        2,
+        "0",
+        "both steps skipped on all ranks, nothing of them in weights or ledger; the run went on",
+    ).keep(f"{what}_skip")
+
+
+def test_skip_stops_after_its_limit(tmp_path):
+    fault = {"what": "nan", "rank": 1, "step": 5, "steps": 9}
+    run_dir, codes, said = run_with(tmp_path, fault, "--set", "train.on_non_finite=skip", "--set", "train.max_skips=3")
+    assert codes == [1, 1, 1], said
+    ended = status(run_dir)
+    assert ended["last_step"] == 8
+    assert "4 steps in a row were skipped (train.max_skips)" in ended["reason"]
+    Injected(
+        4,
+        "NaN in every step on one rank of three, `skip` with `max_skips = 3`",
+        1,
+        "0",
+        "stopped at the fourth bad step in a row, on all ranks",
+    ).keep("nan_skip_limit")
+
+
+def test_a_loss_spike_is_written_down_with_the_batches_of_every_rank(tmp_path):
+    fault = {"what": "spike", "rank": 1, "step": 40, "micro": 1}
+    run_dir, codes, said = run_with(tmp_path, fault, "--steps", 45)
+    assert codes == [0, 0, 0], said
+    (event,) = [e for e in map(json.loads, (run_dir / "events.jsonl").open()) if e["event"] == "loss_spike"]
+    assert event["global_step"] == 40
+    assert event["loss"] > event["mean"] + 6 * event["sigma"]
+    metas = [[json.loads(meta) for meta in batches] for batches in event["batches"]]
+    assert [len(batches) for batches in metas] == [2, 2, 2]
+    assert all({"stream", "position", "group_ids"} <= meta.keys() for batches in metas for meta in batches)
+    Injected(
+        4,
+        "a loss that leaps on one rank of three",
+        1,
+        "0",
+        "one `loss_spike` event with the batches of every rank; training went on",
+    ).keep("spike")

@@ -1,0 +1,93 @@
+"""What a run must survive or refuse clearly: a read-only run directory, a jumping clock, a closed stdout, a stopped wandb."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_record import Injected
+from tests.support.fault_runs import ARGUMENTS, make_config, row_differences, whole_run
+from tests.support.ranks import Ranks, checkpoint_differences
+from tests.support.runs import command, environment
+from trainer.metrics.payload_contract import validate_stream
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+JUMPY_CLOCK = """
+import itertools, time
+_jumps = itertools.cycle([0.0, 86400.0, -7200.0, 3600.5, -1e9])
+_now = time.time
+time.time = lambda: _now() + next(_jumps)
+"""
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    place = tmp_path / "read_only"
+    place.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m,ro", "tmpfs", place], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_a_read_only_run_directory_is_refused_with_one_line(tmp_path, read_only):
+    with Ranks(
+        ("--config", make_config(tmp_path), "--run-dir", read_only / "run", *ARGUMENTS), logs=tmp_path / "logs"
+    ) as ranks:
+        codes = ranks.wait()
+        said = ranks.said(0)
+    assert codes == [2, 2]
+    assert f"{read_only / 'run'}: cannot be written: Read-only file system; choose another place with --run-dir" in said
+    assert said.count("\n") == 1, said
+    Injected(7, "a run directory on a read-only file system", 1, "–", "one line, exit code 2").keep("read_only")
+
+
+def test_clock_jumps_change_nothing(tmp_path):
+    config = make_config(tmp_path)
+    whole = whole_run(config, tmp_path / "whole", "--steps", 20)
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPY_CLOCK)
+    path = f"{tmp_path / 'clock'}:{Path(__file__).parents[2]}"
+    run_dir = tmp_path / "run"
+    with Ranks(
+        ("--config", config, "--run-dir", run_dir, *ARGUMENTS, "--steps", 20),
+        logs=tmp_path / "logs",
+        extra={"PYTHONPATH": path},
+        is_fresh=True,
+    ) as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+    assert row_differences(whole, run_dir) == []
+    name = "checkpoints/step_00000020"
+    assert checkpoint_differences(whole / name, run_dir / name) == []
+    assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
+    Injected(
+        6, "a wall clock that jumps by hours, days and 30 years at every reading", 1, "0", "equal bit for bit"
+    ).keep("clock")
+
+
+def test_a_closed_stdout_ends_nothing(tmp_path):
+    config = make_config(tmp_path)
+    line = command(
+        ["--config", config, "--run-dir", tmp_path / "run", "--stdout", "json", *ARGUMENTS, "--steps", 12], nproc=2
+    )
+    process = subprocess.Popen(
+        line,
+        env=environment({"PYTHONPATH": str(Path(__file__).parents[2])}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(240) == 0, stderr
+    assert "Traceback" not in stderr
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"global_step":12,' in rows
+    Injected(
+        6, "stdout closed after its first line (`| head -1`)", 1, "0", "the run went on to its end; the record is whole"
+    ).keep("closed_stdout")

@@ -1,0 +1,157 @@
+"""No code runs from data: checkpoints with a malicious pickle, and names that point out of the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.support.fault_record import Injected
+from tests.support.fault_runs import ARGUMENTS, make_config, whole_run
+from tests.support.ranks import Ranks
+from tests.support.runs import run
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+
+class Malicious:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self._path}",)
+
+
+def as_plain_pickle(file: Path, proof: Path) -> None:
+    file.write_bytes(pickle.dumps({"model": Malicious(proof)}))
+
+
+def as_zip_of_torch(file: Path, proof: Path) -> None:
+    """In the very place where torch.save keeps its pickle."""
+    with zipfile.ZipFile(file) as old:
+        members = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(file, "w") as new:
+        for name, data in members.items():
+            new.writestr(name, pickle.dumps({"model": Malicious(proof)}) if name.endswith("data.pkl") else data)
+
+
+def sign_again(checkpoint: Path, name: str) -> None:
+    """Make the marker agree with the changed file, as an attacker would."""
+    marker = json.loads((checkpoint / "COMPLETE").read_text())
+    data = (checkpoint / name).read_bytes()
+    marker["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (checkpoint / "COMPLETE").write_text(json.dumps(marker))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("security")
+    config = make_config(directory)
+    return config, whole_run(config, directory / "run", "--steps", 5)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "rank_001.pt"])
+@pytest.mark.parametrize("plant", [as_plain_pickle, as_zip_of_torch])
+def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, plant, name):
+    config, whole = untouched
+    run_dir, proof = tmp_path / "run", tmp_path / "proof"
+    shutil.copytree(whole, run_dir, symlinks=True)
+    checkpoint = run_dir / "checkpoints" / "step_00000005"
+    plant(checkpoint / name, proof)
+    # The plant works: plain unpickling runs it.
+    data = (checkpoint / name).read_bytes()
+    if plant is as_zip_of_torch:
+        with zipfile.ZipFile(checkpoint / name) as archive:
+            data = archive.read(next(each for each in archive.namelist() if each.endswith("data.pkl")))
+    pickle.loads(data)
+    assert proof.exists()
+    proof.unlink()
+    sign_again(checkpoint, name)
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 8)
+    with Ranks(arguments, logs=tmp_path / "logs") as ranks:
+        codes = ranks.wait()
+        said = ranks.said()
+    assert 2 in codes
+    assert 0 not in codes
+    assert "cannot be read" in said
+    assert "Traceback" not in said
+    assert not proof.exists()
+    how = "a plain pickle" if plant is as_plain_pickle else "torch's own archive"
+    Injected(
+        8,
+        f"malicious pickle in {name}, in {how}, with the marker made to agree",
+        1,
+        "–",
+        "not run; refused with one line and exit code 2",
+    ).keep(f"pickle_{name}_{plant.__name__}")
+
+
+def test_torch_distributed_checkpoint_runs_its_metadata(tmp_path):
+    """Why it is not used here (docs/reliability.md). When this fails, torch guards the file, and the choice is open again."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "proof")))
+    with contextlib.suppress(Exception, CheckpointException):
+        dcp.load({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert (tmp_path / "proof").exists()
+
+
+ESCAPES = [
+    ("--set", "run.name=../../x"),
+    ("--set", "run.name=/x"),
+    ("--set", "run.name=.."),
+    ("--set", 'data.source=[{name="../x", root="corpus"}]'),
+    ("--set", 'data.mixing.batch_size_by_modality={"../../x"=2}'),
+]
+
+
+@pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape[1])
+def test_names_cannot_leave_the_run_directory(tmp_path, escape):
+    config = make_config(tmp_path / "inside")
+    before = sorted(tmp_path.rglob("*"))
+    result = run("--config", config, "--steps", 2, *escape)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    Injected(
+        8,
+        "names that point out of the run directory (run, source, modality)",
+        len(ESCAPES),
+        "–",
+        "refused with exit code 2, nothing written",
+    ).keep("escapes")
+
+
+def test_a_modality_directory_named_like_a_path_stays_a_label(tmp_path):
+    """A directory cannot be called `../x`, but a label may hold what a file name must not; it names no file of a run."""
+    config = make_config(tmp_path / "inside")
+    odd = tmp_path / "inside" / "corpus" / "..x:%2e%2e"
+    (tmp_path / "inside" / "corpus" / "a").rename(odd)
+    result = run(
+        "--config",
+        config,
+        "--steps",
+        2,
+        "--run-dir",
+        tmp_path / "inside" / "run",
+        "--set",
+        f'data.source=[{{name="s", root="{odd.parent}"}}]',
+        "--set",
+        "data.mixing.batch_size_by_modality={}",
+        "--set",
+        "metrics.per_source=true",
+    )
+    assert result.returncode in (0, 2), result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inside"]

@@ -1,0 +1,140 @@
+"""SIGTERM at random moments: the ranks stop together, keep the last finished step, and come back as if never stopped."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_record import Injected
+from tests.support.fault_runs import ARGUMENTS, STEPS, make_config, row_differences, whole_run
+from tests.support.ranks import PATIENCE_SEC, Ranks, checkpoint_differences, is_saving, last_logged, status
+from tests.support.runs import losses
+from tests.support.wandb_file import read_history
+from trainer.metrics.payload_contract import validate_stream
+from trainer.training.signals import SAME_REQUEST_SEC
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
+# torchrun kills what is left 30 s after its SIGTERM.
+GRACE_SEC = 30
+MOMENTS = ("start-up", "first step", "between micro-batches", "evaluation", "checkpoint")
+ROUNDS = 4
+WANDB = ("--set", "metrics.wandb.mode=offline")
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("untouched")
+    config = make_config(directory)
+    return config, whole_run(config, directory / "run")
+
+
+def fault_of(moment: str, chance: random.Random) -> dict[str, object]:
+    """The signal that a rank sends itself there; {} where it comes from outside."""
+    itself = {"what": "signal", "rank": chance.choice([0, 1])}
+    if moment == "first step":
+        return {**itself, "step": 1, "micro": 0}
+    if moment == "between micro-batches":
+        return {**itself, "step": chance.randint(2, 9), "micro": 1}
+    if moment == "evaluation":
+        return {**itself, "mode": "eval", "step": 1, "micro": 1}
+    return {}
+
+
+def send_from_outside(ranks: Ranks, run_dir: Path, moment: str, chance: random.Random) -> None:
+    if moment == "start-up":
+        time.sleep(chance.uniform(0.0, 8.0))
+        ranks.signal(signal.SIGTERM)
+    elif moment == "checkpoint":
+        begin = last_logged(run_dir / "metrics.jsonl")
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") > begin)
+        ranks.until(lambda: is_saving(run_dir), poll_sec=0.0002)
+        ranks.signal(signal.SIGTERM, chance.choice([None, [1]]))
+
+
+def check_stopped(run_dir: Path, *, with_wandb: bool) -> None:
+    """The state is `stopped`, and everything is there up to the last finished step."""
+    ended = status(run_dir)
+    assert ended["state"] == "stopped"
+    assert ended["reason"] in ("stopped by SIGTERM", "stopped by a signal on another rank")
+    last = ended["last_step"]
+    if last > 0:
+        assert (run_dir / "checkpoints" / f"step_{last:08d}" / "COMPLETE").exists()
+    record = run_dir / "metrics.jsonl"
+    if record.exists():
+        assert sorted(losses(record)) == list(range(1, last + 1))
+        assert not list(validate_stream(record.read_bytes().splitlines()))
+    if with_wandb:
+        newest = max(run_dir.glob("wandb/*run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+        rows = [row for row in read_history(newest) if "train/loss" in row or "loss" in row]
+        assert not rows or rows[-1]["global_step"] == last
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_a_run_stopped_five_times_ends_as_the_one_nobody_stopped(untouched, tmp_path, number):
+    config, whole = untouched
+    run_dir = tmp_path / "run"
+    with_wandb = number % 2 == 0
+    arguments = (
+        "--config",
+        config,
+        "--run-dir",
+        run_dir,
+        "--resume",
+        "auto",
+        *ARGUMENTS,
+        *(WANDB if with_wandb else ()),
+    )
+    arguments += ("--set", "distributed.timeout_sec=30")
+    chance = random.Random(f"stop {number}")
+    before_handlers = 0
+    for count, moment in enumerate(chance.sample(MOMENTS, len(MOMENTS))):
+        seen = status(run_dir) if (run_dir / "status.json").exists() else None
+        fault, is_fresh = fault_of(moment, chance), moment == "start-up"
+        with Ranks(arguments, logs=tmp_path / f"try{count}", fault=fault, is_fresh=is_fresh) as ranks:
+            send_from_outside(ranks, run_dir, moment, chance)
+            codes = ranks.wait(GRACE_SEC + 30 if moment in ("start-up", "checkpoint") else PATIENCE_SEC)
+            said = ranks.said()
+        if moment == "start-up" and -signal.SIGTERM in codes:
+            # Python itself was still starting on one rank: nothing was touched.
+            before_handlers += 1
+            assert seen == (status(run_dir) if (run_dir / "status.json").exists() else None)
+            continue
+        assert codes == [0, 0], (moment, said)
+        check_stopped(run_dir, with_wandb=with_wandb)
+    with Ranks(arguments, logs=tmp_path / "last") as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+    assert row_differences(whole, run_dir) == []
+    name = f"step_{STEPS:08d}"
+    assert checkpoint_differences(whole / "checkpoints" / name, run_dir / "checkpoints" / name) == []
+    early = f" ({before_handlers} of them before Python had started)" if before_handlers else ""
+    Injected(
+        3,
+        f"SIGTERM, round {number + 1}: {', '.join(MOMENTS)}{early}",
+        len(MOMENTS),
+        "0",
+        "exit 0, `stopped`, a checkpoint of the last finished step, complete record"
+        + (" and wandb run" if with_wandb else "")
+        + "; the resumed run ends equal bit for bit",
+    ).keep(f"sigterm_{number}")
+
+
+def test_a_second_signal_ends_a_run_that_cannot_reach_a_boundary(tmp_path):
+    run_dir = tmp_path / "run"
+    fault = {"what": "sleep", "rank": 0, "step": 6}
+    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS)
+    with Ranks(arguments, logs=tmp_path / "logs", fault=fault) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 5)
+        ranks.signal(signal.SIGTERM)
+        time.sleep(SAME_REQUEST_SEC + 1)
+        assert ranks.processes[0].poll() is None
+        ranks.signal(signal.SIGTERM)
+        codes = ranks.wait(GRACE_SEC)
+    assert codes[0] == 128 + signal.SIGTERM
+    assert 0 not in codes
+    Injected(
+        3, "a second SIGTERM to a run that hangs in a step", 1, "steps since the last checkpoint", "ended at once"
+    ).keep("second_signal")

@@ -1,0 +1,56 @@
+"""The run that the fault tests break: two ranks on a small text corpus, with evaluation and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import Ranks
+from tests.support.runs import read_rows, write_tiny_config
+
+STEPS = 60
+EXTRA = """
+[eval]
+every = 10
+batches = 3
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 5
+keep_last = 3
+"""
+ARGUMENTS = ("--steps", STEPS, "--set", "model.target=tests.support.faulty_model:build", "--set", "gns.ema=0.9")
+# Times are no state. Nor are the gauges of the pools: of one that was not picked since a resume there are none yet.
+MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
+FRESH = ("stream_mixing/active/",)
+
+
+def make_config(directory: Path, extra: str = EXTRA) -> Path:
+    """The config, with its corpus beside it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return write_tiny_config(directory, extra)
+
+
+def whole_run(
+    config: Path, run_dir: Path, *more: object, world_size: int = 2, fault: Mapping[str, Any] | None = None
+) -> Path:
+    """The uninterrupted run that the others are compared with; or, with a stop as its fault, its beginning."""
+    arguments = ("--config", config, "--run-dir", run_dir, *ARGUMENTS, *more)
+    with Ranks(arguments, logs=run_dir.with_suffix(".logs"), world_size=world_size, fault=fault) as ranks:
+        codes = ranks.wait()
+        assert codes == [0] * world_size, ranks.said()
+    return run_dir
+
+
+def row_differences(one: Path, other: Path) -> list[str]:
+    """Numbers of the records of two run directories that are not the same; times apart."""
+    first, second = (read_rows(path / "metrics.jsonl") for path in (one, other))
+    if first.keys() != second.keys():
+        return [str(sorted(first.keys() ^ second.keys()))]
+    return [
+        f"{key} {name}: {value} and {second[key].get(name)}"
+        for key, row in first.items()
+        for name, value in row.items()
+        if not name.startswith((*MEASURED, *FRESH)) and second[key].get(name) != value
+    ]

@@ -1,0 +1,34 @@
+"""The program in the process of the tests: its own `main`, without the seconds that a new process takes to import torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from trainer.cli.main import main
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the program ended, as a process would have."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> Ended:
+    """Run `train <arguments>`. Not for runs that train: those install signal handlers."""
+    before, sys.argv = sys.argv, ["train", *map(str, arguments)]
+    code: object = None
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = before
+    assert isinstance(code, int), code
+    return Ended(code, *capsys.readouterr())

@@ -1,0 +1,268 @@
+"""Ranks of the program as plain processes, without torchrun above them: nobody but themselves ends them.
+
+They are forked from the process of the tests, which has imported everything: four fifths of what a small run takes is the
+import of torch. Where the start itself matters, they are started afresh.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer.training.main  # noqa: F401 - so that the forks have it
+from tests.support.runs import PROGRAM, ROOT, environment
+from trainer.cli.main import main
+
+PATIENCE_SEC = 240
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody uses now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Forked:
+    """A fork of this process that runs the program, with the part of Popen's interface that is needed here."""
+
+    def __init__(
+        self, arguments: Sequence[object], own: Mapping[str, str], out: Path, err: Path, max_file_bytes: int | None
+    ) -> None:
+        line = [str(PROGRAM), *map(str, arguments)]
+        self._process = mp.get_context("fork").Process(
+            target=_run_program, args=(line, environment(own), out, err, max_file_bytes), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; the negated signal if one ended it."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """As `returncode`."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it goes on.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("train", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+
+def _run_program(line: list[str], environ: Mapping[str, str], out: Path, err: Path, max_file_bytes: int | None) -> None:
+    """In the fork: become what a fresh process of the program would be."""
+    os.setpgid(0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor, path in ((1, out), (2, err)):
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, descriptor)
+        os.close(target)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(ROOT)
+    sys.argv = line
+    torch.set_num_threads(1)
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    main()
+
+
+class Ranks:
+    """A process group of `train <arguments>`; what they print is in files below `logs`.
+
+    Leaving the context kills what is left of them.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        *,
+        logs: Path,
+        world_size: int = 2,
+        extra: Mapping[str, str] | None = None,
+        fault: Mapping[str, Any] | None = None,
+        is_fresh: bool = False,
+        max_file_bytes: int | None = None,
+    ) -> None:
+        """Start them.
+
+        Args:
+            arguments: of the program.
+            logs: directory for what they print.
+            extra: environment variables.
+            fault: see `tests.support.faulty_model`.
+            is_fresh: start new processes rather than fork.
+            max_file_bytes: a limit on the size of a file (forks only).
+        """
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = logs
+        port = free_port()
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
+        for rank in range(world_size):
+            own = {
+                "PYTHONPATH": str(ROOT),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "FAULT": json.dumps(fault or {}),
+                **(extra or {}),
+            }
+            paths = self._file("stdout", rank), self._file("stderr", rank)
+            for path in paths:
+                path.touch()
+            if not is_fresh:
+                self.processes.append(Forked(arguments, own, *paths, max_file_bytes))
+                continue
+            with paths[0].open("ab") as out, paths[1].open("ab") as err:
+                line = [sys.executable, str(PROGRAM), *map(str, arguments)]
+                self.processes.append(
+                    subprocess.Popen(line, env=environment(own), stdout=out, stderr=err, cwd=ROOT, process_group=0)
+                )
+
+    def _file(self, what: str, rank: int) -> Path:
+        return self.logs / f"{what}_{rank}"
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to some ranks (None: all of them)."""
+        for rank, process in enumerate(self.processes):
+            if (ranks is None or rank in ranks) and process.poll() is None:
+                process.send_signal(number)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any rank is."""
+        return any(process.poll() is None for process in self.processes)
+
+    def wait(self, timeout: float = PATIENCE_SEC) -> list[int]:
+        """The exit codes by rank, once all have ended.
+
+        Raises:
+            AssertionError: some go on for longer.
+        """
+        end = time.monotonic() + timeout
+        for rank, process in enumerate(self.processes):
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"rank {rank} goes on after {timeout:.0f} s\n{self.said()}") from None
+        return [process.wait() for process in self.processes]
+
+    def until(self, happens: Callable[[], bool], *, poll_sec: float = 0.001) -> bool:
+        """Wait until it happens (True), or until a rank ends first (False)."""
+        end = time.monotonic() + PATIENCE_SEC
+        while time.monotonic() < end:
+            if happens():
+                return True
+            if any(process.poll() is not None for process in self.processes):
+                return False
+            time.sleep(poll_sec)
+        raise AssertionError(f"it did not come\n{self.said()}")
+
+    def said(self, rank: int | None = None) -> str:
+        """What the ranks (or one) wrote to stderr."""
+        ranks = range(len(self.processes)) if rank is None else [rank]
+        return "\n".join(self._file("stderr", r).read_text(encoding="utf-8", errors="replace") for r in ranks)
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """status.json."""
+    found: dict[str, Any] = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+    return found
+
+
+def last_logged(metrics: Path) -> int:
+    """The last training step in metrics.jsonl; 0 if there is none yet."""
+    if not metrics.exists():
+        return 0
+    last = 0
+    for line in metrics.read_bytes().splitlines()[-6:]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row.get("mode") == "train":
+            last = int(row["global_step"])
+    return last
+
+
+def is_saving(run_dir: Path) -> bool:
+    """Whether a checkpoint is being written right now (or was, when its writer died)."""
+    directory = run_dir / "checkpoints"
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return False
+    return any(
+        name.startswith(".tmp_step_") or (name.startswith("step_") and not (directory / name / "COMPLETE").exists())
+        for name in names
+    )
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two nested values of tensors and plain things are not the same, bit for bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return [] if one.dtype == other.dtype and torch.equal(one, other) else [where]
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if one.keys() != other.keys():
+            return [f"{where}: {sorted(map(str, one.keys() ^ other.keys()))}"]
+        return [d for key in one for d in differences(one[key], other[key], f"{where}.{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return [f"{where}: {len(one)} and {len(other)}"]
+        return [d for i, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{where}[{i}]")]
+    return [] if one == other else [f"{where}: {one!r} and {other!r}"]
+
+
+def checkpoint_differences(one: Path, other: Path) -> list[str]:
+    """Where two checkpoints differ: weights, optimizer, and of every rank cursors, ledger and generators."""
+    names = sorted(path.name for path in one.glob("*.pt"))
+    assert names == sorted(path.name for path in other.glob("*.pt")), names
+    found: list[str] = []
+    for name in names:
+        values = [torch.load(path / name, weights_only=True) for path in (one, other)]
+        found += differences(*values, where=name)
+    states = [json.loads((path / "state.json").read_text(encoding="utf-8")) for path in (one, other)]
+    for key in ("step", "world_size", "gns", "spikes"):
+        found += differences(states[0][key], states[1][key], f"state.{key}")
+    return found

@@ -1,0 +1,122 @@
+"""Who is missing, from what the ranks say of themselves; a real hang ends, with names and stacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.fault_runs import ARGUMENTS, make_config
+from tests.support.ranks import Ranks, status
+from trainer.distributed.env import RankInfo
+from trainer.distributed.watchdog import Judge, Sight, Watchdog, is_of_a_collective
+
+LIMIT = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def judge(world_size: int = 3) -> tuple[Judge, Clock]:
+    clock = Clock()
+    return Judge(world_size, LIMIT, clock), clock
+
+
+def watch(found: Judge, clock: Clock, seconds: float, sights_at) -> str | None:
+    """Consider what the ranks say each second; the first verdict."""
+    for _ in range(int(seconds)):
+        clock.now += 1.0
+        verdict = found.consider(sights_at(int(clock.now)))
+        if verdict is not None:
+            return verdict
+    return None
+
+
+def test_ranks_that_go_on_together_are_never_judged():
+    found, clock = judge()
+    assert watch(found, clock, 500, lambda t: [Sight(t // 3, f"step {t}", t)] * 3) is None
+
+
+def test_a_long_wait_of_all_without_a_collective_between_them_is_no_hang():
+    found, clock = judge()
+    assert watch(found, clock, 500, lambda t: [Sight(7, "step 1: forward and backward", t)] * 3) is None
+
+
+def test_the_rank_that_entered_fewer_collectives_is_named_after_the_limit_and_not_before():
+    found, clock = judge()
+
+    def sights(t: int) -> list[Sight]:
+        return [Sight(8, "step 2: optimizer", t), Sight(7, "step 2: data", t), Sight(8, "step 2: optimizer", t)]
+
+    # Seen first after a second, so that the limit is over at the twelfth.
+    assert watch(found, clock, LIMIT + 1, sights) is None
+    verdict = watch(found, clock, 1, sights)
+    where = "step 2: data, where it has been for 11.0 s"
+    assert verdict == f"rank 1 is missing: {where} (it entered 7 collectives, the others 8)"
+
+
+def test_a_rank_that_is_slow_but_comes_is_not_judged():
+    found, clock = judge(2)
+    assert watch(found, clock, 300, lambda t: [Sight(t // 9 + 1, "a", t), Sight(t // 9, "b", t)]) is None
+
+
+def test_a_rank_without_a_sign_of_life_is_told_as_such_and_one_that_never_spoke_too():
+    found, clock = judge()
+    verdict = watch(found, clock, 30, lambda t: [Sight(8, "x", t), Sight(7, "y", 1), None])
+    assert verdict is not None
+    first, second = verdict.split("; ")
+    assert first.startswith("rank 1 is missing: no sign of life for ")
+    assert second == "rank 2 is missing: it has said nothing since the run began"
+
+
+def test_what_comes_of_the_process_group_is_told_from_what_does_not():
+    assert is_of_a_collective(dist.DistBackendError("x"))
+    assert is_of_a_collective(RuntimeError("[/pytorch/third_party/gloo/...] Connection closed by peer"))
+    assert not is_of_a_collective(ValueError("x"))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two watchdogs on one store, in this process."""
+    store = dist.HashStore()
+    dogs = [
+        Watchdog(
+            store,
+            RankInfo(rank, rank, 2),
+            timeout_sec=600,
+            log=tmp_path / f"{rank}.log",
+            collectives=lambda: 0,
+            on_end=lambda reason: None,
+        )
+        for rank in range(2)
+    ]
+    for dog in dogs:
+        dog._interval = 0.02
+    yield dogs
+    for dog in dogs:
+        dog.close()
+
+
+def test_a_rank_that_fails_tells_the_others_why(pair):
+    assert pair[1].explain(ValueError("bad line")) == "ValueError: bad line"
+    assert pair[0].explain(RuntimeError("gloo: connection closed")) == "rank 1 failed: ValueError: bad line"
+
+
+def test_a_hang_in_a_real_run_ends_and_is_named(tmp_path):
+    run_dir = tmp_path / "run"
+    arguments = (
+        *("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS),
+        *("--set", "distributed.timeout_sec=8"),
+    )
+    fault = {"what": "sleep", "rank": 1, "step": 3, "micro": 1}
+    with Ranks(arguments, logs=tmp_path / "logs", fault=fault, is_fresh=True) as ranks:
+        codes = ranks.wait()
+        said = ranks.said()
+    assert 0 not in codes, said
+    assert "rank 1 is missing: step 3: forward and backward" in status(run_dir)["reason"]
+    assert "faulty_model.py" in (run_dir / "logs" / "rank_001.log").read_text()
+    assert "stacks of rank 0:" in (run_dir / "logs" / "rank_000.log").read_text()

@@ -1,0 +1,80 @@
+"""Loss spikes are found against a plain computation, and a new level becomes the normal one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.metrics.spikes import DECAY, WARMUP, SpikeDetector
+
+
+def noisy(count: int, mean: float = 3.0, sigma: float = 0.1) -> list[float]:
+    return list(np.random.Generator(np.random.Philox(1)).normal(mean, sigma, count))
+
+
+def test_a_loss_seven_sigma_above_is_a_spike_and_five_is_none():
+    for distance, expected in ((5.0, False), (7.5, True), (-20.0, False)):
+        detector = SpikeDetector(6.0)
+        assert not any(detector.update(loss) for loss in noisy(200))
+        state = detector.state_dict()
+        found = detector.update(state["mean"] + distance * math.sqrt(state["variance"]))
+        assert (found is not None) == expected
+        if found is not None:
+            assert found.num_sigma == pytest.approx(distance)
+
+
+def test_nothing_is_a_spike_in_the_first_steps():
+    detector = SpikeDetector(6.0)
+    assert all(detector.update(loss) is None for loss in [1.0] * (WARMUP - 1) + [100.0])
+
+
+def test_a_spike_hides_no_second_one_and_a_lasting_level_becomes_normal():
+    detector = SpikeDetector(6.0)
+    for loss in noisy(200):
+        detector.update(loss)
+    found = [detector.update(loss) is not None for loss in [9.0, 9.0, *noisy(500, mean=9.0)]]
+    assert found[:2] == [True, True]
+    assert not any(found[-200:])
+
+
+def test_a_falling_loss_is_none():
+    detector = SpikeDetector(6.0)
+    assert not any(
+        detector.update(6.0 * math.exp(-step / 100) + noise) for step, noise in enumerate(noisy(500, 0.0, 0.05))
+    )
+
+
+def test_a_state_goes_on_exactly():
+    one, other = SpikeDetector(6.0), SpikeDetector(6.0)
+    for loss in noisy(70):
+        one.update(loss)
+    other.load_state_dict(one.state_dict())
+    for loss in [*noisy(30), 8.0]:
+        assert one.update(loss) == other.update(loss)
+    assert one.state_dict() == other.state_dict()
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=120))
+def test_mean_and_variance_are_those_of_the_weights_written_out(values):
+    """With a limit that nothing reaches, the averages are weighted sums; the weights are multiplied out here."""
+    detector = SpikeDetector(math.inf)
+    for value in values:
+        detector._average(value)
+    weights = np.zeros(len(values))
+    for index in range(len(values)):
+        share = max(1 / (index + 1), 1 - DECAY)
+        weights *= 1 - share
+        weights[index] = share
+    mean = float(weights @ np.array(values))
+    variance = float(weights @ (np.array(values) - mean) ** 2)
+    assert detector.state_dict()["mean"] == pytest.approx(mean)
+    assert detector.state_dict()["variance"] == pytest.approx(variance, abs=1e-9)
+
+
+def test_what_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match="finite"):
+        SpikeDetector(6.0).update(math.nan)

@@ -1,0 +1,123 @@
+"""A run that is stopped, wherever the signal comes, leaves with a checkpoint and makes up what it left out."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tests.support.fault_runs import FRESH, MEASURED, row_differences
+from tests.support.ranks import checkpoint_differences
+from tests.support.runs import losses, read_rows, write_tiny_config
+from trainer.config.load import load_config
+from trainer.training.main import train
+from trainer.training.signals import STOP_SIGNALS
+
+EXTRA = """
+stdout = "off"
+
+[eval]
+every = 4
+batches = 3
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 3
+"""
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers():
+    """`train` installs handlers; pytest needs its own back."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    """Train in this process, with a fault; the state that the run ended in."""
+    path = write_tiny_config(tmp_path, EXTRA)
+    config = load_config(
+        path,
+        ["model.target=tests.support.faulty_model:build", f"train.steps={STEPS}", "checkpoint.resume=auto"],
+    )
+
+    def run(name: str, fault: dict[str, object]) -> dict[str, object]:
+        monkeypatch.setenv("FAULT", json.dumps(fault))
+        assert train(config, path, str(tmp_path / name)) == 0
+        return json.loads((tmp_path / name / "status.json").read_text())
+
+    return run
+
+
+# Of the process's own windows: step 4 is one that is followed by an evaluation, step 8 the last one.
+@pytest.mark.parametrize(
+    ("fault", "last", "logged"),
+    [
+        ({"step": 2, "micro": 1}, 2, []),
+        ({"step": 3}, 3, []),
+        ({"step": 4}, 4, []),
+        ({"step": STEPS}, STEPS, [4]),
+        ({"mode": "eval", "step": 1, "micro": 0}, 4, []),
+        ({"mode": "eval", "step": 3, "micro": 0}, STEPS, [4]),
+    ],
+)
+def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, fault, last, logged):
+    whole = go("whole", {})
+    assert whole["state"] == "done"
+    stopped = go("run", {"what": "signal", **fault})
+    assert (stopped["state"], stopped["reason"], stopped["last_step"]) == ("stopped", "stopped by SIGTERM", last)
+    record = tmp_path / "run" / "metrics.jsonl"
+    assert sorted(losses(record)) == list(range(1, last + 1))
+    assert [step for step in (4, 8) if f'"mode":"eval","global_step":{step}' in record.read_text()] == logged
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "COMPLETE").exists()
+    resumed = go("run", {})
+    assert (resumed["state"], resumed["last_step"]) == ("done", STEPS)
+    assert row_differences(tmp_path / "whole", tmp_path / "run") == []
+    name = f"checkpoints/step_{STEPS:08d}"
+    assert checkpoint_differences(tmp_path / "whole" / name, tmp_path / "run" / name) == []
+
+
+def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
+    handled = signal.signal
+
+    def install_and_ask(number: int, handler: object) -> object:
+        before = handled(number, handler)
+        if number == signal.SIGTERM:
+            signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", install_and_ask)
+    ended = go("run", {})
+    monkeypatch.undo()
+    assert (ended["state"], ended["last_step"]) == ("stopped", 0)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
+    """Checkpoints at 3 and 6, rows at 1, 5 and 8: a row after the resume holds what was counted before it."""
+    path = write_tiny_config(tmp_path, EXTRA)
+    settings = [
+        "metrics.log_interval=5",
+        f"train.steps={STEPS}",
+        "checkpoint.keep_last=9",
+        "ledger.wipe_mode=full",
+        "ledger.wipe_every=2",
+    ]
+    assert train(load_config(path, settings), path, str(tmp_path / "whole")) == 0
+    rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
+    assert rows["train", 5]["ledger_wipe_count"] == 2
+    assert rows["train", 5]["ledger/cold_starts"] > 0
+    for saved, later in ((3, (5, 8)), (6, (8,))):
+        checkpoint = tmp_path / "whole" / "checkpoints" / f"step_{saved:08d}"
+        config = load_config(path, [*settings, f'checkpoint.resume="{checkpoint}"'])
+        run_dir = tmp_path / f"from{saved}"
+        assert train(config, path, str(run_dir)) == 0
+        again = read_rows(run_dir / "metrics.jsonl")
+        for step in later:
+            same = {k: v for k, v in rows["train", step].items() if not k.startswith((*MEASURED, *FRESH))}
+            assert {key: again["train", step].get(key) for key in same} == same
