@@ -258,6 +258,7 @@ class BlendDataset:
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states)
         self._iterators = [iter(source.dataset) for source in self.sources]
+        self._undrained.update(range(len(self.sources)))  # what each pool saw last is part of the merged metrics
         self._unsaved = set(range(len(self.sources)))
 
     def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]]) -> None:

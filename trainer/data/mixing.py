@@ -61,7 +61,8 @@ class StreamMixingDataset:
     is read exactly once over all ranks.
 
     Every random choice is a pure function of (name, seed, epoch, batch index, and the rank where ranks pick alone):
-    the state is cursors only, and resuming on the same world gives the same samples to the bit.
+    the state is cursors (and what the pool has observed, for its metrics), and resuming on the same world gives the same
+    samples to the bit.
 
     Args:
         streams: from `discover_nested` or `discover_direct`.
@@ -236,7 +237,7 @@ class StreamMixingDataset:
         return reduce_over_ranks(local, self.metric_ops, world_size=world_size, device=device, group=group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursors only, as plain python; a snapshot that later picks do not change."""
+        """Cursors, and what the pool has observed, as plain python; a snapshot that later picks do not change."""
         return {
             **self._fixed_state,
             "epoch": self._queue.epoch,
@@ -245,6 +246,7 @@ class StreamMixingDataset:
             "turn": self._pool.turn,
             "is_barren": self._is_barren,
             "pool": [[reader.stream_id, reader.picks] for reader in self._pool.readers],
+            "observed": self._pool.observed(),
             "chapters": mixing_state.chapters_to(self._queue.chapters),
         }
 
@@ -282,6 +284,7 @@ class StreamMixingDataset:
             reader.skip_to(picks)
             self._pool.add(reader)
         self._pool.turn = state["turn"]
+        self._pool.restore(state["observed"])
         self._is_barren = state["is_barren"]
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from trainer.data.layout import Stream
 from trainer.data.opener import CutOptions
 from trainer.errors import UserError
 
-VERSION = 1
+VERSION = 2
 State = Mapping[str, Any]
 
 

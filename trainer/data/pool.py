@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,16 @@ MODALITY_PREFIX = "stream_mixing/active/modalities/"
 # Rows of the pool's statistics. Minima are kept negated, so that one maximum over the readers answers all of them; the
 # pick at which a reader was last picked too, since the longest wait belongs to the smallest of those.
 _NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _NEG_LAST_PICK, _SURPRISE = range(6)
+
+
+class PoolState(TypedDict):
+    """What a pool has observed."""
+
+    num_picks: int
+    waits: list[list[float]]
+    """Of each slot: minus the pick at which its reader was last picked, and the surprise at its waiting since."""
+    seen: dict[str, float]
+    """What the last pick saw."""
 
 
 class Labelled(Protocol):
@@ -170,3 +180,17 @@ class ActivePool(Generic[Reader]):
     def snapshot(self) -> dict[str, float]:
         """The pool that the last pick was drawn from; empty before the first pick."""
         return self._peaks() if self._seen is None else self._seen.copy()
+
+    def observed(self) -> PoolState:
+        """What has been observed so far, as plain python: for `restore`, so that waits go on over a resume."""
+        self._settle()
+        waits = self._stats[[_NEG_LAST_PICK, _SURPRISE]].T.tolist()
+        return {"num_picks": self._num_picks, "waits": waits, "seen": self.snapshot()}
+
+    def restore(self, state: PoolState) -> None:
+        """Go on from what another pool had observed, once the same readers are in the same slots."""
+        self._num_picks = state["num_picks"]
+        self._seen = dict(state["seen"])
+        for slot, (neg_last_pick, surprise) in enumerate(state["waits"]):
+            self._stats[_NEG_LAST_PICK, slot] = neg_last_pick
+            self._stats[_SURPRISE, slot] = surprise
