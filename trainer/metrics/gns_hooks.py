@@ -69,7 +69,7 @@ class GradientNoiseScale:
         self._micro = -1  # counts micro-batches over the whole life
         self._window_start = 0  # value of `_micro` before the window's first
         self._middle_at: int | None = None
-        self._is_active = self._is_middle = self._has_warned = False
+        self._is_active = self._is_middle = self._is_first = self._has_warned = False
         self._repeats = 0
         self._middle_fires = 0
         self._is_moved = False  # what earlier micro-batches accumulated is no longer in `.grad`
@@ -105,6 +105,7 @@ class GradientNoiseScale:
         self._micro += 1
         in_window = self._micro - self._window_start
         self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
+        self._is_first = in_window == 1
         self._micro_square = self._zero()
         self._repeats = 0
         self._is_active = True
@@ -159,15 +160,17 @@ class GradientNoiseScale:
         """Enter the middle group's square norm, unless `.grad` was not the sum over the group for every parameter.
 
         A parameter with an older gradient may not have been used just now, and FSDP2 keeps the sum elsewhere if it
-        reduces in another type than it accumulates in, or reduces after every micro-batch.
+        reduces in another type than it accumulates in, or reduces after every micro-batch. A group of one micro-batch
+        has that one's norm, and is not measured twice.
         """
-        if self._is_moved or self._middle_fires < len(self._window_fires):
+        square = self._micro_square if self._is_first else self._middle_square
+        if not self._is_first and (self._is_moved or self._middle_fires < len(self._window_fires)):
             return
         kappa = self._sums[noise_scale.KAPPA]
         has_weight = kappa > 0.0
         safe = torch.where(has_weight, kappa, 1.0)
         self._sums[noise_scale.MIDDLE_KAPPA] = kappa
-        self._sums[noise_scale.MIDDLE_SQUARE] = torch.where(has_weight, self._middle_square / safe, 0.0)
+        self._sums[noise_scale.MIDDLE_SQUARE] = torch.where(has_weight, square / safe, 0.0)
         self._sums[noise_scale.MIDDLE_NOISE] = self._sums[noise_scale.BIG_NOISE] / safe
 
     def local_sums(self) -> Tensor:
@@ -250,7 +253,7 @@ class GradientNoiseScale:
         return measure
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if self._is_active and self._is_middle and parameter.grad is not None:
+        if self._is_active and self._is_middle and not self._is_first and parameter.grad is not None:
             self._middle_fires += 1
             self._middle_square += square_norm(parameter.grad).to(self._device)
 
