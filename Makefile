@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # The first python3 that is new enough; `make PYTHON=... setup` takes another one.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-EXTRAS := dev,tensorboard,tokenizers,parquet
+EXTRAS := dev,tensorboard,tokenizers,parquet,plots
 CORPUS := data/pytext
 WORKERS ?= 2
 
@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke test test-slow check format docs bench bench-data bench-ledger bench-metrics clean
+.PHONY: help setup data smoke test test-slow check format docs bench bench-data bench-gns bench-ledger bench-metrics clean
 
 help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
@@ -67,9 +67,9 @@ format: setup
 docs: setup
 	@$(BIN)/python scripts/make_docs.py
 
-bench: bench-data bench-ledger bench-metrics
+bench: bench-data bench-gns bench-ledger bench-metrics
 
-bench-data bench-ledger bench-metrics: bench-%: setup
+bench-data bench-gns bench-ledger bench-metrics: bench-%: setup
 	@$(BIN)/python scripts/bench/bench_$*.py
 
 clean:
