@@ -5,7 +5,9 @@ the snapshot recipe (the gradients are cloned before every backward, and each mi
 an order that is drawn anew for every round, on the same weights and data, so that whatever else the machine does falls on
 all alike. A round gives one ratio; the table has the median ratio and the quarter and three-quarter points. The micro-batch
 stays the same, so that m = 8 is four times the work of m = 2. "own" is the time that the hooks themselves took, measured
-inside the same steps, over the time of a step without: no difference of two long times, so a busy machine hardly moves it.
+inside the same steps, over the time of a step without: no difference of two long times, so a busy machine hardly moves it. As in the
+trainer's step, clipping measures the gradient in every kind of step, and the noise scale takes that number; a loop that calls
+`GradientNoiseScale.step` and clips by other means pays one more pass over the gradients.
 
 Times are the process's CPU time: it has one thread and waits for nothing, so on an idle machine that is the time by the
 clock, and on a busy one it leaves the waiting out. --clock wall has the other.
@@ -18,6 +20,7 @@ The hooks stay registered in the steps without them, where they return at once: 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import random
@@ -68,12 +71,12 @@ class TimedNoiseScale(GradientNoiseScale):
         super().end_micro(kappa, example_weights)
         self.own_seconds += self._clock() - began
 
-    def step(self, *, grad_factor: float | None = None) -> dict[str, float]:
-        """As the original."""
+    def take(self, grad_sq: Tensor) -> None:
+        """End a window with the square norm that clipping has measured."""
         began = self._clock()
-        metrics = super().step(grad_factor=grad_factor)
+        *sums, square = torch.cat([self.local_sums(), grad_sq.reshape(1)]).tolist()
+        self.finish(sums, square)
         self.own_seconds += self._clock() - began
-        return metrics
 
 
 class Snapshots:
@@ -129,13 +132,15 @@ class Bench:
                 self.gns.end_micro(1 / m, len(self._rows))
             elif kind == "snapshot":
                 self._snapshots.measure()
+        # As in the trainer's step: clipping measures the gradient by the same kernel, and the noise scale takes that.
+        grad_sq = self.gns.grad_sq()
         if kind == "hooks":
-            self.gns.step()
+            self.gns.take(grad_sq)
         elif kind == "snapshot":
             torch.stack(self._snapshots.squares).mean().item()
             self._snapshots.squares.clear()
-        # Clipping reads every gradient in any real loop.
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        shrink = min(1.0, 1.0 / (math.sqrt(float(grad_sq)) + 1e-6))
+        torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], shrink)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return self._clock() - began
@@ -186,7 +191,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=480)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8, help="of a micro-batch")
-    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)

@@ -181,6 +181,21 @@ def metrics_around_a_nan(rank: int) -> tuple[dict[str, float], dict[str, float],
     return history[5], history[6], history[7], reason
 
 
+def window_without_no_sync(rank: int) -> noise_scale.Window | noise_scale.Absent:
+    """DDP averages after every micro-batch, so `.grad` is never the rank's own sum."""
+    ddp = DistributedDataParallel(Linear())
+    gns = GradientNoiseScale(ddp)
+    rng = torch.Generator().manual_seed(rank)
+    gns.begin_window(2)
+    for k in range(2):
+        gns.begin_micro(last=k == 1)
+        (0.5 * ddp(torch.randn(ROWS, DIM, generator=rng)).mean()).backward()
+        gns.end_micro(0.5, ROWS)
+    sums = gns.local_sums()
+    torch.distributed.all_reduce(sums)
+    return gns.finish(sums.tolist(), float(gns.grad_sq()))
+
+
 def everything(rank: int, world_size: int) -> dict[str, object]:
     """In one start of the processes, which costs more than all of it."""
     return {
@@ -191,6 +206,7 @@ def everything(rank: int, world_size: int) -> dict[str, object]:
         "skewed": measure(rank, skew=0.5),
         "weights": [trained_weights(rank, is_measured=is_measured) for is_measured in (False, True)],
         "nan": metrics_around_a_nan(rank),
+        "without no_sync": window_without_no_sync(rank),
     }
 
 
@@ -253,3 +269,9 @@ def test_a_nan_in_one_micro_batch_of_one_rank_is_one_skip_on_all(results: list[d
         assert next_one["gns/skipped"] == 1.0
         assert next_one["gns/tr_sigma"] != after["gns/tr_sigma"]
         assert reason == "a gradient of the window was not finite"
+
+
+def test_without_no_sync_consistency_is_absent_and_not_wrong(results: list[dict[str, noise_scale.Window]]) -> None:
+    window = results[0]["without no_sync"]
+    assert (window.between, window.within) == (None, None)
+    assert window.tr_sigma > 0.0

@@ -72,7 +72,7 @@ class GradientNoiseScale:
         self._is_active = self._is_middle = self._is_first = self._has_warned = False
         self._repeats = 0
         self._middle_fires = 0
-        self._is_moved = False  # what earlier micro-batches accumulated is no longer in `.grad`
+        self._is_moved = False  # `.grad` no longer is what this rank has accumulated
         self._window_fires: set[int] = set()
         self._device = self._parameters[0].device
         self._micro_square = self._middle_square = self._zero()
@@ -159,9 +159,9 @@ class GradientNoiseScale:
     def _close_middle(self) -> None:
         """Enter the middle group's square norm, unless `.grad` was not the sum over the group for every parameter.
 
-        A parameter with an older gradient may not have been used just now, and FSDP2 keeps the sum elsewhere if it
-        reduces in another type than it accumulates in, or reduces after every micro-batch. A group of one micro-batch
-        has that one's norm, and is not measured twice.
+        A parameter with an older gradient may not have been used just now; FSDP2 keeps the sum elsewhere if it reduces
+        in another type than it accumulates in; and a loop without `no_sync` reduces after every micro-batch. A group of
+        one micro-batch has that one's norm, and is not measured twice.
         """
         square = self._micro_square if self._is_first else self._middle_square
         if not self._is_first and (self._is_moved or self._middle_fires < len(self._window_fires)):
@@ -245,8 +245,10 @@ class GradientNoiseScale:
             if self._fired_in[index] == self._micro:
                 self._repeats += 1
             self._fired_in[index] = self._micro
-            if self._is_middle and leaf.grad is None and index in self._window_fires:
-                self._is_moved = True
+            if self._is_middle:
+                self._is_moved |= leaf.grad is None and index in self._window_fires
+            elif self._world_size > 1:
+                self._is_moved |= self._leaves.reduces_now()
             self._window_fires.add(index)
             self._micro_square += square_norm(grad).to(self._device)
 

@@ -32,6 +32,12 @@ class Leaves:
     """The ranks that average gradients; None on a single process."""
     is_sharded: bool
     """A rank's `.grad` are its shards alone."""
+    ddp: DistributedDataParallel | None = None
+    """The model's wrapper."""
+
+    def reduces_now(self) -> bool:
+        """A backward that ends now is followed by DDP's reduction: it does not run under `no_sync`."""
+        return self.ddp is not None and self.ddp.require_backward_grad_sync
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
@@ -49,9 +55,9 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
     if not parameters:
         raise UserError("gns.enabled", "the model has no parameter that is trained", "set it to false")
     if not any(isinstance(p, DTensor) for p in parameters):
-        if process_group is None and isinstance(model, DistributedDataParallel):
-            process_group = model.process_group
-        return Leaves(parameters, parameters, process_group, is_sharded=False)
+        if not isinstance(model, DistributedDataParallel):
+            return Leaves(parameters, parameters, process_group, is_sharded=False)
+        return Leaves(parameters, parameters, process_group or model.process_group, is_sharded=False, ddp=model)
     group = _group_of(parameters)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
