@@ -1,13 +1,14 @@
 """What the noise scale costs a step: with over without its hooks, alternating in one run, by micro-batches a step.
 
-One process trains the reference model (10.6 million parameters) on random bytes. Steps without hooks, with hooks and with
+One process trains the reference model (10.4 million parameters) on random bytes. Steps without hooks, with hooks and with
 the snapshot recipe (the gradients are cloned before every backward, and each micro-gradient is a difference) take turns in
 an order that is drawn anew for every round, on the same weights and data, so that whatever else the machine does falls on
 all alike. A round gives one ratio; the table has the median ratio and the quarter and three-quarter points. The micro-batch
 stays the same, so that m = 8 is four times the work of m = 2. "own" is the time that the hooks themselves took, measured
-inside the same steps, over the time of a step without: no difference of two long times, so a busy machine hardly moves it. As in the
-trainer's step, clipping measures the gradient in every kind of step, and the noise scale takes that number; a loop that calls
-`GradientNoiseScale.step` and clips by other means pays one more pass over the gradients.
+inside the same steps, over the time of a step without: no difference of two long times, so a busy machine hardly moves it.
+
+As in the trainer's step, clipping measures the gradient in every kind of step, and the noise scale takes that number; a
+loop that calls `GradientNoiseScale.step` and clips by other means pays one more pass over the gradients.
 
 Times are the process's CPU time: it has one thread and waits for nothing, so on an idle machine that is the time by the
 clock, and on a busy one it leaves the waiting out. --clock wall has the other.
