@@ -1,7 +1,7 @@
 """What the noise scale costs a step: with over without its hooks, alternating in one run, by micro-batches a step.
 
 One process trains the reference model (10.4 million parameters) on random bytes. Steps without hooks, with hooks and with
-the snapshot recipe (the gradients are cloned before every backward, and each micro-gradient is a difference) take turns in
+the snapshot recipe (the gradients are copied after every backward, and each micro-gradient is a difference) take turns in
 an order that is drawn anew for every round, on the same weights and data, so that whatever else the machine does falls on
 all alike. A round gives one ratio; the table has the median ratio and the quarter and three-quarter points. The micro-batch
 stays the same, so that m = 8 is four times the work of m = 2. "own" is the time that the hooks themselves took, measured
@@ -81,22 +81,23 @@ class TimedNoiseScale(GradientNoiseScale):
 
 
 class Snapshots:
-    """The common recipe: clone `.grad`, run the backward, take the norm of the difference."""
+    """The common recipe as it is usually written: flatten `.grad` after each backward, difference, square in fp64."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._before: list[Tensor | None] = []
-        self.squares: list[Tensor] = []
-
-    def take(self) -> None:
-        """Before a backward."""
-        self._before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        self._before: Tensor | None = None
+        self.sum_sq = 0.0
 
     def measure(self) -> None:
-        """After it."""
-        pairs = [(p.grad, before) for p, before in zip(self._parameters, self._before, strict=True)]
-        increments = [g if before is None else g - before for g, before in pairs if g is not None]
-        self.squares.append(torch.stack(torch._foreach_norm(increments)).square().sum())
+        """After a backward."""
+        snapshot = torch.cat([p.grad.detach().float().flatten() for p in self._parameters if p.grad is not None])
+        micro = snapshot if self._before is None else snapshot - self._before
+        self._before = snapshot
+        self.sum_sq += float((micro.double() * micro.double()).sum().item())
+
+    def reset(self) -> None:
+        """After a window."""
+        self._before, self.sum_sq = None, 0.0
 
 
 class Bench:
@@ -126,8 +127,6 @@ class Bench:
             loss = nn.functional.cross_entropy(logits.reshape(-1, VOCAB), self._rows[:, 1:].reshape(-1)) / m
             if kind == "hooks":
                 self.gns.begin_micro(last=k == m - 1)
-            elif kind == "snapshot":
-                self._snapshots.take()
             loss.backward()  # type: ignore[no-untyped-call]
             if kind == "hooks":
                 self.gns.end_micro(1 / m, len(self._rows))
@@ -138,8 +137,7 @@ class Bench:
         if kind == "hooks":
             self.gns.take(grad_sq)
         elif kind == "snapshot":
-            torch.stack(self._snapshots.squares).mean().item()
-            self._snapshots.squares.clear()
+            self._snapshots.reset()
         shrink = min(1.0, 1.0 / (math.sqrt(float(grad_sq)) + 1e-6))
         torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], shrink)
         self._optimizer.step()
@@ -189,6 +187,7 @@ def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="of m = 8; more for fewer micro-batches")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--dim", type=int, default=480)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8, help="of a micro-batch")
@@ -213,8 +212,8 @@ def main() -> None:
     print(f"step time ({args.clock}) over that without, median (quartiles); goal: hooks at most {GOAL}")
     print("m  rounds  step, s   hooks                    hooks, own               snapshots")
     rng, medians = random.Random(0), []
-    for m in (1, 2, 4, 8):
-        rounds = args.rounds * min(8 // m, 4)
+    for m in args.micro_batches:
+        rounds = max(args.rounds * min(8 // m, 4), 2)
         found = ratios(bench, m, rounds, rng)
         medians.append(statistics.median(found["hooks"]))
         seconds = statistics.median(found["none"])

@@ -127,6 +127,7 @@ def test_a_window_is_measured_as_by_separate_backwards(results: list[Results]) -
     assert not results[0][0], "\n".join(results[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_the_number_of_ranks_makes_no_difference(world_size: int) -> None:
     wrong = run_on_ranks(compare_all, world_size)[0]
