@@ -74,6 +74,17 @@ ROWS: tuple[MetricSpec, ...] = (
         pathological="0: ranks see the same data. Large: micro-batches are reused or data are skewed.",
     ),
     MetricSpec(
+        name="gns/consistency_se",
+        unit="ratio",
+        window="last",
+        group=_GNS,
+        title="Standard error of consistency",
+        precision=3,
+        description="Standard error of gns/consistency by the delta method.",
+        healthy="Well below 1.",
+        pathological="1 or more: gns/consistency says nothing yet; average longer.",
+    ),
+    MetricSpec(
         name="gns/b_small",
         unit="sequences",
         window="last",

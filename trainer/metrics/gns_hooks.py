@@ -1,6 +1,6 @@
 """Measures what the gradient noise scale needs inside an ordinary training loop, with hooks on the parameters.
 
-Usable in any loop, plain or under DDP; m micro-batches of b examples make a step:
+Usable in any loop, plain, under DDP or FSDP2; m micro-batches of b examples make a step:
 
     gns = GradientNoiseScale(ddp_model)
     ...
@@ -27,55 +27,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from trainer.errors import UserError
 from trainer.metrics import noise_scale
+from trainer.metrics.gns_leaves import find_leaves
 from trainer.metrics.noise_scale import Absent, NoiseScaleAverage, Window
+from trainer.metrics.square_norm import square_norm
 
 log = logging.getLogger(__name__)
-
-_CHUNK = 1024  # elements that are summed in fp32; 256 is twice as slow, 4,096 loses a digit in bf16
-
-
-def square_norm(tensor: Tensor) -> Tensor:
-    """Sum of squares of all elements, [] float64 on the tensor's device.
-
-    fp32 within rows of 1,024 elements, fp64 across rows: off by some 1e-9 (5e-7 if all elements are equal, so that no
-    rounding cancels), in 1.3 to 1.7 times the time of one fp32 norm, which is off by 5e-3 at 39 million elements.
-    """
-    flat = tensor.detach()
-    if flat.is_sparse:
-        flat = flat.coalesce().values()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-    flat = flat.reshape(-1)
-    in_rows = flat.numel() // _CHUNK * _CHUNK
-    if in_rows == 0:
-        return _dot64(flat)
-    accumulate = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, _CHUNK), dim=1, dtype=accumulate)
-    total = _dot64(rows)
-    return total if in_rows == flat.numel() else total.add_(_dot64(flat[in_rows:]))
-
-
-def _dot64(vector: Tensor) -> Tensor:
-    wide = vector.double()
-    return torch.dot(wide, wide)
 
 
 class GradientNoiseScale:
     """The gradient noise scale of a model that is trained in windows of micro-batches.
 
     Args:
-        model: a module, or one wrapped in DDP (then its process group is the one that averages gradients). Parameters
-            that do not require a gradient now are left out.
+        model: a module, or one wrapped in DDP or by FSDP2's `fully_shard` (then its process group is the one that
+            averages gradients, and every rank must make this object). Parameters that do not require a gradient now
+            are left out.
         ema: see `NoiseScaleAverage`.
         process_group: for a loop that averages gradients over ranks itself, without DDP.
         weights_are_tokens: whether `example_weights` are token counts, so that `gns/b_simple_tokens` means something.
 
     Raises:
-        UserError: nothing to train, or parameters sharded by FSDP2 (their leaf hooks never fire).
+        UserError: nothing to train, or parameters that are sharded in a way `find_leaves` does not know.
     """
 
     def __init__(
@@ -86,34 +59,28 @@ class GradientNoiseScale:
         process_group: dist.ProcessGroup | None = None,
         weights_are_tokens: bool = True,
     ) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self._parameters:
-            raise UserError("gns.enabled", "the model has no parameter that is trained", "set it to false")
-        if any(isinstance(p, DTensor) for p in self._parameters):
-            raise UserError(
-                "gns.enabled", "not possible with sharded parameters (FSDP2)", "use DDP, or set it to false"
-            )
-        if process_group is None and isinstance(model, DistributedDataParallel):
-            process_group = model.process_group
-        self._group = process_group
-        self._world_size = 1 if process_group is None else dist.get_world_size(process_group)
+        self._leaves = find_leaves(model, process_group)
+        self._parameters = self._leaves.parameters
+        self._group = self._leaves.group
+        self._world_size = 1 if self._group is None else dist.get_world_size(self._group)
         self._weights_are_tokens = weights_are_tokens
         self._average = NoiseScaleAverage(ema)
         self._fired_in = [-1] * len(self._parameters)  # the last micro-batch in which each parameter's hook ran
         self._micro = -1  # counts micro-batches over the whole life
         self._window_start = 0  # value of `_micro` before the window's first
         self._middle_at: int | None = None
-        self._is_active = self._is_middle = self._has_warned = False
+        self._is_active = self._is_middle = self._is_first = self._has_warned = False
         self._repeats = 0
         self._middle_fires = 0
+        self._is_moved = False  # `.grad` no longer is what this rank has accumulated
         self._window_fires: set[int] = set()
         self._device = self._parameters[0].device
         self._micro_square = self._middle_square = self._zero()
         self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=self._device)
         self._handles: list[Any] = []
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self._leaves.hooked):
             leaf: Any = parameter  # torch leaves both methods without types
-            self._handles.append(leaf.register_hook(self._leaf_hook(index)))
+            self._handles.append(leaf.register_hook(self._leaf_hook(index, parameter)))
             self._handles.append(leaf.register_post_accumulate_grad_hook(self._accumulated))
 
     def begin_window(self, num_micros: int | None = None) -> None:
@@ -130,6 +97,7 @@ class GradientNoiseScale:
         self._middle_at = (num_micros + 1) // 2 if num_micros is not None and self._world_size == 1 else None
         self._window_start = self._micro
         self._middle_fires = 0
+        self._is_moved = False
         self._window_fires.clear()
 
     def begin_micro(self, last: bool) -> None:
@@ -137,6 +105,7 @@ class GradientNoiseScale:
         self._micro += 1
         in_window = self._micro - self._window_start
         self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
+        self._is_first = in_window == 1
         self._micro_square = self._zero()
         self._repeats = 0
         self._is_active = True
@@ -188,14 +157,20 @@ class GradientNoiseScale:
         return 1.0
 
     def _close_middle(self) -> None:
-        """Enter the middle group's square norm, unless a parameter with an older gradient was not seen just now."""
-        if self._middle_fires < len(self._window_fires):
+        """Enter the middle group's square norm, unless `.grad` was not the sum over the group for every parameter.
+
+        A parameter with an older gradient may not have been used just now; FSDP2 keeps the sum elsewhere if it reduces
+        in another type than it accumulates in; and a loop without `no_sync` reduces after every micro-batch. A group of
+        one micro-batch has that one's norm, and is not measured twice.
+        """
+        square = self._micro_square if self._is_first else self._middle_square
+        if not self._is_first and (self._is_moved or self._middle_fires < len(self._window_fires)):
             return
         kappa = self._sums[noise_scale.KAPPA]
         has_weight = kappa > 0.0
         safe = torch.where(has_weight, kappa, 1.0)
         self._sums[noise_scale.MIDDLE_KAPPA] = kappa
-        self._sums[noise_scale.MIDDLE_SQUARE] = torch.where(has_weight, self._middle_square / safe, 0.0)
+        self._sums[noise_scale.MIDDLE_SQUARE] = torch.where(has_weight, square / safe, 0.0)
         self._sums[noise_scale.MIDDLE_NOISE] = self._sums[noise_scale.BIG_NOISE] / safe
 
     def local_sums(self) -> Tensor:
@@ -207,8 +182,12 @@ class GradientNoiseScale:
         return sums
 
     def grad_sq(self) -> Tensor:
-        """[] float64: square norm of the `.grad` of all parameters, by the kernel that measures micro-batches."""
-        return _sum((square_norm(p.grad) for p in self._parameters if p.grad is not None), self._zero())
+        """[] float64: square norm of the `.grad` of all parameters, by the kernel that measures micro-batches.
+
+        Where FSDP2 shards them this is the rank's share, to be SUM-reduced over ranks.
+        """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return _sum((square_norm(g.to_local() if isinstance(g, DTensor) else g) for g in gradients), self._zero())
 
     def finish(
         self, reduced_sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None
@@ -223,10 +202,10 @@ class GradientNoiseScale:
 
         Every rank must call it, after the last backward (and `unscale_`) and before clipping and `zero_grad`.
         """
-        sums, grad_sq = self.local_sums(), self.grad_sq()
+        packed = torch.cat([self.local_sums(), self.grad_sq().reshape(1)])
         if self._world_size > 1:
-            dist.all_reduce(sums, group=self._group)
-        *reduced, square = torch.cat([sums, grad_sq.reshape(1)]).tolist()
+            dist.all_reduce(packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS], group=self._group)
+        *reduced, square = packed.tolist()
         self.finish(reduced, square, grad_factor=grad_factor)
         return self.metrics()
 
@@ -257,7 +236,7 @@ class GradientNoiseScale:
             handle.remove()
         self._handles.clear()
 
-    def _leaf_hook(self, index: int) -> Callable[[Tensor], None]:
+    def _leaf_hook(self, index: int, leaf: Tensor) -> Callable[[Tensor], None]:
         """A hook that returns nothing: what a hook returns replaces the gradient."""
 
         def measure(grad: Tensor) -> None:
@@ -266,13 +245,17 @@ class GradientNoiseScale:
             if self._fired_in[index] == self._micro:
                 self._repeats += 1
             self._fired_in[index] = self._micro
+            if self._is_middle:
+                self._is_moved |= leaf.grad is None and index in self._window_fires
+            elif self._world_size > 1:
+                self._is_moved |= self._leaves.reduces_now()
             self._window_fires.add(index)
             self._micro_square += square_norm(grad).to(self._device)
 
         return measure
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if self._is_active and self._is_middle and parameter.grad is not None:
+        if self._is_active and self._is_middle and not self._is_first and parameter.grad is not None:
             self._middle_fires += 1
             self._middle_square += square_norm(parameter.grad).to(self._device)
 

@@ -186,9 +186,7 @@ class NoiseScaleAverage:
         values["gns/grad_sq"] = self._noise.mean_y
         values["gns/b_small"] = 1.0 / self.small_noise
         values["gns/b_big"] = 1.0 / self.big_noise
-        consistency = self._consistency_value()
-        if consistency is not None:
-            values["gns/consistency"] = consistency
+        values.update(self._consistency_values())
         ratio = self._noise.ratio()
         if ratio is not None:
             values.update(self._from_ratio(*ratio))
@@ -215,17 +213,19 @@ class NoiseScaleAverage:
             values["gns/batch_ratio"] = 1.0 / self.big_noise / b_simple
         return values
 
-    def _consistency_value(self) -> float | None:
-        """Between over within; the cap where within vanishes beside a between that is surely there."""
+    def _consistency_values(self) -> dict[str, float]:
+        """Between over within and its error; the cap where within vanishes beside a between that is surely there."""
         ratio = self._consistency.ratio()
         if ratio is not None:
-            return max(min(ratio[0], CONSISTENCY_CAP), -CONSISTENCY_CAP)
+            value = max(min(ratio[0], CONSISTENCY_CAP), -CONSISTENCY_CAP)
+            return {"gns/consistency": value, "gns/consistency_se": ratio[1]}
         moments = self._consistency.covariance()
         if moments is None:
-            return None
+            return {}
         between, within = self._consistency.mean_x, self._consistency.mean_y
         is_between_sure = between > 2.0 * math.sqrt(moments[0])
-        return CONSISTENCY_CAP if is_between_sure and abs(within) * CONSISTENCY_CAP < between else None
+        is_capped = is_between_sure and abs(within) * CONSISTENCY_CAP < between
+        return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Plain floats: two averages and the gauges."""

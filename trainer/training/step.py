@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.gns_hooks import GradientNoiseScale, square_norm
+from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.square_norm import square_norm
 from trainer.objective.compose import Objective
 from trainer.training.microbatch import IGNORED, MicroBatch
 from trainer.training.optimizer import set_lr

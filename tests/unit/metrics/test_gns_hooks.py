@@ -76,7 +76,7 @@ def test_training_is_bitwise_the_same_with_and_without() -> None:
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         gns = GradientNoiseScale(model) if is_measured else None
-        for step in range(5):
+        for step in range(10):
             optimizer.zero_grad()
             if gns is not None:
                 window(gns, model, 3, first_seed=10 * step)

@@ -1,0 +1,232 @@
+"""What the noise scale costs a step: with over without its hooks, alternating in one run, by micro-batches a step.
+
+One process trains the reference model (10.4 million parameters) on random bytes. Steps without hooks, with hooks and with
+the snapshot recipe (the gradients are copied after every backward, and each micro-gradient is a difference) take turns in
+an order that is drawn anew for every round, on the same weights and data, so that whatever else the machine does falls on
+all alike. A round gives one ratio; the table has the median ratio and the quarter and three-quarter points. The micro-batch
+stays the same, so that m = 8 is four times the work of m = 2. "own" is the time that the hooks themselves took, measured
+inside the same steps, over the time of a step without: no difference of two long times, so a busy machine hardly moves it.
+
+As in the trainer's step, clipping measures the gradient in every kind of step, and the noise scale takes that number; a
+loop that calls `GradientNoiseScale.step` and clips by other means pays one more pass over the gradients.
+
+Times are the process's CPU time: it has one thread and waits for nothing, so on an idle machine that is the time by the
+clock, and on a busy one it leaves the waiting out. --clock wall has the other.
+
+Memory: the growth of the largest resident set in a process that takes two steps, on one short row, after one without any
+measuring.
+
+The hooks stay registered in the steps without them, where they return at once: a micro-batch that was not begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.model.build import build
+
+VOCAB = 256
+GOAL = 1.02
+KINDS = ("none", "hooks", "snapshot")
+
+
+class TimedNoiseScale(GradientNoiseScale):
+    """Adds up the time inside the hooks and the calls between them."""
+
+    def __init__(self, model: nn.Module, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.own_seconds = 0.0
+        super().__init__(model)
+
+    def _leaf_hook(self, index: int, leaf: Tensor) -> Callable[[Tensor], None]:
+        measure = super()._leaf_hook(index, leaf)
+
+        def timed(grad: Tensor) -> None:
+            began = self._clock()
+            measure(grad)
+            self.own_seconds += self._clock() - began
+
+        return timed
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        began = self._clock()
+        super()._accumulated(parameter)
+        self.own_seconds += self._clock() - began
+
+    def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
+        """As the original."""
+        began = self._clock()
+        super().end_micro(kappa, example_weights)
+        self.own_seconds += self._clock() - began
+
+    def take(self, grad_sq: Tensor) -> None:
+        """End a window with the square norm that clipping has measured."""
+        began = self._clock()
+        *sums, square = torch.cat([self.local_sums(), grad_sq.reshape(1)]).tolist()
+        self.finish(sums, square)
+        self.own_seconds += self._clock() - began
+
+
+class Snapshots:
+    """The common recipe as it is usually written: flatten `.grad` after each backward, difference, square in fp64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._before: Tensor | None = None
+        self.sum_sq = 0.0
+
+    def measure(self) -> None:
+        """After a backward."""
+        snapshot = torch.cat([p.grad.detach().float().flatten() for p in self._parameters if p.grad is not None])
+        micro = snapshot if self._before is None else snapshot - self._before
+        self._before = snapshot
+        self.sum_sq += float((micro.double() * micro.double()).sum().item())
+
+    def reset(self) -> None:
+        """After a window."""
+        self._before, self.sum_sq = None, 0.0
+
+
+class Bench:
+    """A model, its optimizer and the ways of measuring."""
+
+    def __init__(self, dim: int, layers: int, rows: int, seq_len: int, clock: Callable[[], float]) -> None:
+        torch.manual_seed(0)
+        self._clock = clock
+        self.model = build(VOCAB, dim, layers)
+        self.gns = TimedNoiseScale(self.model, clock)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self._snapshots = Snapshots(self.model)
+        self._rows = torch.randint(VOCAB, (rows, seq_len + 1))
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def step(self, kind: str, m: int) -> float:
+        """One optimizer step; its seconds."""
+        began = self._clock()
+        if kind == "hooks":
+            self.gns.begin_window(m)
+        for k in range(m):
+            logits = self.model(self._rows[:, :-1]).logits
+            loss = nn.functional.cross_entropy(logits.reshape(-1, VOCAB), self._rows[:, 1:].reshape(-1)) / m
+            if kind == "hooks":
+                self.gns.begin_micro(last=k == m - 1)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if kind == "hooks":
+                self.gns.end_micro(1 / m, len(self._rows))
+            elif kind == "snapshot":
+                self._snapshots.measure()
+        # As in the trainer's step: clipping measures the gradient by the same kernel, and the noise scale takes that.
+        grad_sq = self.gns.grad_sq()
+        if kind == "hooks":
+            self.gns.take(grad_sq)
+        elif kind == "snapshot":
+            self._snapshots.reset()
+        shrink = min(1.0, 1.0 / (math.sqrt(float(grad_sq)) + 1e-6))
+        torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], shrink)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return self._clock() - began
+
+
+def ratios(bench: Bench, m: int, rounds: int, rng: random.Random) -> dict[str, list[float]]:
+    """Per round, each kind's seconds over those without; "none" has the seconds themselves, "own" 1 + the hooks' share."""
+    result: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "own")}
+    for number in range(rounds + 1):
+        own_before = bench.gns.own_seconds
+        seconds = {kind: bench.step(kind, m) for kind in rng.sample(KINDS, len(KINDS))}
+        if number == 0:
+            continue  # warm-up
+        result["none"].append(seconds["none"])
+        result["own"].append(1.0 + (bench.gns.own_seconds - own_before) / seconds["none"])
+        for kind in ("hooks", "snapshot"):
+            result[kind].append(seconds[kind] / seconds["none"])
+    return result
+
+
+def summary(values: Sequence[float]) -> str:
+    """Median (quarter to three-quarter point)."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def peak_growth(make: Callable[[], Bench], kind: str) -> int:
+    """Bytes by which the largest resident set grew in two steps of m = 2, after one without any measuring."""
+    bench = make()
+    bench.step("none", 2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(2):
+        bench.step(kind, 2)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def growth_in_child(kind: str, arguments: argparse.Namespace) -> float:
+    """`peak_growth` in a process of its own, MB; on one short row, so that no activation hides it."""
+    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("dim", "layers", "threads")]
+    command = [sys.executable, __file__, f"--memory-of={kind}", "--rows=1", "--seq-len=16", *sizes]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1e6
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="of m = 8; more for fewer micro-batches")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--dim", type=int, default=480)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=8, help="of a micro-batch")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
+    parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    def make() -> Bench:
+        clock = time.process_time if args.clock == "cpu" else time.perf_counter
+        return Bench(args.dim, args.layers, args.rows, args.seq_len, clock)
+
+    if args.memory_of:
+        print(peak_growth(make, args.memory_of))
+        return
+    bench = make()
+    load = os.getloadavg()[0]
+    print(f"{platform.platform()}, {os.cpu_count()} cores, load {load:.1f}, torch {torch.__version__}")
+    print(f"{bench.num_parameters:,} parameters, micro-batch {args.rows} x {args.seq_len}, {args.threads} thread(s)")
+    print(f"step time ({args.clock}) over that without, median (quartiles); goal: hooks at most {GOAL}")
+    print("m  rounds  step, s   hooks                    hooks, own               snapshots")
+    rng, medians = random.Random(0), []
+    for m in args.micro_batches:
+        rounds = max(args.rounds * min(8 // m, 4), 2)
+        found = ratios(bench, m, rounds, rng)
+        medians.append(statistics.median(found["hooks"]))
+        seconds = statistics.median(found["none"])
+        columns = "  ".join(summary(found[kind]) for kind in ("hooks", "own", "snapshot"))
+        print(f"{m}  {rounds:6}  {seconds:7.3f}   {columns}", flush=True)
+    size = bench.num_parameters * 4 / 1e6
+    grown = {kind: growth_in_child(kind, args) for kind in KINDS}
+    print(f"peak memory beyond a step without, MB (one copy of the gradients: {size:.0f}):")
+    print("   " + ", ".join(f"{kind} {grown[kind]:.1f}" for kind in KINDS))
+    is_met = max(medians) <= GOAL and grown["hooks"] < 0.1 * size
+    print(f"goals: {'met' if is_met else 'NOT met'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Checks what the noise scale advises: steps to a given loss at batches of B/4, B and 4B against (1 + B/batch).
+
+Every run may see the same number of sequences, drawn independently from the corpus (`make data`) as the theory assumes,
+and ends at the target. The model is the reference model without carried
+state. For each batch the learning rate is the best of a grid on the first seed (the theory is about tuned rates);
+the other seeds use it. B is what the hooks measure in the run at the middle batch on its way to the target.
+
+    python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json
+    python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json --plot docs/images/gns_batch_sizes.png
+
+A result that is already in the file is not computed again, so the script can be stopped and started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.model.build import build
+
+SEQ_LEN = 64
+HELD_OUT_SEQUENCES = 192
+NUM_EVALUATIONS = 64
+RATES = tuple(1e-3 * 2.0 ** (k / 2) for k in range(12))
+VOCAB = 256
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run."""
+
+    batch: int
+    lr: float
+    seed: int
+    sequences: int
+    """At most."""
+    target: float = 0.0
+    """Held-out loss at which the run may end."""
+    micro_batches: int = 2
+
+    @property
+    def name(self) -> str:
+        """Its key in the file of results."""
+        return f"batch={self.batch} lr={self.lr:g} seed={self.seed} sequences={self.sequences} target={self.target:.4f}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run measured, at each evaluation."""
+
+    steps: list[int]
+    held_out: list[float]
+    """Nats per byte."""
+    b_simple: list[float | None]
+    b_simple_se: list[float | None]
+    seconds: float
+
+    def steps_to(self, target: float) -> float | None:
+        """Steps until the held-out loss first is at `target`, interpolated; None if it never is."""
+        for k, loss in enumerate(self.held_out):
+            if loss <= target:
+                if k == 0:
+                    return float(self.steps[0])
+                share = (self.held_out[k - 1] - target) / (self.held_out[k - 1] - loss)
+                return self.steps[k - 1] + share * (self.steps[k] - self.steps[k - 1])
+        return None
+
+    def mean_b(self, batch: int, target: float) -> float:
+        """B averaged on the way to `target`, each step weighted by the progress it makes, 1 / (1 + B/batch)."""
+        until = self.steps_to(target)
+        assert until is not None
+        known = [b for step, b in zip(self.steps, self.b_simple, strict=True) if step <= until and b is not None]
+        progress = [1.0 / (1.0 + b / batch) for b in known]
+        return math.fsum(p * b for p, b in zip(progress, known, strict=True)) / math.fsum(progress)
+
+
+def read_corpus(root: Path) -> tuple[Tensor, Tensor]:
+    """All texts as bytes, [N] uint8: those to train on, and every 50th document, held out."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    paths = sorted(root.glob("*/*.jsonl"))
+    if not paths:
+        raise SystemExit(f"no corpus in {root}; make it with: make data")
+    number = 0
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            parts[number % 50 == 0].append(json.loads(line)["text"].encode("utf-8") + b"\n")
+            number += 1
+    return tuple(torch.from_numpy(np.frombuffer(b"".join(part), dtype=np.uint8).copy()) for part in parts)  # type: ignore[return-value]
+
+
+def draw(data: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """[count, SEQ_LEN + 1] int64: windows at independent places."""
+    starts = torch.randint(len(data) - SEQ_LEN - 1, (count, 1), generator=generator)
+    return data[starts + torch.arange(SEQ_LEN + 1)].long()
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    """Mean nats per byte."""
+    logits = model(rows[:, :-1]).logits
+    return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1))
+
+
+def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
+    """Train from scratch. The sequences depend on the seed alone: every batch size sees the same ones."""
+    began = time.perf_counter()
+    torch.manual_seed(setting.seed)
+    model = build(VOCAB, 48, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=setting.lr, betas=(0.9, 0.95))
+    num_steps = setting.sequences // setting.batch
+    every = max(num_steps // NUM_EVALUATIONS, 1)
+    gns = GradientNoiseScale(model, ema=1.0 - 1.0 / min(max(2 * every, 10), 100), weights_are_tokens=False)
+    data_rng = torch.Generator().manual_seed(1000 + setting.seed)
+    fixed = draw(held_out, HELD_OUT_SEQUENCES, torch.Generator().manual_seed(0))
+    curve = Curve([], [], [], [], 0.0)
+    m = setting.micro_batches
+    for step in range(1, num_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = setting.lr * min(1.0, step * setting.batch / (0.02 * setting.sequences))
+        rows = draw(train, setting.batch, data_rng).chunk(m)
+        gns.begin_window(m)
+        for k in range(m):
+            loss = loss_of(model, rows[k]) / m
+            gns.begin_micro(last=k == m - 1)
+            loss.backward()  # type: ignore[no-untyped-call]
+            gns.end_micro(1 / m, len(rows[k]))
+        metrics = gns.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % every == 0:
+            with torch.no_grad():
+                curve.held_out.append(float(loss_of(model, fixed)))
+            curve.steps.append(step)
+            curve.b_simple.append(metrics.get("gns/b_simple"))
+            curve.b_simple_se.append(metrics.get("gns/b_simple_se"))
+            if curve.held_out[-1] <= setting.target:
+                break
+    return Curve(**{**asdict(curve), "seconds": time.perf_counter() - began})
+
+
+class Results:
+    """Curves by setting, in a file."""
+
+    def __init__(self, path: Path, corpus: Path) -> None:
+        self._path, self._corpus = path, corpus
+        self._curves = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self._data: tuple[Tensor, Tensor] | None = None
+
+    def get(self, setting: Setting) -> Curve:
+        """The curve, computed if it is not there."""
+        if setting.name not in self._curves:
+            self._data = self._data or read_corpus(self._corpus)
+            curve = run(setting, *self._data)
+            b = [value for value in curve.b_simple[len(curve.b_simple) // 2 :] if value is not None]
+            middle = f"{np.median(b):.1f}" if b else "absent"
+            print(f"{setting.name}: loss {curve.held_out[-1]:.4f}, B {middle}, {curve.seconds:.0f} s", flush=True)
+            self._curves[setting.name] = asdict(curve)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._curves), encoding="utf-8")
+        return Curve(**self._curves[setting.name])
+
+
+def best_rate(curve_at: Callable[[int], Curve], cost: Callable[[Curve], float], first: int) -> int:
+    """Index in RATES of the cheapest rate: down the slope by factors of 2, then one half step either way."""
+
+    def cost_at(index: int) -> float:
+        return cost(curve_at(index))
+
+    best = first
+    for stride in (2, 1):
+        while True:
+            tries = [k for k in (best - stride, best, best + stride) if 0 <= k < len(RATES)]
+            cheapest = min(tries, key=cost_at)
+            if cheapest == best:
+                break
+            best = cheapest
+            if stride == 1:
+                break
+    return best
+
+
+@dataclass(frozen=True)
+class Row:
+    """One batch size, over the seeds."""
+
+    batch: int
+    lr: float
+    steps: list[float]
+    """To the target."""
+
+    @property
+    def mean(self) -> float:
+        """Mean steps to the target."""
+        return statistics.fmean(self.steps)
+
+
+def measure(results: Results, middle: int, sequences: int, seeds: int) -> tuple[float, list[Row], list[float]]:
+    """The target, a row per batch size, and B of the middle batch's runs by seed.
+
+    The target is the loss that every seed reaches at the largest batch, tuned for the lowest loss at the end; the other
+    batches are tuned for the fewest steps to it.
+    """
+    large, small = 4 * middle, middle // 4
+
+    def curve_of(batch: int, target: float, seed: int, rate: int) -> Curve:
+        return results.get(Setting(batch, RATES[rate], seed, sequences, target))
+
+    rate = best_rate(partial(curve_of, large, 0.0, 0), lambda c: min(c.held_out), 6)
+    largest = [curve_of(large, 0.0, seed, rate) for seed in range(seeds)]
+    target = max(min(curve.held_out) for curve in largest)
+    rows, of_middle = [Row(large, RATES[rate], steps_of(largest, target))], []
+    for batch in (middle, small):
+        rate = best_rate(
+            partial(curve_of, batch, target, 0), lambda c: c.steps_to(target) or math.inf, max(rate - 2, 0)
+        )
+        found = [curve_of(batch, target, seed, rate) for seed in range(seeds)]
+        rows.append(Row(batch, RATES[rate], steps_of(found, target)))
+        if batch == middle:
+            of_middle = [curve.mean_b(batch, target) for curve in found]
+    return target, rows[::-1], of_middle
+
+
+def steps_of(curves: list[Curve], target: float) -> list[float]:
+    """Steps to the target of each curve; a run that does not get there is an error: no average without it."""
+    steps = [curve.steps_to(target) for curve in curves]
+    if None in steps:
+        raise SystemExit(f"a run does not reach {target:.3f}; raise --sequences")
+    return [s for s in steps if s is not None]
+
+
+def fit(rows: list[Row], b_simple: float) -> float:
+    """S_min of `steps = S_min (1 + b_simple / batch)`, least squares in the logarithm."""
+    return math.exp(statistics.fmean(math.log(row.mean / (1.0 + b_simple / row.batch)) for row in rows))
+
+
+def fitted_b(rows: list[Row]) -> float:
+    """The B that fits the measured steps best, by a search on a fine grid."""
+
+    def misfit(b: float) -> float:
+        smallest = fit(rows, b)
+        return sum(math.log(row.mean / (smallest * (1.0 + b / row.batch))) ** 2 for row in rows)
+
+    return min((1.02**k for k in range(600)), key=misfit)
+
+
+def report(target: float, rows: list[Row], of_middle: list[float]) -> None:
+    """Print the table."""
+    b = statistics.fmean(of_middle)
+    smallest = fit(rows, b)
+    print(f"target {target:.3f} nats per byte; B in the middle runs {', '.join(f'{x:.1f}' for x in of_middle)}")
+    print("| batch | lr | steps to the target, by seed | mean | S_min (1 + B/batch) | measured / theory | sequences |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        theory = smallest * (1.0 + b / row.batch)
+        seeds = ", ".join(f"{s:.0f}" for s in row.steps)
+        print(
+            f"| {row.batch} | {row.lr:.1e} | {seeds} | {row.mean:.0f} | {theory:.0f} | {row.mean / theory:.2f} "
+            f"| {row.mean * row.batch:,.0f} |"
+        )
+    print(f"S_min {smallest:.0f} with B = {b:.1f} as measured; the steps alone would say B = {fitted_b(rows):.0f}")
+    print(f"{platform.platform()}, torch {torch.__version__}")
+
+
+def plot(path: Path, rows: list[Row], of_middle: list[float]) -> None:
+    """Steps against batch: the runs and the theory."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    b = statistics.fmean(of_middle)
+    smallest, alone = fit(rows, b), fitted_b(rows)
+    grid = np.geomspace(rows[0].batch / 2, rows[-1].batch * 2, 100)
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    axes.loglog(grid, smallest * (1 + b / grid), label=f"S_min (1 + B/batch), B = {b:.0f} as the hooks measured it")
+    axes.loglog(grid, fit(rows, alone) * (1 + alone / grid), "--", label=f"the same with the best B, {alone:.0f}")
+    for row in rows:
+        axes.plot([row.batch] * len(row.steps), row.steps, "ko", markersize=4)
+    axes.axvline(b, color="grey", linewidth=0.8)
+    axes.set(xlabel="batch (sequences of 64 bytes)", ylabel="steps to the target loss")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run what is not in the file yet, print the table, draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
+    parser.add_argument("--out", type=Path, default=Path("build/gns_batch_sizes.json"))
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--middle", type=int, default=48, help="B, about what the hooks measure: a multiple of 8")
+    parser.add_argument("--sequences", type=int, default=24_576, help="of each run")
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    target, rows, of_middle = measure(Results(args.out, args.corpus), args.middle, args.sequences, args.seeds)
+    report(target, rows, of_middle)
+    if args.plot:
+        plot(args.plot, rows, of_middle)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Draws the noise scale of runs with its band, the batch they took, and the consistency, from their metrics.jsonl.
+
+python scripts/plot_gns.py --out docs/images/gns_run.png runs/a/metrics.jsonl runs/b/metrics.jsonl --labels a b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+Series = dict[str, list[float]]
+
+
+def read(path: Path) -> Series:
+    """Step and the noise scale's keys of every logged training step; NaN where a key is absent. The later row counts."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        payload = json.loads(line)
+        if payload.get("mode") == "train" and "metrics" in payload:
+            rows[payload["global_step"]] = payload["metrics"]
+    keys = sorted({key for row in rows.values() for key in row if key.startswith("gns/")})
+    steps = sorted(rows)
+    return {"step": [float(s) for s in steps], **{key: [rows[s].get(key, math.nan) for s in steps] for key in keys}}
+
+
+def band(axes: Axes, series: Series, key: str, label: str) -> None:
+    """The value with twice its standard error either side."""
+    value, error = series[key], series[f"{key}_se"]
+    low = [v - 2 * e for v, e in zip(value, error, strict=True)]
+    high = [v + 2 * e for v, e in zip(value, error, strict=True)]
+    (line,) = axes.plot(series["step"], value, label=label, linewidth=1.2)
+    axes.fill_between(series["step"], low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+
+
+def median_of(values: list[float]) -> str:
+    """Median of those that are there, and how many are."""
+    known = [v for v in values if not math.isnan(v)]
+    return f"{statistics.median(known):.2f} (in {len(known)} of {len(values)} rows)" if known else "absent"
+
+
+def main() -> None:
+    """Draw, and print the medians of the first and the last third of each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", type=Path, nargs="+")
+    parser.add_argument("--labels", nargs="+", help="one a run")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    labels = args.labels or [path.parent.name for path in args.metrics]
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7.0, 5.6), sharex=True, layout="constrained")
+    runs = [read(path) for path in args.metrics]
+    for series, label in zip(runs, labels, strict=True):
+        band(above, series, "gns/b_simple", label)
+        band(below, series, "gns/consistency", label)
+        third = len(series["step"]) // 3
+        for key in ("gns/b_simple", "gns/b_simple_se", "gns/b_big", "gns/consistency", "gns/consistency_se"):
+            print(
+                f"{label} {key}: first third {median_of(series[key][:third])}, last {median_of(series[key][-third:])}"
+            )
+    above.plot(runs[0]["step"], runs[0]["gns/b_big"], color="grey", linewidth=0.8, label="batch of the run")
+    above.set(ylabel="B_simple, sequences", yscale="log")
+    above.legend()
+    below.axhline(1.0, color="grey", linewidth=0.8)
+    below.set(xlabel="step", ylabel="consistency", ylim=(-0.5, 2.5))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The noise scale under FSDP2: exact through the unsharded parameters, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.support.gloo import run_on_ranks
+from tests.support.gns_cases import CASES, Case, Net, differences, make_net, separate_backwards
+from tests.support.gns_loop import measured, run_window
+from trainer.errors import UserError
+from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale import Window
+
+pytestmark = pytest.mark.distributed
+
+SHARED = (
+    "equal rows",
+    "weighted rows, unequal micro-batches, one empty",
+    "bf16 autocast",
+    "frozen",
+    "unused",
+    "checkpointing",
+)
+BF16_PARAMETERS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def sharded(case: Case, world_size: int, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    """A net in two FSDP2 groups; rows of 90 and 24 do not divide by 4 or 7, so some shards are padded."""
+    net = make_net(case)
+    mesh = init_device_mesh("cpu", (world_size,))
+    options = {} if policy is None else {"mp_policy": policy}
+    fully_shard(net.body, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def compare_all(rank: int, world_size: int) -> list[str]:
+    """What differs from the separate backwards, two windows a length, from rank 0."""
+    wrong = []
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for name in SHARED:
+        case = CASES[name]
+        net = sharded(case, world_size)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        gns = GradientNoiseScale(net)
+        for m in (1, 2, 4, 8):
+            for number in range(2):
+                optimizer.zero_grad()
+                run_window(case, net, gns, scaler, rank, m)
+                norms, window = measured(gns, 1.0, is_sharded=True)
+                optimizer.step()
+                if rank == 0:
+                    texts = differences(norms, window, separate_backwards(case, world_size, m), world_size * m)
+                    wrong += [f"{name}, m={m}, window {number}: {text}" for text in texts]
+    return wrong
+
+
+def window_with_bf16_parameters(rank: int, world_size: int) -> tuple[Window, bool]:
+    case = CASES["equal rows"]
+    net = sharded(case, world_size, BF16_PARAMETERS)
+    gns = GradientNoiseScale(net)
+    run_window(case, net, gns, torch.amp.GradScaler("cpu", enabled=False), rank, 4)
+    norms, window = measured(gns, 1.0, is_sharded=True)
+    expected = separate_backwards(Case(lambda: Net().bfloat16(), is_weighted=False), world_size, 4)
+    pairs = [0, 1, 4, 5]  # not the middle
+    same = [norms.values[k] for k in pairs] == pytest.approx([expected.values[k] for k in pairs], rel=1e-5)
+    assert isinstance(window, Window)
+    return window, same
+
+
+def step_like_a_user(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
+    """`step` on the sharded model and on the same model in DDP."""
+    case = CASES["weighted rows, unequal micro-batches, one empty"]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    results = []
+    for model in (sharded(case, world_size), nn.parallel.DistributedDataParallel(make_net(case))):
+        gns = GradientNoiseScale(model)
+        for _ in range(2):
+            model.zero_grad()
+            run_window(case, model, gns, scaler, rank, 4)
+            metrics = gns.step()
+        results.append(metrics)
+    return results[0], results[1]
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """The messages for what cannot be measured exactly."""
+    tensor_parallel = Net()
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = distribute_tensor(tensor_parallel.head.weight.detach(), mesh, [Shard(0)])
+    tensor_parallel.head.weight = nn.Parameter(weight)
+    hybrid = fully_shard(Net(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard")))
+    ignored = Net()
+    fully_shard(ignored, mesh=mesh, ignored_params={ignored.head.weight})
+    messages = []
+    for model in (tensor_parallel, hybrid, ignored):
+        with pytest.raises(UserError, match=r"gns\.enabled: not possible with") as error:
+            GradientNoiseScale(model)
+        messages.append(str(error.value))
+    return messages
+
+
+Results = tuple[list[str], tuple[Window, bool], tuple[dict[str, float], dict[str, float]], list[str]]
+
+
+def everything(rank: int, world_size: int) -> Results:
+    """In one start of the processes, which costs more than all of it."""
+    return (
+        compare_all(rank, world_size),
+        window_with_bf16_parameters(rank, world_size),
+        step_like_a_user(rank, world_size),
+        refusals(rank, world_size),
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Results]:
+    return run_on_ranks(everything, 2)
+
+
+def test_a_window_is_measured_as_by_separate_backwards(results: list[Results]) -> None:
+    assert not results[0][0], "\n".join(results[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_number_of_ranks_makes_no_difference(world_size: int) -> None:
+    wrong = run_on_ranks(compare_all, world_size)[0]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_bf16_parameters_reduced_in_fp32_are_exact_but_have_no_middle(results: list[Results]) -> None:
+    """FSDP2 then keeps a rank's sum where no hook sees it, so that `gns/consistency` is absent and never wrong."""
+    for _, (window, is_exact), *_ in results:
+        assert is_exact
+        assert (window.between, window.within) == (None, None)
+
+
+def test_step_adds_up_the_shards(results: list[Results]) -> None:
+    for _, _, (of_fsdp, of_ddp), _ in results:
+        assert of_fsdp == pytest.approx(of_ddp, rel=1e-4)
+        assert of_fsdp["gns/tr_sigma"] > 0.0
+
+
+def test_other_shardings_are_refused_with_the_reason(results: list[Results]) -> None:
+    for *_, (tensor_parallel, hybrid, ignored) in results:
+        assert "sharded beside unsharded parameters" in tensor_parallel
+        assert "mesh of several dimensions" in hybrid
+        assert "sharded beside unsharded parameters" in ignored

@@ -1,0 +1,277 @@
+"""The noise scale in training loops on two ranks: closed forms, planted mistakes, consistency, and what it leaves alone.
+
+The linear problem is the design's: |G|^2 = 7.5, tr(Sigma) = 60, so B = 8, seen with b = 2, 2 ranks and 4 micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.gloo import run_on_ranks
+from tests.support.gns_cases import CASES, make_net
+from tests.support.gns_loop import run_window
+from tests.support.noise_windows import mean_and_error
+from trainer.metrics import noise_scale
+from trainer.metrics.gns_hooks import GradientNoiseScale
+
+pytestmark = pytest.mark.distributed
+
+WORLD, MICROS, ROWS, DIM, STEPS = 2, 4, 2, 30, 200
+TR_SIGMA, GRAD_SQ = 60.0, 7.5
+CURVATURE = torch.linspace(0.5, 2.0, DIM)
+
+
+class Linear(nn.Module):
+    """loss = theta . x, whose gradient is x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.theta
+
+
+class Quadratic(Linear):
+    """loss = (theta - x) H (theta - x) / 2 with a diagonal H, whose gradient at 0 is -H x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * ((self.theta - x).square() @ CURVATURE)
+
+
+class KeepsTheFactor(GradientNoiseScale):
+    """(a) The increments keep the loss's 1/m, the big gradient is their sum."""
+
+    def local_sums(self) -> Tensor:
+        sums = super().local_sums()
+        sums[noise_scale.SMALL_SQUARE] /= MICROS**2
+        return sums
+
+
+class TakesTheLastAcrossTheReduction(GradientNoiseScale):
+    """(b) Micro-gradients are differences of snapshots of `.grad`, the last one taken after DDP's all-reduce."""
+
+    def begin_micro(self, last: bool) -> None:
+        super().begin_micro(last)
+        self._before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self._parameters]
+
+    def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
+        after = [p.grad for p in self._parameters if p.grad is not None]
+        pairs = zip(after, self._before, strict=True)
+        self._micro_square = torch.stack([(a - b).double().square().sum() for a, b in pairs]).sum()
+        super().end_micro(kappa, example_weights)
+
+
+class CountsTheExamplesOfAllRanks(GradientNoiseScale):
+    """(c) The unit is W * b where a micro-gradient is of b examples."""
+
+    def local_sums(self) -> Tensor:
+        sums = super().local_sums()
+        sums[noise_scale.SMALL_NOISE] /= WORLD
+        return sums
+
+
+class LeavesNoiseInTheBigNorm(GradientNoiseScale):
+    """(d) The big gradient's square norm is taken for |G|^2."""
+
+    def local_sums(self) -> Tensor:
+        sums = super().local_sums()
+        sums[noise_scale.BIG_NOISE] *= 1e-9
+        return sums
+
+
+MISTAKES = (KeepsTheFactor, TakesTheLastAcrossTheReduction, CountsTheExamplesOfAllRanks, LeavesNoiseInTheBigNorm)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What 200 steps say."""
+
+    tr_sigma: list[float]
+    grad_sq: list[float]
+    metrics: dict[str, float]
+
+
+def measure(
+    rank: int,
+    make: Callable[[], nn.Module] = Linear,
+    estimator: type[GradientNoiseScale] = GradientNoiseScale,
+    *,
+    seed_of_rank: int | None = None,
+    skew: float = 0.0,
+) -> Measured:
+    """200 steps at the same theta; `skew` moves the rank's data along the mean, up on rank 0 and down on rank 1."""
+    ddp = DistributedDataParallel(make())
+    gns = estimator(ddp, ema=0.999)
+    rng = torch.Generator().manual_seed(100 + (rank if seed_of_rank is None else seed_of_rank))
+    mean = 0.5 + skew * (1 - 2 * rank)
+    result = Measured([], [], {})
+    for _ in range(STEPS):
+        ddp.zero_grad()
+        gns.begin_window(MICROS)
+        for k in range(MICROS):
+            x = mean + math.sqrt(2.0) * torch.randn(ROWS, DIM, generator=rng)
+            with contextlib.nullcontext() if k == MICROS - 1 else ddp.no_sync():
+                gns.begin_micro(last=k == MICROS - 1)
+                (ddp(x).mean() / MICROS).backward()
+                gns.end_micro(1 / MICROS, ROWS)
+        sums = gns.local_sums()
+        torch.distributed.all_reduce(sums)
+        window = gns.finish(sums.tolist(), float(gns.grad_sq()))
+        assert isinstance(window, noise_scale.Window)
+        result.tr_sigma.append(window.tr_sigma)
+        result.grad_sq.append(window.grad_sq)
+    result.metrics.update(gns.metrics())
+    return result
+
+
+def assert_closed_form(measured: Measured, tr_sigma: float, grad_sq: float) -> None:
+    """S, G2 and B within 5 standard errors of the truth, and the errors small enough to mean something."""
+    pairs = {
+        "tr_sigma": (*mean_and_error(measured.tr_sigma), tr_sigma),
+        "grad_sq": (*mean_and_error(measured.grad_sq), grad_sq),
+        "b_simple": (measured.metrics["gns/b_simple"], measured.metrics["gns/b_simple_se"], tr_sigma / grad_sq),
+    }
+    for name, (value, error, truth) in pairs.items():
+        assert abs(value - truth) < 5.0 * error, f"{name}: {value} +- {error}, expected {truth}"
+        assert error < 0.1 * truth, f"{name}: the test has no power"
+
+
+def trained_weights(rank: int, *, is_measured: bool) -> list[Tensor]:
+    """The weights after 10 steps of AdamW on ragged windows."""
+    case = CASES["weighted rows, unequal micro-batches, one empty"]
+    ddp = DistributedDataParallel(make_net(case), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    gns = GradientNoiseScale(ddp) if is_measured else None
+    for _ in range(10):
+        optimizer.zero_grad()
+        run_window(case, ddp, gns, torch.amp.GradScaler("cpu", enabled=False), rank, 3)
+        if gns is not None:
+            gns.step()
+        optimizer.step()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def metrics_around_a_nan(rank: int) -> tuple[dict[str, float], dict[str, float], dict[str, float], str | None]:
+    """Before a window in which rank 1 has a NaN in one micro-batch, after it, after the next sound one, and why."""
+    ddp = DistributedDataParallel(Linear())
+    gns = GradientNoiseScale(ddp)
+    rng = torch.Generator().manual_seed(rank)
+    history = []
+    for step in range(8):
+        ddp.zero_grad()
+        gns.begin_window(2)
+        for k in range(2):
+            factor = math.nan if (step, rank, k) == (6, 1, 0) else 0.5
+            with contextlib.nullcontext() if k == 1 else ddp.no_sync():
+                gns.begin_micro(last=k == 1)
+                (factor * ddp(1.0 + torch.randn(ROWS, DIM, generator=rng)).mean()).backward()
+                gns.end_micro(0.5, ROWS)
+        history.append(gns.step())
+        if step == 6:
+            reason = gns._average._absent
+    return history[5], history[6], history[7], reason
+
+
+def window_without_no_sync(rank: int) -> noise_scale.Window | noise_scale.Absent:
+    """DDP averages after every micro-batch, so `.grad` is never the rank's own sum."""
+    ddp = DistributedDataParallel(Linear())
+    gns = GradientNoiseScale(ddp)
+    rng = torch.Generator().manual_seed(rank)
+    gns.begin_window(2)
+    for k in range(2):
+        gns.begin_micro(last=k == 1)
+        (0.5 * ddp(torch.randn(ROWS, DIM, generator=rng)).mean()).backward()
+        gns.end_micro(0.5, ROWS)
+    sums = gns.local_sums()
+    torch.distributed.all_reduce(sums)
+    return gns.finish(sums.tolist(), float(gns.grad_sq()))
+
+
+def everything(rank: int, world_size: int) -> dict[str, object]:
+    """In one start of the processes, which costs more than all of it."""
+    return {
+        "linear": measure(rank),
+        "quadratic": measure(rank, Quadratic),
+        **{mistake.__name__: measure(rank, Linear, mistake) for mistake in MISTAKES},
+        "same seed": measure(rank, seed_of_rank=0),
+        "skewed": measure(rank, skew=0.5),
+        "weights": [trained_weights(rank, is_measured=is_measured) for is_measured in (False, True)],
+        "nan": metrics_around_a_nan(rank),
+        "without no_sync": window_without_no_sync(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, object]]:
+    return run_on_ranks(everything, WORLD)
+
+
+def test_a_linear_loss_is_measured_within_its_error(results: list[dict[str, Measured]]) -> None:
+    assert_closed_form(results[0]["linear"], TR_SIGMA, GRAD_SQ)
+
+
+def test_a_quadratic_is_measured_within_its_error(results: list[dict[str, Measured]]) -> None:
+    scale = float(CURVATURE.square().mean())
+    assert_closed_form(results[0]["quadratic"], TR_SIGMA * scale, GRAD_SQ * scale)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_fails_the_test_of_the_linear_loss(
+    results: list[dict[str, Measured]], mistake: type[GradientNoiseScale]
+) -> None:
+    with pytest.raises(AssertionError, match="expected"):
+        assert_closed_form(results[0][mistake.__name__], TR_SIGMA, GRAD_SQ)
+
+
+def test_ranks_agree_on_every_number(results: list[dict[str, Measured]]) -> None:
+    assert results[0]["linear"] == results[1]["linear"]
+
+
+@pytest.mark.parametrize("name", ["linear", "quadratic"])
+def test_sound_data_have_consistency_one_within_its_error(results: list[dict[str, Measured]], name: str) -> None:
+    metrics = results[0][name].metrics
+    assert abs(metrics["gns/consistency"] - 1.0) < 4.0 * metrics["gns/consistency_se"]
+    assert metrics["gns/consistency_se"] < 0.15
+
+
+def test_the_same_seed_on_all_ranks_has_consistency_zero(results: list[dict[str, Measured]]) -> None:
+    assert results[0]["same seed"].metrics["gns/consistency"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_skewed_shards_are_told_by_consistency(results: list[dict[str, Measured]]) -> None:
+    """Ranks whose means differ look noisy between each other: 1 + 2 * rows * shift^2 / sigma^2 = 1 + 2 * 8 * 0.25 / 2."""
+    metrics = results[0]["skewed"].metrics
+    assert abs(metrics["gns/consistency"] - 3.0) < 4.0 * metrics["gns/consistency_se"]
+    assert metrics["gns/consistency"] - 1.0 > 5.0 * metrics["gns/consistency_se"]
+
+
+def test_weights_are_bitwise_the_same_with_and_without(results: list[dict[str, list[list[Tensor]]]]) -> None:
+    for result in results:
+        without, measured = result["weights"]
+        assert all(torch.equal(a, b) for a, b in zip(without, measured, strict=True))
+        assert len(without) == 6
+
+
+def test_a_nan_in_one_micro_batch_of_one_rank_is_one_skip_on_all(results: list[dict[str, tuple]]) -> None:
+    for result in results:
+        before, after, next_one, reason = result["nan"]
+        assert after == {**before, "gns/skipped": 1.0}
+        assert "gns/b_simple" in after
+        assert next_one["gns/skipped"] == 1.0
+        assert next_one["gns/tr_sigma"] != after["gns/tr_sigma"]
+        assert reason == "a gradient of the window was not finite"
+
+
+def test_without_no_sync_consistency_is_absent_and_not_wrong(results: list[dict[str, noise_scale.Window]]) -> None:
+    window = results[0]["without no_sync"]
+    assert (window.between, window.within) == (None, None)
+    assert window.tr_sigma > 0.0

@@ -1,0 +1,188 @@
+"""Ways of training that the noise scale's hooks must see exactly, and the truth from a separate backward per micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from trainer.metrics.noise_scale import Absent, Window
+
+VOCAB = 40
+TOKENS = 3  # a row
+KAPPA0 = 2.0**-7  # what a sum of weighted losses is multiplied by; a power of two, which bf16 does not round
+
+
+class Net(nn.Module):
+    """Embedding, one wide hidden layer, output; what is tied, frozen, unused or checkpointed is an argument."""
+
+    def __init__(
+        self,
+        *,
+        tied: bool = False,
+        frozen: bool = False,
+        unused: bool = False,
+        reentrant: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 24)
+        self.body = nn.Sequential(nn.Linear(24, 90), nn.Tanh(), nn.Linear(90, 24))
+        self.head = nn.Linear(24, VOCAB, bias=False)
+        self.reentrant = reentrant
+        if tied:
+            self.head.weight = self.embedding.weight
+        if frozen:
+            self.body[0].weight.requires_grad_(False)
+        if unused:
+            self.unused = nn.Linear(24, 500)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + (self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant))
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training."""
+
+    make: Callable[[], nn.Module] = Net
+    ddp: dict[str, bool] = field(default_factory=dict)
+    is_weighted: bool = True
+    """Rows weigh differently and one micro-batch is empty; false: four equal rows and a mean loss over m."""
+    has_scaler: bool = False
+    autocast: bool = False
+    backend: str | None = None
+    """Of torch.compile."""
+
+
+CASES = {
+    "equal rows": Case(is_weighted=False),
+    "weighted rows, unequal micro-batches, one empty": Case(),
+    "a GradScaler at 65536": Case(has_scaler=True),
+    "bf16 autocast": Case(autocast=True),
+    "bf16 autocast and a GradScaler": Case(autocast=True, has_scaler=True),
+    "tied": Case(lambda: Net(tied=True)),
+    "frozen": Case(lambda: Net(frozen=True)),
+    "unused": Case(lambda: Net(unused=True), {"find_unused_parameters": True}),
+    "reentrant checkpointing": Case(lambda: Net(reentrant=True)),
+    "checkpointing": Case(lambda: Net(reentrant=False)),
+    "checkpointing under autocast": Case(lambda: Net(reentrant=False), autocast=True),
+    "gradient_as_bucket_view": Case(ddp={"gradient_as_bucket_view": True}),
+    "static_graph": Case(ddp={"static_graph": True}),
+    "static_graph, views and checkpointing": Case(
+        lambda: Net(reentrant=True), {"static_graph": True, "gradient_as_bucket_view": True}
+    ),
+    "torch.compile": Case(backend="aot_eager"),
+    "torch.compile, tied, under autocast": Case(lambda: Net(tied=True), backend="aot_eager", autocast=True),
+}
+
+
+def make_net(case: Case) -> nn.Module:
+    """The same weights on every rank and every time."""
+    torch.manual_seed(3)
+    return case.make()
+
+
+def micro_batch(case: Case, world_size: int, m: int, rank: int, k: int) -> tuple[Tensor, Tensor]:
+    """[B, TOKENS + 1] token ids and [B] float64 weights of a rank's micro-batch k."""
+    rng = torch.Generator().manual_seed(1000 * rank + k)
+    rows = 1 + (rank + 2 * k) % 4 if case.is_weighted else 4
+    tokens = torch.randint(VOCAB, (rows + 1, TOKENS + 1), generator=rng)
+    weights = torch.randint(1, 30, (rows + 1,), generator=rng).double()
+    if not case.is_weighted:
+        return tokens[:rows], torch.ones(rows, dtype=torch.float64)
+    weights[0] = 0.0
+    if (rank, k) == (world_size - 1, m - 1) and world_size * m > 2:
+        weights.zero_()
+    return tokens, weights
+
+
+def loss_sum(case: Case, model: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum over rows of the row's mean loss."""
+    with torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext():
+        logits = model(tokens[:, :-1])
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+    return (weights.float() * losses.view(-1, TOKENS).mean(1)).sum()
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Q1, V1, Q2, V2, Q3, V3 of a window."""
+
+    values: tuple[float, ...]
+
+    @property
+    def tr_sigma(self) -> float:
+        q1, v1, _, _, q3, v3 = self.values
+        return (q1 - q3) / (v1 - v3)
+
+    @property
+    def grad_sq(self) -> float:
+        q1, v1, _, _, q3, v3 = self.values
+        return (v1 * q3 - v3 * q1) / (v1 - v3)
+
+
+def separate_backwards(case: Case, world_size: int, m: int) -> Norms:
+    """From the gradient of every micro-batch's mean loss, each from a fresh model of its own."""
+    gradients, kappas, noises = [], [], []
+    for rank in range(world_size):
+        for k in range(m):
+            tokens, weights = micro_batch(case, world_size, m, rank, k)
+            model = make_net(case)
+            loss_sum(case, model, tokens, weights).backward()
+            total = float(weights.sum())
+            flat = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+            gradients.append(torch.cat(flat) / max(total, 1.0))
+            kappas.append(total if case.is_weighted else 1.0)
+            noises.append(float(weights.square().sum()) / max(total, 1.0) ** 2)
+    return norms_of(torch.stack(gradients), kappas, noises, world_size)
+
+
+def norms_of(g: Tensor, kappas: Sequence[float], noises: Sequence[float], world_size: int) -> Norms:
+    """By their definitions from the mean gradients g [W * m, P], rank after rank."""
+    kappa, v = torch.tensor(kappas, dtype=torch.float64), torch.tensor(noises, dtype=torch.float64)
+    share = kappa / kappa.sum()
+    m = len(kappas) // world_size
+    # The middle groups: each rank's window; on one rank the first half of the window.
+    groups = [slice(r * m, r * m + m) for r in range(world_size)] if world_size > 1 else [slice(0, (m + 1) // 2)]
+    q_middle = v_middle = weight = 0.0
+    for group in groups:
+        total = float(kappa[group].sum())
+        if total > 0.0:
+            part = kappa[group] / total
+            q_middle += total * float((part[:, None] * g[group]).sum(0).square().sum())
+            v_middle += total * float((part.square() * v[group]).sum())
+            weight += total
+    return Norms(
+        (
+            float((share * g.square().sum(1)).sum()),
+            float((share * v).sum()),
+            q_middle / weight,
+            v_middle / weight,
+            float((share[:, None] * g).sum(0).square().sum()),
+            float((share.square() * v).sum()),
+        )
+    )
+
+
+def differences(norms: Norms, window: Window | Absent, expected: Norms, num_micros: int) -> list[str]:
+    """What is not as expected to 1e-5. S and G2 are differences, so their error is relative to what is subtracted."""
+    wrong = []
+    if norms.values != pytest.approx(expected.values, rel=1e-5):
+        wrong.append(f"{norms.values} is not {expected.values}")
+    if num_micros == 1:
+        return wrong if isinstance(window, Absent) else [*wrong, f"an estimate from one batch size: {window}"]
+    q1, v1, _, _, q3, v3 = expected.values
+    is_close = (
+        isinstance(window, Window)
+        and window.tr_sigma == pytest.approx(expected.tr_sigma, abs=2e-5 * q1 / (v1 - v3))
+        and window.grad_sq == pytest.approx(expected.grad_sq, abs=2e-5 * (v1 * q3 + v3 * q1) / (v1 - v3))
+    )
+    return wrong if is_close else [*wrong, f"{window} does not follow from {expected}"]

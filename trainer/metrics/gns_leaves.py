@@ -1,0 +1,88 @@
+"""Which tensors the noise scale hooks, and where the optimizer's gradients are: the two differ under FSDP2.
+
+FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates into the unsharded
+parameter, which exists once for the life of the model and is empty while resharded. `FSDPModule.unshard()` registers
+it in the module for as long as it is whole, so it can be found and hooked without anything private. Its hooks see the
+rank's own whole micro-gradient, before the reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The trained parameters of a model."""
+
+    hooked: Sequence[nn.Parameter]
+    """What autograd accumulates into."""
+    parameters: Sequence[nn.Parameter]
+    """What the optimizer updates; their `.grad` are the big gradient."""
+    group: dist.ProcessGroup | None
+    """The ranks that average gradients; None on a single process."""
+    is_sharded: bool
+    """A rank's `.grad` are its shards alone."""
+    ddp: DistributedDataParallel | None = None
+    """The model's wrapper."""
+
+    def reduces_now(self) -> bool:
+        """A backward that ends now is followed by DDP's reduction: it does not run under `no_sync`."""
+        return self.ddp is not None and self.ddp.require_backward_grad_sync
+
+
+def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
+    """The leaves of `model`. With FSDP2 this gathers every parameter once: all ranks must call it.
+
+    Args:
+        model: plain, in DDP, or sharded by `fully_shard` over a mesh of one dimension.
+        process_group: overrides the model's own.
+
+    Raises:
+        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of several dimensions; sharded
+            beside unsharded parameters (`ignored_params`), which nobody averages.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise UserError("gns.enabled", "the model has no parameter that is trained", "set it to false")
+    if not any(isinstance(p, DTensor) for p in parameters):
+        if not isinstance(model, DistributedDataParallel):
+            return Leaves(parameters, parameters, process_group, is_sharded=False)
+        return Leaves(parameters, parameters, process_group or model.process_group, is_sharded=False, ddp=model)
+    group = _group_of(parameters)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    hooked = [p for p in model.parameters() if p.requires_grad]
+    for module in modules:
+        module.reshard()
+    if any(isinstance(p, DTensor) for p in hooked):
+        raise _refusal("parameters that stay sharded in the backward (tensor parallelism)")
+    return Leaves(hooked, parameters, process_group or group, is_sharded=True)
+
+
+def _group_of(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup:
+    """The process group over which every parameter is sharded."""
+    groups = []
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            raise _refusal("sharded beside unsharded parameters")
+        if parameter.device_mesh.ndim != 1:
+            raise _refusal("parameters sharded over a mesh of several dimensions")
+        groups.append(parameter.device_mesh.get_group())
+    if any(group is not groups[0] for group in groups):
+        raise _refusal("parameters sharded over several process groups")
+    return groups[0]
+
+
+def _refusal(what: str) -> UserError:
+    return UserError("gns.enabled", f"not possible with {what}", "use DDP or fully_shard alone, or set it to false")
