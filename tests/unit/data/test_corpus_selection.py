@@ -59,6 +59,13 @@ def test_a_stream_of_large_documents_takes_its_smallest() -> None:
     assert len(capped["b"]) == 5
 
 
+def test_a_stream_of_a_small_document_and_a_huge_one_is_left_out() -> None:
+    streams = {"a": [document("a/0", 5), document("a/1", 500)], "b": [document(f"b/{k}", 10) for k in range(60)]}
+    capped = cap_evenly(streams, 120, min_bytes=50)
+    assert names(capped).keys() == {"b"}
+    assert len(capped["b"]) == 12
+
+
 PATHS = st.lists(st.sampled_from(["a", "b", "c"]), min_size=0, max_size=3)
 
 

@@ -41,7 +41,8 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
     """At most `max_bytes` of text in all, in even shares; what a small stream leaves of its share goes to the others.
 
     Within a stream documents are tried in the order of the SHA-256 of their source, and those that fit are taken. A
-    stream that stays below `min_bytes` because its documents are larger than its share takes its smallest ones too.
+    stream that stays below `min_bytes` because its documents are larger than its share takes its smallest ones too; one
+    that cannot reach it even so, being one small document and a huge one, is left out.
     """
     chosen: Streams = {}
     left = max_bytes
@@ -59,7 +60,9 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
             if _size(taken) < min_bytes and document.num_bytes <= left:
                 taken.append(document)
                 left -= document.num_bytes
-        if taken:
+        if _size(taken) < min(min_bytes, _size(streams[name])):
+            left += _size(taken)
+        elif taken:
             chosen[name] = sorted(taken, key=lambda document: document.source)
     return {name: chosen[name] for name in sorted(chosen)}
 
