@@ -14,7 +14,7 @@ from trainer.data.corpus.manifest import Manifest
 from trainer.data.corpus.pytext import build_pytext
 from trainer.errors import UserError
 
-CAPS = {"python": 6_000_000, "cpp": 8_000_000, "prose": 1_000_000}
+CAPS = {"python": 6_000_000, "cpp": 8_000_000, "prose": 3_000_000}
 
 
 @pytest.fixture(scope="module")
