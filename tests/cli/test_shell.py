@@ -44,7 +44,7 @@ def test_install_completion_writes_what_bash_can_source(tmp_path):
     script = f"""
         PATH={tmp_path}:$PATH
         source {tmp_path}/.bash_completions/train.sh
-        COMP_WORDS=(train che) COMP_CWORD=1
+        COMP_WORDS=(train prev) COMP_CWORD=1
         _train_completion train
         echo "${{COMPREPLY[@]}}"
     """
@@ -54,7 +54,7 @@ def test_install_completion_writes_what_bash_can_source(tmp_path):
     shell = subprocess.run(
         ["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
     )
-    assert shell.stdout.split() == ["check"], shell.stderr
+    assert shell.stdout.split() == ["preview"], shell.stderr
 
 
 def shown(arguments: list[object], cwd: Path, extra: dict[str, str]) -> str:

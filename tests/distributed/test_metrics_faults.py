@@ -154,14 +154,18 @@ def test_extras_never_reach_the_model(spoiled):
 def test_a_component_of_the_loss_that_fails_on_one_rank_stops_the_run_with_its_name_and_batch(tmp_path):
     result = run_observed(tmp_path, nproc=3, SPOIL_LOGITS_AT="4")
     assert result.returncode == 1
-    (said,) = [line for line in result.stderr.splitlines() if "ObjectiveError: objective component" in line]
+    told = [line for line in result.stderr.splitlines() if "ObjectiveError: objective component" in line]
+    (said,) = [line for line in told if line.startswith("trainer.")]  # its own, with the traceback
+    assert all("rank 1 failed" in line for line in told if line != said)
     shapes = re.search(r"objective component token_ce: logits \((\d), 15, 257\) do not fit targets \((\d), 16\)", said)
     assert shapes is not None, said
     assert shapes[1] == shapes[2]
     meta = json.loads(said.split("; batch: ", 1)[1])
     modality, stream = {"first": "a", "second": "b"}[meta["source"]], meta["stream"]
     assert list((tmp_path / "corpus" / modality).glob(Path(stream).name)), "the batch's stream is one that exists"
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] in ("running", "failed")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["reason"].startswith("rank 1 failed: ObjectiveError: objective component token_ce")
 
 
 def test_a_logging_step_costs_two_collectives_and_another_step_one(tmp_path):

@@ -24,8 +24,8 @@ def _worker(rank: int, function: Callable[..., Any], world_size: int, folder: st
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
-    result = function(rank, world_size, *args)
-    Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+    # Not kept: a result may hold on to the group.
+    Path(folder, f"result{rank}").write_bytes(pickle.dumps(function(rank, world_size, *args)))
     # Four or more gloo ranks can abort in teardown unless they meet first.
     gc.collect()
     dist.barrier()

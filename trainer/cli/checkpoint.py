@@ -56,7 +56,8 @@ def verify_checkpoints(run_dir: str, *, as_json: bool) -> None:
         raise UserError(run_dir, "has no checkpoint", "set checkpoint.every, or let the run end")
     found = [_look(path, is_deep=True) for path in paths]
     _print(run_dir, found, as_json=as_json)
-    damaged = [UserError("checkpoint", each.problem, "") for each in found if each.problem is not None]
+    fix = "resume from an older one: --resume auto does so by itself"
+    damaged = [UserError("checkpoint", each.problem, fix) for each in found if each.problem is not None]
     if damaged:
         raise UserErrors(damaged)
 

@@ -20,6 +20,7 @@ DDP's after that node.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -80,8 +81,8 @@ class GradientNoiseScale:
         self._handles: list[Any] = []
         for index, parameter in enumerate(self._leaves.hooked):
             leaf: Any = parameter  # torch leaves both methods without types
-            self._handles.append(leaf.register_hook(self._leaf_hook(index, parameter)))
-            self._handles.append(leaf.register_post_accumulate_grad_hook(self._accumulated))
+            self._handles.append(leaf.register_hook(_leaf_hook(weakref.ref(self), index)))
+            self._handles.append(leaf.register_post_accumulate_grad_hook(_accumulation_hook(weakref.ref(self))))
 
     def begin_window(self, num_micros: int | None = None) -> None:
         """Start a window, forgetting one that was not finished.
@@ -236,23 +237,18 @@ class GradientNoiseScale:
             handle.remove()
         self._handles.clear()
 
-    def _leaf_hook(self, index: int, leaf: Tensor) -> Callable[[Tensor], None]:
-        """A hook that returns nothing: what a hook returns replaces the gradient."""
-
-        def measure(grad: Tensor) -> None:
-            if not self._is_active:
-                return
-            if self._fired_in[index] == self._micro:
-                self._repeats += 1
-            self._fired_in[index] = self._micro
-            if self._is_middle:
-                self._is_moved |= leaf.grad is None and index in self._window_fires
-            elif self._world_size > 1:
-                self._is_moved |= self._leaves.reduces_now()
-            self._window_fires.add(index)
-            self._micro_square += square_norm(grad).to(self._device)
-
-        return measure
+    def _measure(self, index: int, grad: Tensor) -> None:
+        if not self._is_active:
+            return
+        if self._fired_in[index] == self._micro:
+            self._repeats += 1
+        self._fired_in[index] = self._micro
+        if self._is_middle:
+            self._is_moved |= self._leaves.hooked[index].grad is None and index in self._window_fires
+        elif self._world_size > 1:
+            self._is_moved |= self._leaves.reduces_now()
+        self._window_fires.add(index)
+        self._micro_square += square_norm(grad).to(self._device)
 
     def _accumulated(self, parameter: Tensor) -> None:
         if self._is_active and self._is_middle and not self._is_first and parameter.grad is not None:
@@ -261,6 +257,28 @@ class GradientNoiseScale:
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
+
+
+# torch keeps hooks where the garbage collector does not look. Had they a hold on their owner, and through it on the process
+# group, one that nobody closed would keep the group and its threads alive to the end of the process, where they can abort it.
+def _leaf_hook(owner: weakref.ref[GradientNoiseScale], index: int) -> Callable[[Tensor], None]:
+    """A hook that returns nothing: what a hook returns replaces the gradient."""
+
+    def measure(grad: Tensor) -> None:
+        gns = owner()
+        if gns is not None:
+            gns._measure(index, grad)
+
+    return measure
+
+
+def _accumulation_hook(owner: weakref.ref[GradientNoiseScale]) -> Callable[[Tensor], None]:
+    def accumulated(parameter: Tensor) -> None:
+        gns = owner()
+        if gns is not None:
+            gns._accumulated(parameter)
+
+    return accumulated
 
 
 def _sum(terms: Iterable[Tensor], start: Tensor) -> Tensor:
