@@ -262,8 +262,8 @@ class Ledger:
     def _distinct(self, group_ids: Ints) -> tuple[list[int], bool]:
         """The ids as a list, found to be distinct, and whether -1 is among them."""
         # A store comes with the groups of the look-up before it.
-        as_bytes = group_ids.tobytes()
-        if as_bytes != self._checked_bytes or group_ids.dtype != np.int64:
+        as_bytes = group_ids.astype(np.int64, copy=False).tobytes()
+        if as_bytes != self._checked_bytes:
             groups: list[int] = group_ids.tolist()
             check_distinct(groups)
             self._checked = groups, bool(groups) and min(groups) < 0
