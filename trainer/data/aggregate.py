@@ -43,8 +43,8 @@ class MetricsMerger:
     """
 
     def __init__(self, ops: Mapping[str, ReduceOp], num_sources: int) -> None:
+        self._ops = ops
         self._columns = {key: [IDENTITIES[op]] * num_sources for key, op in ops.items()}
-        self._reductions = {key: REDUCTIONS[op] for key, op in ops.items()}
         self._said: set[str] = set()
         self._merged: dict[str, float] = {}
         self._stale: set[str] = set()  # keys whose column changed since they were merged
@@ -54,19 +54,29 @@ class MetricsMerger:
         if not self._said.issuperset(metrics):
             self._said.update(metrics)
             self._stale.update(metrics)
-        columns, stale = self._columns, self._stale
+        columns, merged = self._columns, self._merged
         for key, value in metrics.items():
             column = columns[key]
-            if column[source] != value:
-                column[source] = value
-                stale.add(key)
+            old = column[source]
+            if old == value:
+                continue
+            column[source] = value
+            # Where the old peak tells the new one, the column need not be gone through.
+            op, peak = self._ops[key], merged.get(key)
+            if peak is None or op == "sum":
+                self._stale.add(key)
+            elif (value > peak) if op == "max" else (value < peak):
+                merged[key] = value
+            elif old == peak:
+                self._stale.add(key)
 
     def merged(self) -> dict[str, float]:
         """All sources reduced; a key that no source has said is absent. Counted events are forgotten with it."""
         merged, columns = self._merged, self._columns
-        for key in self._stale:
-            merged[key] = self._reductions[key](columns[key])
-        self._stale.clear()
+        if self._stale:
+            for key in self._stale:
+                merged[key] = REDUCTIONS[self._ops[key]](columns[key])
+            self._stale.clear()
         result = merged.copy()
         if merged.get(pool.EXHAUST_EVENTS):
             merged[pool.EXHAUST_EVENTS] = 0.0

@@ -80,10 +80,11 @@ class StreamReader:
     """A cursor over the slice of a stream that one rank reads in one pass.
 
     `slice_start`, `position` and `slice_end` count cells in the stream's (remaining) cell order: `position` is
-    `slice_start` plus the cells read so far. `remaining_picks` is exact: the batches that the longest plan over the
-    ranks that follow this cursor still has. `ceil((slice_end - position) / bs)` equals it while all lanes are level;
-    towards the end of a slice of long groups fewer lanes run, and the plan has more batches than that. Being exact is
-    what makes picks in proportion to it a uniform permutation of all remaining batches.
+    `slice_start` plus the cells read so far. `remaining_picks`, the batches left until the reader is exhausted, is
+    exact: those that the longest plan over the ranks that follow this cursor still has.
+    `ceil((slice_end - position) / bs)` equals it while all lanes are level; towards the end of a slice of long groups
+    fewer lanes run, and the plan has more batches than that. Being exact is what makes picks in proportion to it a
+    uniform permutation of all remaining batches.
 
     Args:
         source: the open stream.
@@ -114,22 +115,20 @@ class StreamReader:
         self.slice_end = int(remainder.num_cells[: bounds[rank + 1]].sum())
         self.position = self.slice_start
         self.picks = 0
-
-    @property
-    def remaining_picks(self) -> int:
-        """Batches left until the reader is exhausted."""
-        return self.num_picks - self.picks
+        self.remaining_picks = self.num_picks
+        self._slice_cells = max(self.slice_end - self.slice_start, 1)
 
     @property
     def remaining_fraction(self) -> float:
         """Share of this rank's slice that is not read yet."""
-        return (self.slice_end - self.position) / max(self.slice_end - self.slice_start, 1)
+        return (self.slice_end - self.position) / self._slice_cells
 
     def take(self) -> Rows | None:
         """The rows of the next batch; None if only other ranks' slices still have some."""
         index = self.picks
-        assert index < self.num_picks, "an exhausted reader was picked"
+        assert self.remaining_picks, "an exhausted reader was picked"
         self.picks = index + 1
+        self.remaining_picks -= 1
         if index >= self._num_own_picks:
             return None
         rows = self._rows.batch(index)
@@ -140,6 +139,7 @@ class StreamReader:
         """Go on as if `picks` batches had been taken."""
         assert 0 <= picks <= self.num_picks, (picks, self.num_picks)
         self.picks = picks
+        self.remaining_picks = self.num_picks - picks
         self.position = self.slice_start + self._plan.cells_before(picks)
 
 

@@ -85,6 +85,7 @@ class Ledger:
         self._world_size = world_size
         self._ownership = ownership
         self._counters = Counters()
+        self._checked_bytes = b""
         self._checked: tuple[list[int], bool] = ([], False)
         self._store = StateStore(
             width=state_width,
@@ -268,11 +269,13 @@ class Ledger:
 
     def _distinct(self, group_ids: Ints) -> tuple[list[int], bool]:
         """The ids as a list, found to be distinct, and whether -1 is among them."""
-        groups: list[int] = group_ids.tolist()
         # A store comes with the groups of the look-up before it.
-        if groups != self._checked[0]:
+        as_bytes = group_ids.astype(np.int64, copy=False).tobytes()
+        if as_bytes != self._checked_bytes:
+            groups: list[int] = group_ids.tolist()
             check_distinct(groups)
             self._checked = groups, bool(groups) and min(groups) < 0
+            self._checked_bytes = as_bytes
         return self._checked
 
     def _is_mine(self, groups: Ints) -> Flags:

@@ -62,8 +62,9 @@ class LedgerShard:
         self.data.commit()
         self.ghosts.compact()
         self.counters.begin_step()
-        before = self.step
-        self.data.on_undo(lambda: setattr(self, "step", before))
+        if self.data.keeps_undo:
+            before = self.step
+            self.data.on_undo(lambda: setattr(self, "step", before))
         self.step = step
         if self._wipe_mode == "full" and is_due(step, previous, self._wipe_every):
             self._wipe()
@@ -76,12 +77,10 @@ class LedgerShard:
 
         What is fresh (a group's start, or no group at all) or not held is zeros.
         """
-        slots = self.data.find(groups)
-        is_absent = slots == self.data.no_slot
-        num_missing = 0
-        if np.count_nonzero(is_absent):
-            num_missing = int(np.count_nonzero(is_absent & ~is_fresh))
+        slots, num_missing = self.data.find(groups)
         if np.count_nonzero(is_fresh):
+            if num_missing:
+                num_missing = int(np.count_nonzero((slots == self.data.no_slot) & ~is_fresh))
             slots[is_fresh] = self.data.no_slot
         return self.data.read(slots), num_missing
 
@@ -90,38 +89,37 @@ class LedgerShard:
         step = self._require_step()
         self._check_owned(groups)
         data = self.data
-        slots = data.find(groups)
-        is_missing = slots == data.no_slot
+        slots, num_absent = data.find(groups)
         states = states.to(data.device, data.slab.dtype)
         is_finite = self._finite_rows(states)
-        is_kept = ~is_last if is_finite is None else is_finite & ~is_last
-        num_kept = int(np.count_nonzero(is_kept))
-        has_all = num_kept == len(groups)
-        is_new = is_missing if has_all else is_missing & is_kept
-        num_new = int(np.count_nonzero(is_new))
-        freed = slots[:0] if has_all else slots[~(is_kept | is_missing)]
+        is_dropped = is_last if is_finite is None else is_last | ~is_finite
+        is_absent = is_new = slots == data.no_slot
+        freed, num_new, num_kept = slots[:0], num_absent, len(groups)
+        if num_dropped := int(np.count_nonzero(is_dropped)):
+            freed = slots[is_dropped & ~is_absent]
+            slots[is_dropped] = data.waste_slot
+            is_new = slots == data.no_slot
+            num_new, num_kept = int(np.count_nonzero(is_new)), num_kept - num_dropped
         self._check_capacity(num_kept, data.num_live - freed.size + num_new)
 
         if is_finite is not None:
             self.counters.add("ledger/refused_rows", int(np.count_nonzero(~(is_last | is_finite))))
-        if np.count_nonzero(is_missing):
-            self._count_false_evictions(list(compress(groups, is_missing.tolist())), is_start[is_missing])
+        if num_absent:
+            self._count_false_evictions(list(compress(groups, is_absent.tolist())), is_start[is_absent])
         if freed.size:
             data.vacate(freed)
         if num_new:
-            self._make_room(num_new, slots[is_kept & ~is_missing], step)
+            self._make_room(num_new, slots, step)
             slots[is_new] = data.acquire(list(compress(groups, is_new.tolist())))
-        kept_slots = slots if has_all else slots[is_kept]
+        kept_slots = slots[~is_dropped] if num_dropped else slots
         data.touch(kept_slots, step)
         data.record(kept_slots, step)
-        if not has_all:
-            slots[~is_kept] = data.waste_slot
         data.write(slots, states)
 
     def release(self, groups: list[int]) -> None:
         """Free the slots of those of the distinct `groups` that are held; not an eviction."""
         self._check_owned(groups)
-        slots = self.data.find(groups)
+        slots, _ = self.data.find(groups)
         slots = slots[slots != self.data.no_slot]
         if slots.size:
             self.data.vacate(slots)
@@ -165,15 +163,20 @@ class LedgerShard:
             )
 
     def _count_false_evictions(self, groups: list[int], is_start: Flags) -> None:
-        modes = [mode for i, mode in self.ghosts.take(groups) if not is_start[i]]
+        taken = self.ghosts.take(groups)
+        if not taken:
+            return
+        starts = is_start.tolist()
+        modes = [mode for i, mode in taken if not starts[i]]
         for mode in set(modes):
             self.counters.add(f"ledger/false_evictions/{mode}", modes.count(mode))
 
-    def _make_room(self, num_new: int, pinned: Ints, step: int) -> None:
-        """With `lru`, evict until `num_new` groups fit beside those that are held, the `pinned` slots untouched."""
+    def _make_room(self, num_new: int, slots: Ints, step: int) -> None:
+        """With `lru`, evict until `num_new` groups fit beside those that are held; those in `slots` stay."""
         overflow = lru_overflow(self.data.num_live, num_new, self.data.capacity)
         if overflow and self._wipe_mode == "lru":
             assert self.data.recency is not None
+            pinned = slots[slots < self.data.capacity]
             self.data.touch(pinned, step)
             self._evict(self.data.recency.take_oldest(overflow, pinned), "lru")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
-from trainer.data.aggregate import MetricsMerger, pool_ops, reduce_over_ranks
+from trainer.data.aggregate import REDUCTIONS, MetricsMerger, pool_ops, reduce_over_ranks
 from trainer.data.layout import discover_nested
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
@@ -84,6 +85,23 @@ def test_merging_sources_equals_reducing_ranks_and_forgets_counted_events() -> N
         merger.update(source, local_metrics(source))
     assert merger.merged() == EXPECTED
     assert merger.merged() == {**EXPECTED, EXHAUST: 0.0}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_merged_peaks_equal_those_of_all_that_was_said_after_any_updates(seed: int) -> None:
+    generator = random.Random(seed)
+    ops = pool_ops(["a"])
+    merger, said = MetricsMerger(ops, 3), {key: {} for key in ops}
+    for _ in range(200):
+        source = generator.randrange(3)
+        metrics = {key: float(generator.randrange(5)) for key in ops if generator.random() < 0.7}
+        merger.update(source, metrics)
+        for key, value in metrics.items():
+            said[key][source] = value
+        if generator.random() < 0.6:
+            expected = {key: REDUCTIONS[ops[key]](list(of.values())) for key, of in said.items() if of}
+            assert merger.merged() == expected
+            said[EXHAUST] = dict.fromkeys(said[EXHAUST], 0.0)
 
 
 def pool_of_a_rank(rank: int, world_size: int, root: str) -> tuple[dict[str, float], dict[str, float]]:

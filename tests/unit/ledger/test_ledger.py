@@ -139,6 +139,22 @@ def test_states_are_kept_in_the_ledgers_dtype_and_refused_if_they_do_not_fit_it(
     assert ledger.drain_metrics()["ledger/refused_rows"] == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_states_of_any_dtype_come_back_to_the_bit_and_are_rolled_back(dtype: torch.dtype) -> None:
+    ledger = new_ledger(dtype=dtype, keep_undo=True)
+    groups, no = np.array([4, 9]), np.array([False, False])
+    rows = torch.tensor([[0.1, -3.7], [1e-3, 250.3]], dtype=dtype)
+    ledger.begin_step(1)
+    ledger.store(groups, np.array([0, 0]), no, rows)
+    ledger.begin_step(2)
+    ledger.store(groups, np.array([1, 1]), no, rows.t())
+    assert torch.equal(ledger.lookup(groups, np.array([2, 2])), rows.t())
+    ledger.rollback()
+    found = ledger.lookup(groups, np.array([1, 1]))
+    assert found.dtype == dtype
+    assert torch.equal(found, rows)
+
+
 def test_finite_rows_whose_sum_overflows_are_kept() -> None:
     ledger = new_ledger()
     ledger.begin_step(1)

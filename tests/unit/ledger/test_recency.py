@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
+import numpy as np
+import pytest
+
+from trainer.ledger import recency
 from trainer.ledger.recency import RecencyBuckets
 
 NONE = np.empty(0, np.int64)
@@ -57,3 +61,46 @@ def test_rebuilding_drops_what_no_longer_counts_and_keeps_the_order() -> None:
     index.rebuild()
     assert len(index) == 3
     assert index.take_oldest(3, NONE).tolist() == [2, 1, 9]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_stores_takes_and_undone_steps_equal_a_sort_of_all_slots(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front is refilled every few entries, and spans few steps, as it is in long runs."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(recency, "FRONT_ENTRIES", int(rng.choice([1, 9, 40])))
+    monkeypatch.setattr(recency, "FRONT_SPAN", int(rng.choice([2, 30])))
+    journal: list[Callable[[], object]] = []
+    last_step = np.full(50, -1, np.int64)
+    index = RecencyBuckets(last_step, journal.append)
+
+    def in_order(*, but: np.ndarray = NONE) -> list[int]:
+        slots = [slot for slot in np.flatnonzero(last_step >= 0).tolist() if slot not in but]
+        return sorted(slots, key=lambda slot: (last_step[slot], slot))
+
+    step = 0
+    for _ in range(150):
+        before, step = (last_step.copy(), step), step + int(rng.integers(0, 3))
+        for _ in range(int(rng.integers(1, 4))):
+            stored = rng.permutation(50)[: int(rng.integers(1, 8))]
+            last_step[stored] = step
+            expected = in_order(but=stored)[: int(rng.integers(0, 9)) * int(rng.integers(0, 2))]
+            assert index.take_oldest(len(expected), stored).tolist() == expected
+            last_step[expected] = -1
+            index.add(step, stored)
+        if rng.random() < 0.2:
+            cutoff = step - int(rng.integers(0, 6))
+            expected = [slot for slot in in_order() if last_step[slot] < cutoff]
+            assert index.take_before(cutoff).tolist() == expected
+            last_step[expected] = -1
+        if rng.random() < 0.3:
+            while journal:
+                journal.pop()()
+            last_step[:], step = before
+        journal.clear()
+        if rng.random() < 0.05:
+            index.rebuild()
+            assert len(index) == len(in_order())
+    assert index.take_oldest(50, NONE).tolist() == in_order()
+    assert len(index) == 0
