@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainer.config.docs import render_config_schema
 from trainer.data.documents import ReadOptions
 from trainer.data.guess import Guess, Look, guess, look
 from trainer.data.layout import Discovery, Stream, discover
+from trainer.data.own_format import is_import_path
 from trainer.data.sizing import Sizes, choose_sizes
 from trainer.data.survey import Survey, survey
 from trainer.data.tokenizer import load_tokenizer
@@ -47,6 +49,8 @@ def init_config(
     paths = [str(Path(path).expanduser()) for path in paths]
     at = discover(paths, format=format)
     kind = guess(at.streams, format=format, dtype=dtype)
+    if is_import_path(format) and tokenizer == "ids":  # what such a format reads cannot be seen from outside
+        kind = replace(kind, kind="ids")
     named = tokenizer or ("bytes" if kind.kind == "text" else "ids")
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
