@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke smoke-matrix test test-slow check format docs bench bench-data bench-ledger bench-metrics clean
+.PHONY: help setup data smoke smoke-matrix test test-slow check format docs site bench bench-data bench-ledger bench-metrics clean
 
 help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
@@ -29,6 +29,7 @@ help:
 	@echo "make test       the test suite (make test-slow: the long ones)"
 	@echo "make check      lint, types, layers, generated docs"
 	@echo "make docs       regenerate the generated docs"
+	@echo "make site       the documentation as a site, with the API reference, in build/site"
 	@echo "make bench      what the instruments cost, as ratios"
 
 setup: $(STAMP)
@@ -79,6 +80,10 @@ format: setup
 
 docs: setup
 	@$(BIN)/python scripts/make_docs.py
+
+site: setup docs
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/make_site.py
 
 bench: bench-data bench-ledger bench-metrics
 
