@@ -12,6 +12,7 @@ import numpy as np
 import typer
 
 from trainer.cli.config_verbs import put_text
+from trainer.cli.counts import counted
 from trainer.cli.data_build import progress_bar
 from trainer.cli.starter import Starter, render_starter
 from trainer.config.docs import render_config_schema
@@ -113,15 +114,16 @@ def _found_lines(at: Discovery, chosen: list[Stream], found: Survey, kind: Guess
     total = found.total(sizes.seq_len)
     what = "bytes of text" if kind.kind == "text" else "token ids"
     lines = [
-        f"Found: {len(at.streams):,} streams in layout {at.layout}, {what} ({', '.join(kind.formats)}); "
-        f"{total['documents']:,} documents, {total['tokens']:,} tokens, {total['padding_share']:.0%} padding in cells"
+        f"Found: {counted(len(at.streams), 'stream')} in layout {at.layout}, {what} ({', '.join(kind.formats)}); "
+        f"{counted(total['documents'], 'document')}, {total['tokens']:,} tokens, {total['padding_share']:.0%} padding in cells"
     ]
     if len(chosen) < len(at.streams):
         lines[0] += f" in the {len(chosen):,} streams that were looked at"
     for name in found.modalities if len(found.modalities) > 1 else []:
         facts = found.total(sizes.seq_len, name)
         lines.append(
-            f"  modality {name}: {facts['streams']:,} streams, {facts['documents']:,} documents, {facts['tokens']:,} tokens"
+            f"  modality {name}: {counted(facts['streams'], 'stream')}, {counted(facts['documents'], 'document')}, "
+            f"{facts['tokens']:,} tokens"
         )
     return lines
 
