@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # The first python3 that is new enough; `make PYTHON=... setup` takes another one.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-EXTRAS := dev,tensorboard,tokenizers,parquet,preview,report,safetensors
+EXTRAS := dev,tensorboard,tokenizers,parquet,preview,report,safetensors,hf
 CORPUS := data/pytext
 MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)
@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke smoke-matrix test test-slow test-faults check format docs \
+.PHONY: help setup data smoke smoke-matrix test test-slow test-faults check format docs site \
 	bench bench-gpu $(addprefix bench-,$(BENCHES)) clean
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
 	@echo "make check      lint, types, layers, generated docs"
 	@echo "make docs       regenerate the generated docs"
+	@echo "make site       the documentation as a site, with the API reference, in build/site"
 	@echo "make bench      what the instruments cost, as ratios"
 
 setup: $(STAMP)
@@ -88,6 +89,10 @@ format: setup
 
 docs: setup
 	@$(BIN)/python scripts/make_docs.py
+
+site: setup docs
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/make_site.py
 
 # All of them write docs/benchmarks.md (about 15 minutes); one alone prints its table.
 bench: setup

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import platform
 import random
 import resource
 import statistics
@@ -34,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from bench_table import Figure, print_figures, ratio_figure
 from torch import Tensor, nn
 
 from trainer.metrics.gns_hooks import GradientNoiseScale
@@ -52,15 +51,10 @@ class TimedNoiseScale(GradientNoiseScale):
         self.own_seconds = 0.0
         super().__init__(model)
 
-    def _leaf_hook(self, index: int, leaf: Tensor) -> Callable[[Tensor], None]:
-        measure = super()._leaf_hook(index, leaf)
-
-        def timed(grad: Tensor) -> None:
-            began = self._clock()
-            measure(grad)
-            self.own_seconds += self._clock() - began
-
-        return timed
+    def _measure(self, index: int, grad: Tensor) -> None:
+        began = self._clock()
+        super()._measure(index, grad)
+        self.own_seconds += self._clock() - began
 
     def _accumulated(self, parameter: Tensor) -> None:
         began = self._clock()
@@ -161,12 +155,6 @@ def ratios(bench: Bench, m: int, rounds: int, rng: random.Random) -> dict[str, l
     return result
 
 
-def summary(values: Sequence[float]) -> str:
-    """Median (quarter to three-quarter point)."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
 def peak_growth(make: Callable[[], Bench], kind: str) -> int:
     """Bytes by which the largest resident set grew in two steps of m = 2, after one without any measuring."""
     bench = make()
@@ -184,8 +172,29 @@ def growth_in_child(kind: str, arguments: argparse.Namespace) -> float:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1e6
 
 
+def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
+    """Step times at each number of micro-batches, and memory."""
+    found: list[Figure] = [Figure("parameters", bench.num_parameters)]
+    rng = random.Random(0)
+    for m in args.micro_batches:
+        each = ratios(bench, m, max(args.rounds * min(8 // m, 4), 2), rng)
+        found += [
+            ratio_figure(f"m={m}: step time with hooks over without", each["hooks"], at_most=GOAL),
+            ratio_figure(f"m={m}: by the time inside the hooks alone", each["own"]),
+            ratio_figure(f"m={m}: the snapshot recipe over without", each["snapshot"]),
+        ]
+    size = bench.num_parameters * 4 / 1e6
+    found.append(Figure("one copy of the gradients", size, "MB"))
+    for kind in KINDS:
+        goal = 0.1 * size if kind == "hooks" else None
+        found.append(
+            Figure(f"peak memory beyond a first step: {kind}", growth_in_child(kind, args), "MB", at_most=goal)
+        )
+    return found
+
+
 def main() -> None:
-    """Measure and print the tables."""
+    """Measure and print; exits with 1 when --check is given and a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="of m = 8; more for fewer micro-batches")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -195,6 +204,8 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -206,26 +217,7 @@ def main() -> None:
     if args.memory_of:
         print(peak_growth(make, args.memory_of))
         return
-    bench = make()
-    load = os.getloadavg()[0]
-    print(f"{platform.platform()}, {os.cpu_count()} cores, load {load:.1f}, torch {torch.__version__}")
-    print(f"{bench.num_parameters:,} parameters, micro-batch {args.rows} x {args.seq_len}, {args.threads} thread(s)")
-    print(f"step time ({args.clock}) over that without, median (quartiles); goal: hooks at most {GOAL}")
-    print("m  rounds  step, s   hooks                    hooks, own               snapshots")
-    rng, medians = random.Random(0), []
-    for m in args.micro_batches:
-        rounds = max(args.rounds * min(8 // m, 4), 2)
-        found = ratios(bench, m, rounds, rng)
-        medians.append(statistics.median(found["hooks"]))
-        seconds = statistics.median(found["none"])
-        columns = "  ".join(summary(found[kind]) for kind in ("hooks", "own", "snapshot"))
-        print(f"{m}  {rounds:6}  {seconds:7.3f}   {columns}", flush=True)
-    size = bench.num_parameters * 4 / 1e6
-    grown = {kind: growth_in_child(kind, args) for kind in KINDS}
-    print(f"peak memory beyond a step without, MB (one copy of the gradients: {size:.0f}):")
-    print("   " + ", ".join(f"{kind} {grown[kind]:.1f}" for kind in KINDS))
-    is_met = max(medians) <= GOAL and grown["hooks"] < 0.1 * size
-    print(f"goals: {'met' if is_met else 'NOT met'}")
+    print_figures("gns", figures(make(), args), as_json=args.json, check=args.check)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ TITLES = {
     "startup": "Start-up",
     "growth": "Growth with the size of things",
 }
-ON_CUDA = ("loop", "gns", "recurrence")
+ON_CUDA = ("loop", "recurrence")
 INTRODUCTION = """\
 # Benchmarks
 

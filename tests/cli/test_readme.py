@@ -2,58 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
-import numpy as np
-import torch
-
 from tests.support.runs import ROOT, make_corpus, read_rows, run
-from trainer.metrics.payload_contract import build_payload, encode_payload
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-class Recurrent(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = torch.nn.GRU(3, 256, batch_first=True)
-
-    def forward(self, tokens, state):
-        output, last = self.cell(tokens, state[None])
-        return output, last[0]
-
-
-def test_the_python_blocks_run(capsys):
-    model = torch.nn.Linear(3, 1)
-    data = torch.randn(4, 2, 3)
-    names = {
-        "ddp_model": model,
-        "m": 4,
-        "batch": data,
-        "batch_size": 2,
-        "loss_of": lambda batch: model(batch).square().mean(),
-        "step": 1,
-        "group_ids": np.array([5, 6]),
-        "cell_index": np.array([0, 1]),
-        "is_last": np.array([False, False]),
-        "model": Recurrent(),
-        "tokens": torch.randn(2, 4, 3),
-        "loss": lambda output: output.sum(),
-        "easy": [{"tokens": np.zeros((1, 2))}],
-        "hard": [{"tokens": np.ones((1, 2))}],
-        "line": encode_payload(build_payload("train", 3, {"loss": 2.5})),
-    }
-    found = blocks("python")
-    assert len(found) == 4
-    for block in found:
-        exec(compile(block, "README.md", "exec"), names)
-    assert names["ledger"].drain_metrics()["ledger/cold_starts"] == 1
-    assert len(list(names["blend"])) == 2
-    assert "3 2.5" in capsys.readouterr().out
 
 
 def test_the_shortest_config_trains_on_a_corpus_of_one_s_own(tmp_path):
@@ -75,6 +33,33 @@ def test_the_shortest_config_trains_on_a_corpus_of_one_s_own(tmp_path):
 
 
 def test_links_lead_somewhere():
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "examples/README.md",
+    ]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_parts_are_where_the_table_says():
+    """`trainer...` names import, and every program of examples/ is linked."""
+    for name in re.findall(r"`(trainer\.[\w.]+)`", README):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+    for program in (ROOT / "examples").glob("*.py"):
+        assert f"(examples/{program.name})" in README
+
+
+def test_the_tour_names_verbs_and_options_that_there_are():
+    (tour,) = (block for block in blocks("") if "train init" in block)
+    lines = [line.split("#")[0] for line in tour.splitlines() if line.startswith("train ")]
+    assert len(lines) == 8
+    for line in lines:
+        words = line.split()[1:]
+        verb = [word for word in words[:3] if re.fullmatch("[a-z]+", word)]
+        shown = run(*verb, "--help")
+        assert shown.returncode == 0, line
+        for option in (word for word in words if word.startswith("--")):
+            assert option in shown.stdout, line

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import typer
 
+from trainer.cli.counts import counted
 from trainer.data.corpus.documents import Progress
 from trainer.data.corpus.manifest import Manifest
 from trainer.data.corpus.pytext import build_pytext
@@ -65,5 +66,8 @@ def _summarise(out: str, manifest: Manifest) -> None:
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         size = f"{totals['text_bytes'] / 1e6:.1f} MB of text"
-        typer.echo(f"{modality}: {totals['documents']:,} documents, {totals['streams']} streams, {size}", err=True)
+        typer.echo(
+            f"{modality}: {counted(totals['documents'], 'document')}, {counted(totals['streams'], 'stream')}, {size}",
+            err=True,
+        )
     typer.echo(f"the corpus is in {out}; what is in it: {out}/manifest.json", err=True)

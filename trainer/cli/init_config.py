@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import numpy as np
 import typer
 
 from trainer.cli.config_verbs import put_text
+from trainer.cli.counts import counted
 from trainer.cli.data_build import progress_bar
 from trainer.cli.starter import Starter, render_starter
 from trainer.config.docs import render_config_schema
 from trainer.data.documents import ReadOptions
 from trainer.data.guess import Guess, Look, guess, look
 from trainer.data.layout import Discovery, Stream, discover
+from trainer.data.own_format import is_import_path
 from trainer.data.sizing import Sizes, choose_sizes
 from trainer.data.survey import Survey, survey
 from trainer.data.tokenizer import load_tokenizer
@@ -47,6 +50,8 @@ def init_config(
     paths = [str(Path(path).expanduser()) for path in paths]
     at = discover(paths, format=format)
     kind = guess(at.streams, format=format, dtype=dtype)
+    if is_import_path(format) and tokenizer == "ids":  # what such a format reads cannot be seen from outside
+        kind = replace(kind, kind="ids")
     named = tokenizer or ("bytes" if kind.kind == "text" else "ids")
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
@@ -109,15 +114,16 @@ def _found_lines(at: Discovery, chosen: list[Stream], found: Survey, kind: Guess
     total = found.total(sizes.seq_len)
     what = "bytes of text" if kind.kind == "text" else "token ids"
     lines = [
-        f"Found: {len(at.streams):,} streams in layout {at.layout}, {what} ({', '.join(kind.formats)}); "
-        f"{total['documents']:,} documents, {total['tokens']:,} tokens, {total['padding_share']:.0%} padding in cells"
+        f"Found: {counted(len(at.streams), 'stream')} in layout {at.layout}, {what} ({', '.join(kind.formats)}); "
+        f"{counted(total['documents'], 'document')}, {total['tokens']:,} tokens, {total['padding_share']:.0%} padding in cells"
     ]
     if len(chosen) < len(at.streams):
         lines[0] += f" in the {len(chosen):,} streams that were looked at"
     for name in found.modalities if len(found.modalities) > 1 else []:
         facts = found.total(sizes.seq_len, name)
         lines.append(
-            f"  modality {name}: {facts['streams']:,} streams, {facts['documents']:,} documents, {facts['tokens']:,} tokens"
+            f"  modality {name}: {counted(facts['streams'], 'stream')}, {counted(facts['documents'], 'document')}, "
+            f"{facts['tokens']:,} tokens"
         )
     return lines
 

@@ -19,7 +19,9 @@ def init(
     tokenizer: Annotated[
         str | None, typer.Option(help="As data.tokenizer; absent: bytes for text, ids for token ids.", metavar="NAME")
     ] = None,
-    format: Annotated[str, typer.Option(help="auto: by file extension; or a format's name.", metavar="NAME")] = "auto",
+    format: Annotated[
+        str, typer.Option(help="auto: by file extension; a format's name; or package.module:function.", metavar="NAME")
+    ] = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="Of headerless .bin files; absent: guessed.", metavar="DTYPE")
     ] = None,

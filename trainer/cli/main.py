@@ -200,7 +200,9 @@ TokenizerOption = Annotated[
     str, typer.Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")
 ]
 VocabOption = Annotated[int, typer.Option(min=0, help="Tokenizer ids: how many ids there are.")]
-FormatOption = Annotated[str, typer.Option(help="auto: by file extension; or a format's name.", metavar="NAME")]
+FormatOption = Annotated[
+    str, typer.Option(help="auto: by file extension; a format's name; or package.module:function.", metavar="NAME")
+]
 DtypeOption = Annotated[str | None, typer.Option(help="Of headerless .bin files.", metavar="DTYPE")]
 EodOption = Annotated[int | None, typer.Option(help="The id that ends a document in .npy and headerless .bin files.")]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.cli.counts import counted
 from trainer.data.sizing import Sizes
 
 TIE_FROM_VOCABULARY = 8192  # ids from which on one embedding for both ends saves most of a small model
@@ -77,14 +78,10 @@ def _train(starter: Starter) -> str:
     sizes = starter.sizes
     return f"""\
 [train]
-steps = {sizes.steps}   # about {_passes(sizes.passes)} over the data
+steps = {sizes.steps}   # about {counted(sizes.passes, "pass")} over the data
 micro_batches = {sizes.micro_batches}   # micro-batches per optimizer step and rank
 # precision = "bf16"   # on a GPU that has it
 """
-
-
-def _passes(passes: float) -> str:
-    return f"{passes:.2g} passes" if passes < 10 else f"{passes:.0f} passes"
 
 
 def _data(starter: Starter) -> str:

@@ -75,7 +75,8 @@ class SourceTable(Table):
     mixing: MixingOverride = MixingOverride()
     """What this source mixes differently from `[data.mixing]`."""
     format: Annotated[str, Field(min_length=1)] = "auto"
-    """auto: by file extension; or a format's name, for files with another extension."""
+    """auto: by file extension; a format's name, for files with another extension; or the import path
+    `package.module:function` of a format of your own: `(path, options) -> TokenTable`."""
     dtype: str | None = None
     """Headerless `.bin`: the numpy type of a token (`uint16`)."""
     eod: int | None = None

@@ -1,6 +1,7 @@
 """Data: streams on disk, tokenizers, mixing, blending and loading."""
 
 from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.documents import ReadOptions, TokenTable, table_from_pieces
 from trainer.data.formats import open_documents
 from trainer.data.layout import Stream, discover_direct, discover_nested
 from trainer.data.loader import LoadedBatch, Loader
@@ -22,9 +23,11 @@ __all__ = [
     "HuggingFaceTokenizer",
     "LoadedBatch",
     "Loader",
+    "ReadOptions",
     "ScheduledWeight",
     "Stream",
     "StreamMixingDataset",
+    "TokenTable",
     "Tokenizer",
     "WeightSpec",
     "compose_weights",
@@ -33,4 +36,5 @@ __all__ = [
     "first_all_zero",
     "load_tokenizer",
     "open_documents",
+    "table_from_pieces",
 ]

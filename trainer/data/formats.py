@@ -12,6 +12,7 @@ from types import MappingProxyType
 from trainer.data.documents import ArrayDocuments, Documents, ReadOptions, TokenTable
 from trainer.data.jsonl import load_jsonl
 from trainer.data.megatron import load_megatron
+from trainer.data.own_format import find_loader, is_import_path, load_own
 from trainer.data.parquet import load_parquet
 from trainer.data.text import load_text
 from trainer.data.token_arrays import load_bin, load_npy
@@ -57,15 +58,27 @@ def index_suffixes() -> tuple[str, ...]:
     return tuple(each.beside for each in FORMATS.values() if each.beside is not None)
 
 
+def check_format(name: str) -> None:
+    """Refuse a name that is neither `auto`, nor a row of the table, nor the import path of a function that can be called.
+
+    Raises:
+        UserError: so it is.
+    """
+    if is_import_path(name):
+        find_loader(name)
+    elif name != "auto" and name not in FORMATS:
+        problem = f"must be one of auto, {', '.join(FORMATS)}, or an import path package.module:function; got {name!r}"
+        raise UserError("format", problem, "take one of these, or write a format of your own")
+
+
 def format_name(path: Path, name: str = "auto") -> str:
     """The name of the format that a file is read as: the given one, or, with `auto`, the first row that fits.
 
     Raises:
         UserError: no such format, or none is known for the file's name.
     """
+    check_format(name)
     if name != "auto":
-        if name not in FORMATS:
-            raise UserError("format", f"must be one of auto, {', '.join(FORMATS)}; got {name!r}")
         return name
     for found, each in FORMATS.items():
         if path.suffix in each.suffixes and (each.beside is None or path.with_suffix(each.beside).exists()):
@@ -107,7 +120,7 @@ def open_documents(
 
     Args:
         path: the file.
-        format: `auto` (by file name) or a key of `FORMATS`.
+        format: `auto` (by file name), a key of `FORMATS`, or an import path `package.module:function` (see `own_format`).
         tokenizer, dtype, eod, text_split: see `ReadOptions`.
 
     Raises:
@@ -116,4 +129,6 @@ def open_documents(
     if text_split not in TEXT_SPLITS:
         raise UserError("text_split", f"must be one of {', '.join(TEXT_SPLITS)}; got {text_split!r}")
     options = ReadOptions(tokenizer=tokenizer, dtype=dtype, eod=eod, text_split=text_split)
-    return ArrayDocuments(partial(_load, Path(path), FORMATS[format_name(Path(path), format)].load, options))
+    name = format_name(Path(path), format)
+    load = partial(load_own, name) if is_import_path(name) else FORMATS[name].load
+    return ArrayDocuments(partial(_load, Path(path), load, options))

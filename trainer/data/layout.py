@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer.data.formats import index_suffixes, suffixes
+from trainer.data.formats import check_format, index_suffixes, suffixes
 from trainer.errors import UserError
 
 
@@ -58,8 +58,9 @@ def discover_nested(
         format: `auto` takes the files whose ending a format is told by; a named format takes every file.
 
     Raises:
-        UserError: no such directory or modality, or no stream in one that was asked for.
+        UserError: no such format, directory or modality, or no stream in one that was asked for.
     """
+    check_format(format)
     base = Path(root)
     if not base.is_dir():
         raise UserError(str(root), "no such directory", "set root to a directory with one directory a modality")
@@ -84,8 +85,9 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     unless `format` is set.
 
     Raises:
-        UserError: a path or glob that names nothing.
+        UserError: no such format; a path or glob that names nothing.
     """
+    check_format(format)
     found: dict[str, tuple[str, str, str]] = {}
     for given in paths:
         text = os.path.normpath(str(given))

@@ -66,7 +66,7 @@ class OpenStream:
 class Rows(NamedTuple):
     """The rows of one batch, B of them. The arrays are views of memory that no other batch shares.
 
-    Args:
+    Attributes:
         owners: the stream's group of each row, int64 [B].
         group_ids: int64 [B].
         cell_index: int64 [B].

@@ -18,10 +18,11 @@ from trainer.data.loader import Loader
 from trainer.data.mixing import StreamMixingDataset
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.import_path import resolve_target
 from trainer.ledger.ledger import Ledger
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
-from trainer.training.plan import Plan, resolve_target
+from trainer.training.plan import Plan
 from trainer.training.sources import Source
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

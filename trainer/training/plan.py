@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +13,7 @@ from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.text_stream import prompt_ids
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
+from trainer.import_path import resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.sources import Source, leaf_tables, resolve_sources
@@ -123,25 +120,6 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
                 f"no stream has the modality {', '.join(map(repr, unknown))}; there are {', '.join(known) or 'none'}"
             )
             raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
-
-
-def resolve_target(target: str, key: str) -> Any:
-    """The function that an import path `package.module:function` of the config names.
-
-    Raises:
-        UserError: the module cannot be imported or has no such function.
-    """
-    module_name, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` has it, however the program was started
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(key, f"cannot import {module_name}: {error}", "install it, or put it on PYTHONPATH") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise UserError(key, f"{module_name} has no function {name}", "name a function of the module")
-    return found
 
 
 def build_model(table: ModelTable, vocab_size: int) -> nn.Module:

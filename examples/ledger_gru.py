@@ -1,0 +1,85 @@
+"""The ledger around an `nn.GRU`: documents longer than a batch row are read in cells, and the state goes on with each.
+
+    python examples/ledger_gru.py
+    python examples/ledger_gru.py --capacity 8      # too small: the ledger counts the states that it had to drop
+
+A document names a key in its first cell and asks for it in every later one. Within a cell nothing tells the key, so
+that what the model gets right there went through the ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.ledger import Ledger
+
+KEYS, ASK, CELL, CELLS, WIDTH = 16, 16, 4, 4, 64  # token 16 asks; 4 tokens a cell, 4 cells a document
+
+
+class Recurrent(nn.Module):
+    """An embedding, a GRU and a head; the state goes in and comes out as [B, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(KEYS + 1, WIDTH)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, KEYS)
+
+    def forward(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, T, KEYS] and the state behind the last token."""
+        hidden, last = self.gru(self.embedding(tokens), state[None].contiguous())
+        return self.head(hidden), last[0]
+
+
+def main() -> None:
+    """Train, and say what the ledger counted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--documents", type=int, default=32, help="documents that are read at the same time")
+    parser.add_argument("--capacity", type=int, default=64, help="states that the ledger can hold")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    generator = np.random.default_rng(0)
+    model = Recurrent()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    ledger = Ledger(state_width=WIDTH, capacity=options.capacity, wipe_mode="lru")
+
+    rows = options.documents // 4  # a batch holds a quarter of the open documents: the others' states must wait
+    keys = np.zeros(options.documents, np.int64)
+    for step in range(1, options.steps + 1):
+        turn, pass_number = (step - 1) % 4, (step - 1) // 4
+        lanes = np.arange(turn * rows, (turn + 1) * rows)
+        cell_index = np.full(rows, pass_number % CELLS)
+        group_ids = lanes + options.documents * (pass_number // CELLS)  # a document's own number, never used again
+        tokens = np.full((rows, CELL), ASK)
+        if cell_index[0] == 0:
+            keys[lanes] = generator.integers(KEYS, size=rows)
+            tokens[:] = keys[lanes, None]
+        wanted = torch.from_numpy(keys[lanes, None].repeat(CELL, axis=1))
+
+        ledger.begin_step(step)
+        state = ledger.lookup(group_ids, cell_index)  # [B, WIDTH]: zeros where a document begins
+        logits, state = model(torch.from_numpy(tokens), state)
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        # After the backward, and once: a checkpointed forward would run twice. Of a last cell nothing is kept.
+        ledger.store(group_ids, cell_index, cell_index == CELLS - 1, state)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        if step % 40 == 0:
+            counts = ledger.drain_metrics()
+            print(
+                f"step {step}: loss {loss.item():.3f} in cell {cell_index[0]}, "
+                f"cold starts {counts['ledger/cold_starts']:.0f}, dropped while still needed "
+                f"{counts['ledger/false_evictions/lru']:.0f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

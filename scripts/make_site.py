@@ -1,0 +1,110 @@
+"""Builds the documentation as a site (`make site`): the written pages, and the reference made of the docstrings.
+
+The pages link to each other and to sources as files of the repository. So the site is built from a mirror of it below
+build/, to which the reference is added; mkdocs then checks every link, and any warning fails the build.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build"
+SOURCE = BUILD / "site_source"
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+FOLDERS = ("docs", "examples", "train_configs", "trainer", "scripts", "deploy", "tests/support")
+SUFFIXES = (".md", ".py", ".toml", ".json", ".png", ".csv", ".yaml", ".sbatch", "")
+# Low to high, as the layers of docs/architecture.md.
+PACKAGES = (
+    "errors",
+    "import_path",
+    "metrics",
+    "metrics.sinks",
+    "runs",
+    "config",
+    "data",
+    "ledger",
+    "model",
+    "objective",
+    "distributed",
+    "training",
+    "preview",
+    "diagnostics",
+    "report",
+)
+
+
+def has_public_names(module: Path) -> bool:
+    """Whether a module has a public class or function to describe."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return any(isinstance(node, kinds) and not node.name.startswith("_") for node in tree.body)
+
+
+def modules_of(package: str) -> list[str]:
+    """The modules of a package that have something to describe, sorted."""
+    path = ROOT / "trainer" / package.replace(".", "/")
+    if path.with_suffix(".py").exists():
+        return [f"trainer.{package}"]
+    return [f"trainer.{package}.{file.stem}" for file in sorted(path.glob("[!_]*.py")) if has_public_names(file)]
+
+
+def page_of(package: str) -> str:
+    """The reference page of a package, for mkdocstrings to fill."""
+    parts = [f"# trainer.{package}\n"]
+    parts += [f"::: {module}\n" for module in modules_of(package)]
+    return "\n".join(parts)
+
+
+def mirror() -> None:
+    """Copy what pages may link to."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PAGES, *FOLDERS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in listed:
+        if (ROOT / name).is_file() and Path(name).suffix in SUFFIXES:
+            target = SOURCE / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+
+
+def main() -> int:
+    """Mirror, add the reference, build; the exit code is mkdocs's."""
+    mirror()
+    reference = []
+    for package in PACKAGES:
+        page = SOURCE / "api" / f"{package}.md"
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(page_of(package), encoding="utf-8")
+        reference.append({f"trainer.{package}": f"api/{package}.md"})
+    config: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    for entry in config["nav"]:
+        if "API" in entry:
+            entry["API"] = reference
+    config |= {"docs_dir": str(SOURCE), "site_dir": str(BUILD / "site")}
+    handler = config["plugins"][1]["mkdocstrings"]["handlers"]["python"]
+    handler["paths"] = [str(ROOT)]
+    handler["options"]["extensions"] = [str(ROOT / "scripts" / "site_docstrings.py")]
+    written = BUILD / "mkdocs.yml"
+    written.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(written)]
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if code == 0:
+        print(f"the site is in {(BUILD / 'site').relative_to(ROOT)}; open build/site/index.html")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

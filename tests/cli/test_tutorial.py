@@ -1,0 +1,64 @@
+"""The commands of docs/tutorial.md run in their order, and find what it says they find."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from tests.support.runs import PROGRAM, ROOT, environment
+
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+# The same commands, smaller: what they show does not depend on the size.
+SMALLER = [
+    (r"train init (.*)", r"train init \1 && sed -i 's/^seq_len = [0-9]*/seq_len = 64/' mine.toml"),
+    (r"(train --config mine\.toml)", r"\1 --set model.dim=16 --set model.num_layers=1"),
+    (r" --set model\.dim=64", ""),
+    (r"--steps 120", "--steps 12"),
+    (r"--steps 140", "--steps 16"),
+    (r"--steps 60", "--steps 30"),
+]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TUTORIAL, re.DOTALL)
+
+
+def test_the_commands_run_and_find_what_the_tutorial_says(tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "train").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{PROGRAM}" "$@"\n')
+    (programs / "train").chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    script = "set -eu\n"
+    for number, block in enumerate(blocks("bash")):
+        for pattern, replacement in SMALLER:
+            block = re.sub(pattern, replacement, block)
+        script += f"{{\n{block}}} > out{number} 2>&1 || {{ echo failed: block {number}; cat out{number}; exit 1; }}\n"
+    env = environment({"PATH": f"{programs}:/usr/bin:/bin", "COLUMNS": "120"})
+    result = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    outputs = [
+        path.read_text(encoding="utf-8") for path in sorted(tmp_path.glob("out*"), key=lambda p: int(p.name[3:]))
+    ]
+    build, init, check, preview, _, healthy, warned, forgetful, listed, sample, resumed = outputs
+    assert re.search(r"mail: \d+ documents, 1 stream, ", build)
+    (excerpt,) = blocks("toml")
+    comments = re.findall(r"   # (.*)", excerpt)[1:]  # the first counts the passes over data that differ with Python
+    assert len(comments) == 2
+    for comment in comments:
+        assert comment in (tmp_path / "mine.toml").read_text(encoding="utf-8")
+    assert "next: train check --config mine.toml" in init
+    assert "mine.toml is valid. What follows from it on 1 rank(s)" in check
+    assert "no warnings" in preview
+    assert re.search(r"healthy; \d+ of \d+ rules had nothing to measure", healthy)
+    assert "warning: ledger.stale_threshold" in warned
+    assert "error false_evictions_stale" in forgetful
+    assert "try ledger.stale_threshold" in forgetful
+    assert re.search(r"runs/mine-forgetful.*false_evictions_stale", listed)
+    assert sample.startswith("def ")
+    assert "done at step 16 of 16" in resumed
+    assert "since step 12: " in resumed
+    assert (tmp_path / "both.html").stat().st_size > (tmp_path / "mine.toml").stat().st_size

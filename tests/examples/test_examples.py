@@ -1,0 +1,228 @@
+"""Every program under examples/ runs as its README says, and shows what it claims to show."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, read_rows, run
+from tests.support.wandb_file import read_history
+
+EXAMPLES = ROOT / "examples"
+needs_transformers = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
+    reason="needs the extra hf: pip install 'trainer[hf]'",
+)
+
+
+def run_example(
+    name: str, *arguments: object, nproc: int | None = None, prelude: str | None = None, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run an example to its end; `prelude` is Python that runs before it in the same process."""
+    script = str(EXAMPLES / name)
+    line = [sys.executable, script, *map(str, arguments)]
+    if prelude is not None:
+        code = (
+            f"import runpy, sys\n{prelude}\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+        )
+        line = [sys.executable, "-c", code, *line[1:]]
+    if nproc is not None:
+        line[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    env = environment({"PYTHONPATH": str(ROOT)})
+    return subprocess.run(line, env=env, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+
+
+def noise_scales(output: str) -> dict[int, float]:
+    """Step -> noise scale, of the lines that an example prints."""
+    found = re.findall(r"step (\d+): .*?noise scale ([\d.]+) \+-", output)
+    assert len(found) == len({step for step, _ in found}), output
+    return {int(step): float(value) for step, value in found}
+
+
+def test_the_readme_lists_every_example_and_nothing_else():
+    listed = set(re.findall(r"^\| \[([^]]+)\]\(", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.M))
+    there = {path.name for path in EXAMPLES.glob("*.py")} | {f"{p.name}/" for p in EXAMPLES.iterdir() if p.is_dir()}
+    assert listed == {name for name in there if not name.startswith("__pycache__")}
+
+
+@pytest.mark.distributed
+def test_the_noise_scale_of_a_plain_loop_is_that_of_a_ddp_loop():
+    """Twice the examples a step, of the same kind: the ratio is a property of the task, not of how it is spread."""
+    alone = run_example("gns_nanogpt.py", "--steps", 30, "--micro-batches", 4)
+    spread = run_example("gns_nanogpt.py", "--steps", 30, "--micro-batches", 4, nproc=2)
+    assert alone.returncode == spread.returncode == 0, alone.stderr + spread.stderr
+    one, two = noise_scales(alone.stdout), noise_scales(spread.stdout)
+    assert one.keys() == two.keys() == {10, 20, 30}
+    assert 0.5 < two[10] / one[10] < 2.0
+
+
+@needs_transformers
+def test_the_callback_measures_in_hugging_face_trainer():
+    result = run_example("gns_hf_trainer.py", "--steps", 20)
+    assert result.returncode == 0, result.stderr
+    found = noise_scales(result.stdout)
+    assert found.keys() == {10, 20}
+    assert all(value > 0 for value in found.values())
+
+
+@needs_transformers
+@pytest.mark.distributed
+def test_the_callback_measures_under_torchrun():
+    result = run_example("gns_hf_trainer.py", "--steps", 10, nproc=2)
+    assert result.returncode == 0, result.stderr
+    assert noise_scales(result.stdout).keys() == {10}
+    assert result.stdout.count("train_runtime") == 1, "each rank trained for itself"
+
+
+ORACLE = """
+import json, runpy, sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+names = runpy.run_path(sys.argv[1])
+config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0,
+                    attn_pdrop=0, bos_token_id=0, eos_token_id=0)
+grads = []
+
+class Recording(Trainer):
+    def training_step(self, model, *args, **kwargs):
+        before = self.flat(model)
+        loss = super().training_step(model, *args, **kwargs)
+        grads.append((self.flat(model) - before) * 4)
+        return loss
+
+    def flat(self, model):
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).double().flatten()
+                          for p in model.parameters()])
+
+torch.manual_seed(0)
+arguments = TrainingArguments(output_dir=sys.argv[2], max_steps=1, per_device_train_batch_size=8, use_cpu=True,
+    gradient_accumulation_steps=4, max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
+    disable_tqdm=True, seed=0)
+callback = names["NoiseScaleCallback"](max_grad_norm=1e-3)
+trainer = Recording(GPT2LMHeadModel(config), arguments, train_dataset=names["Counting"](), callbacks=[callback])
+trainer.train()
+micro = torch.stack(grads)
+small, big = micro.square().sum(1).mean().item(), micro.mean(0).square().sum().item()
+(row,) = [row for row in trainer.state.log_history if "gns/tr_sigma" in row]
+try:
+    Trainer(trainer.model, TrainingArguments(output_dir=sys.argv[2], use_cpu=True, report_to="none"),
+            train_dataset=names["Counting"](), callbacks=[callback]).train()
+except SystemExit as refusal:
+    row["refusal"] = str(refusal)
+print("RESULT", json.dumps({"small": small, "big": big, "row": row}))
+"""
+
+
+@needs_transformers
+def test_the_callback_s_estimates_are_those_of_the_gradients_that_the_trainer_made(tmp_path):
+    """From the micro-batches' own gradients, before clipping: S = (|g|^2 - |G|^2) / (1/b - 1/mb)."""
+    line = [sys.executable, "-c", ORACLE, str(EXAMPLES / "gns_hf_trainer.py"), str(tmp_path)]
+    env = environment({"PYTHONPATH": str(ROOT)})
+    result = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.split("RESULT ")[1])
+    small, big, row = found["small"], found["big"], found["row"]
+    assert row["gns/tr_sigma"] == pytest.approx((small - big) / (1 / 8 - 1 / 32), rel=1e-4)
+    assert row["refusal"].startswith("set TrainingArguments(max_grad_norm=0)"), "a Trainer that clips first is refused"
+    assert row["gns/grad_sq"] == pytest.approx((4 * big - small) / 3, rel=1e-4)
+
+
+def test_without_the_extra_the_example_says_so_in_one_line():
+    result = run_example("gns_hf_trainer.py", prelude="sys.modules['transformers'] = None")
+    assert result.returncode == 1
+    assert result.stderr == "this example needs transformers and accelerate: pip install 'trainer[hf]'\n"
+
+
+def ledger_lines(result: subprocess.CompletedProcess[str]) -> list[tuple[float, int, int]]:
+    """(loss, cold starts, dropped too early) of each line."""
+    assert result.returncode == 0, result.stderr
+    found = re.findall(
+        r"loss ([\d.]+) in cell [123], cold starts (\d+), dropped while still needed (\d+)", result.stdout
+    )
+    return [(float(loss), int(cold), int(dropped)) for loss, cold, dropped in found]
+
+
+def test_the_ledger_carries_the_key_and_counts_the_states_that_it_lost():
+    kept = ledger_lines(run_example("ledger_gru.py", "--steps", 120))
+    assert len(kept) == 3
+    assert [cold for _, cold, _ in kept] == [0, 0, 0]
+    assert kept[-1][0] < 0.3
+    lost = ledger_lines(run_example("ledger_gru.py", "--steps", 120, "--capacity", 8))
+    assert all(cold > 0 and dropped > 0 for _, cold, dropped in lost)
+    assert lost[-1][0] > 2.0  # chance is log 16 = 2.77
+
+
+def test_the_tracker_writes_one_record_three_ways(tmp_path):
+    result = run_example("tracker_wandb.py", "--out", tmp_path, "--steps", 20)
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert list(rows) == [("train", 1), ("train", 10), ("train", 20), ("eval", 20)]
+    assert rows["train", 20]["loss"] < rows["train", 1]["loss"]
+    assert rows["train", 20]["time/forward_backward_sec"] > 0
+    assert result.stdout == (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+    (offline,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert [row["global_step"] for row in read_history(offline)] == [1, 10, 20]
+
+
+def test_the_blend_follows_its_schedule_and_repeats():
+    first, again = (run_example("blend_iterable_datasets.py", "--batches", 400) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout
+    easy = [int(count) for count in re.findall(r"easy (\d+)", first.stdout)]
+    assert sum(easy) + sum(map(int, re.findall(r"hard (\d+)", first.stdout))) == 400
+    assert easy[0] > 60 > 50 > easy[3]
+    assert float(first.stdout.split("share: ")[1]) < 0.05
+
+
+PAYLOADS = """\
+{"schema_version": 1, "mode": "train", "global_step": 1, "metrics": {"loss": 3.0}}
+[default0]: {"schema_version": 1, "mode": "train", "global_step": 2, "metrics": {"loss": 0.5}}
+{"schema_version": 1, "event": "restart", "global_step": 1}
+{"schema_version": 1, "mode": "train", "global_step": 2, "metrics": {"loss": 2.0}}
+{"schema_version": 1, "mode": "eval", "global_step": 2, "metrics": {"eval_loss": 0.1}}
+{"schema_version": 1, "mode": "train", "global_step": 3, "metrics": {"lr": 0.1}, "non_finite": {"loss": "nan"}}
+"""
+
+
+def test_the_consumer_needs_the_standard_library_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(PAYLOADS, encoding="utf-8")
+    block = "sys.modules.update(dict.fromkeys(['torch', 'numpy', 'pydantic', 'rich', 'typer', 'wandb']))"
+    for result in (
+        run_example("read_payloads.py", path, prelude=block),
+        run_example("read_payloads.py", "-", prelude=block, stdin=PAYLOADS),
+    ):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == "step 3: not finite: loss\n2 logged steps; last 2: 2.0000; lowest 2: 2.0000\n"
+    assert len((EXAMPLES / "read_payloads.py").read_text(encoding="utf-8").splitlines()) <= 30
+
+
+def test_own_parts_train_by_import_path(tmp_path):
+    own = EXAMPLES / "own_parts"
+    config = ["--config", "own.toml", "--run-dir", tmp_path / "run", "--steps", "40"]
+    result = run(*config, cwd=own)
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert rows["train", 40]["loss"] < 0.7 * rows["train", 1]["loss"]
+    assert rows["train", 40]["ledger/cold_starts"] == 0
+    spoken = run("sample", tmp_path / "run", "--prompt", "Iron, ", "--bytes", "20", cwd=own)
+    assert spoken.returncode == 0, spoken.stderr
+    assert spoken.stdout.startswith("Iron, ")
+    assert not list(own.glob("runs*")), "a run must not leave files among the examples"
+
+
+def test_the_format_of_one_s_own_gives_the_column(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "own_parts"))
+    from trainer.data import BytesTokenizer, open_documents
+
+    tokenizer = BytesTokenizer()
+    path = Path(EXAMPLES / "own_parts/tables/elements/part0.csv")
+    documents = open_documents(path, format="my_parts:load_csv", tokenizer=tokenizer)
+    first = torch.as_tensor(documents.read(0, 0, int(documents.lengths[0])))
+    assert bytes(first.tolist()).decode() == "Hydrogen, symbol H, is element number 1: its atom has 1 proton."
