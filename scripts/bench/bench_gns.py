@@ -25,11 +25,10 @@ import argparse
 import math
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from bench_table import Figure, print_figures, ratio_figure
