@@ -64,7 +64,9 @@ def main() -> None:
     args = parser.parse_args()
     is_cuda = args.device == "cuda"
     chosen = args.only or (ON_CUDA if is_cuda else list(TITLES))
-    sections = []
+    page = PAGE.with_name("benchmarks_gpu.md") if is_cuda else PAGE
+    introduction = INTRODUCTION.format(command="make bench-gpu" if is_cuda else "make bench", example="loop")
+    sections = [introduction]
     for bench in chosen:
         arguments = ["--device", "cuda"] if is_cuda else SHORTER.get(bench, [])
         if is_cuda and bench == "loop":
@@ -72,12 +74,8 @@ def main() -> None:
         found, spent = run(bench, arguments)
         sections.append(section(bench, found, spent))
         print(sections[-1], flush=True)
-    if args.only:
-        return
-    page = PAGE.with_name("benchmarks_gpu.md") if is_cuda else PAGE
-    introduction = INTRODUCTION.format(command="make bench-gpu" if is_cuda else "make bench", example="loop")
-    page.write_text("\n".join([introduction, *sections]), encoding="utf-8")
-    print(f"wrote {page}", file=sys.stderr)
+        if not args.only:
+            page.write_text("\n".join(sections), encoding="utf-8")  # what is there so far
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 ROOTS = {
     "smoke": ("python", "other"),
     "pytext": ("python", "cpp", "prose"),
+    "gpu_1x": ("code", "prose"),
     "gpu_8x": ("code", "prose"),
     "key_recall": ("recall",),
 }

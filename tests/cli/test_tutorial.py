@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.runs import PROGRAM, ROOT, environment
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -24,6 +26,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TUTORIAL, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_commands_run_and_find_what_the_tutorial_says(tmp_path):
     programs = tmp_path / "bin"
     programs.mkdir()

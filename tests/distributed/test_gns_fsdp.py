@@ -120,7 +120,7 @@ def everything(rank: int, world_size: int) -> Results:
 
 @pytest.fixture(scope="module")
 def results() -> list[Results]:
-    return run_on_ranks(everything, 2)
+    return run_on_ranks(everything, 2, torch_keeps_group=True)
 
 
 def test_a_window_is_measured_as_by_separate_backwards(results: list[Results]) -> None:
@@ -130,7 +130,7 @@ def test_a_window_is_measured_as_by_separate_backwards(results: list[Results]) -
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_the_number_of_ranks_makes_no_difference(world_size: int) -> None:
-    wrong = run_on_ranks(compare_all, world_size)[0]
+    wrong = run_on_ranks(compare_all, world_size, torch_keeps_group=True)[0]
     assert not wrong, "\n".join(wrong)
 
 

@@ -17,7 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _worker(rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+def _worker(
+    rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...], is_kept: bool
+) -> None:
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # trainer.distributed.env.process_group says why
@@ -30,6 +32,8 @@ def _worker(rank: int, function: Callable[..., Any], world_size: int, folder: st
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
+    if is_kept:
+        os._exit(0)  # past the interpreter's own end, where the threads that are left could abort the process
     # Threads that outlive the group can abort the process at its end, now and then: say so always instead.
     assert not gloo_threads(), f"{function.__name__} leaves the process group alive"
 
@@ -40,9 +44,14 @@ def gloo_threads() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`function(rank, world_size, *args)` on each rank; the results by rank. It must be importable by name."""
+def run_on_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, torch_keeps_group: bool = False
+) -> list[Any]:
+    """`function(rank, world_size, *args)` on each rank; the results by rank. It must be importable by name.
+
+    With `torch_keeps_group` the group may outlive its end: torch itself holds on to groups of device meshes.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(function, world_size, folder, args), nprocs=world_size)
+        mp.spawn(_worker, args=(function, world_size, folder, args, torch_keeps_group), nprocs=world_size)
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
