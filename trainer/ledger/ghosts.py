@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice, repeat
 from typing import NamedTuple
 
 from trainer.ledger.eviction import EVICTION_MODES, EvictionMode
+from trainer.ledger.journal import Journal
 
 _NUM_MODES = len(EVICTION_MODES)
 
@@ -30,68 +31,76 @@ class Batch(NamedTuple):
 class RecentlyEvicted:
     """Evicted group -> how and when, at most `capacity` of them; the oldest are dropped first.
 
-    `on_undo` is given the inverse of every change, to be called in reverse order; None keeps no inverses.
+    A batch has a key above `capacity`, no two the same: `capacity` + 1, plus its number times the number of modes, plus
+    the index of its mode. A group that is taken stays in its batch, and counts for nothing there, since it leads to
+    something else by then or to nothing.
 
-    The key of a batch is its number times the number of modes, plus the index of the mode; no two are the same. A group
-    that is taken stays in its batch, and counts for nothing there, since it has another key by then or none.
+    Args:
+        capacity: most groups known.
+        place_of: where group -> key is kept, among what others keep there, which is `capacity` at most.
+        journal: of the changes.
     """
 
-    def __init__(self, capacity: int, on_undo: Callable[[Callable[[], object]], None] | None) -> None:
+    def __init__(self, capacity: int, place_of: dict[int, int], journal: Journal) -> None:
         self._capacity = capacity
-        self._on_undo = on_undo
+        self._place_of = place_of
+        self._journal = journal
         self._next_number = 0
-        self._key_of: dict[int, int] = {}
         self._batches: deque[Batch] = deque()
         self._at = 0  # groups of the first batch that were dropped
+        self.num_known = 0
         self.num_entries = 0  # groups in the batches, those that were taken included, those that were dropped not
-
-    def __contains__(self, group: int) -> bool:
-        return group in self._key_of
 
     def items(self) -> Iterator[tuple[int, Ghost]]:
         """The groups and their ghosts, oldest first."""
         at = self._at
         for key, step, groups in self._batches:
             for group in islice(groups, at, None):
-                if self._key_of.get(group) == key:
-                    yield group, Ghost(EVICTION_MODES[key % _NUM_MODES], step)
+                if self._place_of.get(group) == key:
+                    yield group, Ghost(self.mode_of(key), step)
             at = 0
+
+    def mode_of(self, key: int) -> EvictionMode:
+        """What evicted the groups of a batch."""
+        return EVICTION_MODES[(key - self._capacity - 1) % _NUM_MODES]
 
     def add(self, groups: list[int], mode: EvictionMode, step: int) -> None:
         """Note that `groups`, none of them known, were evicted by `mode` at `step`."""
         if not groups:
             return
-        key = self._next_number * _NUM_MODES + EVICTION_MODES.index(mode)
+        key = self._capacity + 1 + self._next_number * _NUM_MODES + EVICTION_MODES.index(mode)
         self._next_number += 1
-        self._key_of.update(zip(groups, repeat(key)))
+        self._place_of.update(zip(groups, repeat(key)))
         self._batches.append(Batch(key, step, groups))
+        self.num_known += len(groups)
         self.num_entries += len(groups)
-        if self._on_undo is not None:
-            self._on_undo(self._undo_add)
-        if len(self._key_of) > self._capacity:
+        if self._journal.is_kept:
+            self._journal.add(self._undo_add)
+        if self.num_known > self._capacity:
             self._drop_oldest()
 
-    def take(self, groups: list[int]) -> list[tuple[int, EvictionMode]]:
-        """Forget those of `groups` that are known; returns their positions and what evicted them."""
-        key_of = self._key_of
-        if not key_of:
-            return []
-        keys = list(map(key_of.pop, groups, repeat(-1)))
-        taken = [(place, EVICTION_MODES[key % _NUM_MODES]) for place, key in enumerate(keys) if key >= 0]
-        if self._on_undo is not None and taken:
-            self._on_undo(lambda: key_of.update((groups[place], keys[place]) for place, _ in taken))
-        return taken
+    def take(self, groups: list[int], keys: list[int]) -> None:
+        """Forget `groups`, which are known by `keys`."""
+        for group in groups:
+            del self._place_of[group]
+        self.num_known -= len(groups)
+        if self._journal.is_kept:
+            self._journal.add(lambda: self._bring_back(groups, keys))
 
     def clear(self) -> None:
         """Forget all groups."""
-        old = self._key_of, self._batches, self._at, self.num_entries
+        for key, _, groups in self._batches:
+            known = [group for group in groups if self._place_of.get(group) == key]
+            self.take(known, [key] * len(known))
+        old = self._batches, self._at, self.num_entries
         self.reset()
-        if self._on_undo is not None:
-            self._on_undo(lambda: self._set(*old))
+        if self._journal.is_kept:
+            self._journal.add(lambda: self._set(*old))
 
     def reset(self) -> None:
-        """Forget all groups, with nothing to undo."""
-        self._set({}, deque(), 0, 0)
+        """Forget all batches, of which nothing is left in `place_of`; with nothing to undo."""
+        self._set(deque(), 0, 0)
+        self.num_known = 0
 
     def compact(self) -> None:
         """Drop what was left behind, if that is the greater part. Not undone: call it where nothing is left to undo."""
@@ -99,44 +108,51 @@ class RecentlyEvicted:
             batches: deque[Batch] = deque()
             # A dropped group has no key, or one of a later batch: it does not come back here.
             for key, step, groups in self._batches:
-                if alive := [group for group in groups if self._key_of.get(group) == key]:
+                if alive := [group for group in groups if self._place_of.get(group) == key]:
                     batches.append(Batch(key, step, alive))
-            self._set(self._key_of, batches, 0, len(self._key_of))
+            self._set(batches, 0, self.num_known)
 
     def _drop_oldest(self) -> None:
         """Drop the oldest groups until no more are known than may be."""
-        key_of, batches, before = self._key_of, self._batches, (self._at, self.num_entries)
+        place_of, batches, before = self._place_of, self._batches, (self._at, self.num_entries)
         gone: list[Batch] = []
         dropped: list[tuple[int, int]] = []
-        excess = len(key_of) - self._capacity
+        excess = self.num_known - self._capacity
         while excess > 0:
             key, _, groups = batches[0]
             tried = groups[self._at : self._at + excess]
-            alive = [group for group in tried if key_of.get(group) == key]
+            alive = [group for group in tried if place_of.get(group) == key]
             for group in alive:
-                del key_of[group]
+                del place_of[group]
             excess -= len(alive)
             self._at += len(tried)
+            self.num_known -= len(alive)
             self.num_entries -= len(tried)
             if self._at == len(groups):
                 gone.append(batches.popleft())
                 self._at = 0
-            if self._on_undo is not None:
+            if self._journal.is_kept:
                 dropped.extend((group, key) for group in alive)
-        if self._on_undo is not None:
-            self._on_undo(lambda: self._undo_drop(gone, dropped, before))
+        if self._journal.is_kept:
+            self._journal.add(lambda: self._undo_drop(gone, dropped, before))
 
     def _undo_add(self) -> None:
-        batch = self._batches.pop()
-        for group in batch.groups:
-            del self._key_of[group]
-        self.num_entries -= len(batch.groups)
+        key, _, groups = self._batches.pop()
+        for group in groups:
+            if self._place_of.get(group) == key:
+                del self._place_of[group]
+        self.num_known -= len(groups)
+        self.num_entries -= len(groups)
         self._next_number -= 1
 
     def _undo_drop(self, gone: list[Batch], dropped: list[tuple[int, int]], before: tuple[int, int]) -> None:
         self._batches.extendleft(reversed(gone))
         self._at, self.num_entries = before
-        self._key_of.update(dropped)
+        self._bring_back([group for group, _ in dropped], [key for _, key in dropped])
 
-    def _set(self, key_of: dict[int, int], batches: deque[Batch], at: int, num_entries: int) -> None:
-        self._key_of, self._batches, self._at, self.num_entries = key_of, batches, at, num_entries
+    def _bring_back(self, groups: list[int], keys: list[int]) -> None:
+        self._place_of.update(zip(groups, keys, strict=True))
+        self.num_known += len(groups)
+
+    def _set(self, batches: deque[Batch], at: int, num_entries: int) -> None:
+        self._batches, self._at, self.num_entries = batches, at, num_entries

@@ -25,8 +25,8 @@ from trainer.ledger.counters import Counters
 from trainer.ledger.eviction import WipeMode, check_settings
 from trainer.ledger.exchange import OwnerExchange, owner_of
 from trainer.ledger.shard import LedgerShard
+from trainer.ledger.slab import Slab
 from trainer.ledger.snapshot import load_shards, save_shard
-from trainer.ledger.store import StateStore
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -87,26 +87,19 @@ class Ledger:
         self._counters = Counters()
         self._checked_bytes = b""
         self._checked: tuple[list[int], bool] = ([], False)
-        self._store = StateStore(
-            width=state_width,
-            capacity=capacity,
-            device=torch.device(device),
-            dtype=dtype,
-            has_recency=wipe_mode in ("lru", "periodic_stale"),
-            keep_undo=keep_undo,
-        )
         is_shared = ownership == "exchange" and world_size > 1
         self._shard = LedgerShard(
-            self._store,
+            Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype),
             self._counters,
             wipe_mode=wipe_mode,
             stale_threshold=stale_threshold,
             sweep_every=sweep_every,
             wipe_every=wipe_every,
+            keep_undo=keep_undo,
             is_owned=self._is_mine if is_shared else None,
         )
         self._exchange = (
-            OwnerExchange(world_size=world_size, process_group=process_group, device=self._store.device)
+            OwnerExchange(world_size=world_size, process_group=process_group, device=self._shard.slab.device)
             if is_shared
             else None
         )
@@ -136,14 +129,14 @@ class Ledger:
             ValueError: a group appears twice.
         """
         groups, has_none = self._distinct(group_ids)
-        is_fresh = cell_index == 0
-        if has_none:
-            is_fresh |= group_ids < 0
+        is_fresh = None if cell_index.all() and not has_none else (cell_index == 0) | (group_ids < 0)
         if self._exchange is None:
-            states, num_missing = self._shard.lookup(groups, is_fresh)
+            states, missing = self._shard.lookup(groups, is_fresh)
+            num_missing = len(missing)
         else:
             states, num_missing = self._fetch(self._exchange, group_ids, is_fresh)
-        self._counters.add("ledger/cold_starts", num_missing)
+        if num_missing:
+            self._counters.add("ledger/cold_starts", num_missing)
         return states
 
     def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
@@ -163,20 +156,19 @@ class Ledger:
             RuntimeError: no step has begun.
         """
         groups, has_none = self._distinct(group_ids)
-        is_start = cell_index == 0
         states = states.detach()
         if has_none:
             known = np.flatnonzero(group_ids >= 0)
-            groups, is_start, is_last = group_ids[known].tolist(), is_start[known], is_last[known]
+            groups, cell_index, is_last = group_ids[known].tolist(), cell_index[known], is_last[known]
             states = states.index_select(0, torch.from_numpy(known).to(states.device))
         if self._exchange is not None:
-            ids = np.stack([np.array(groups, np.int64), is_start, is_last], axis=1)
+            ids = np.stack([np.array(groups, np.int64), cell_index, is_last], axis=1)
             route = self._exchange.route(ids[:, 0])
             columns = self._exchange.to_owners(route, torch.from_numpy(ids)).numpy().T
             states = self._exchange.to_owners(route, states)
-            groups, is_start, is_last = columns[0].tolist(), columns[1] != 0, columns[2] != 0
+            groups, cell_index, is_last = columns[0].tolist(), columns[1], columns[2] != 0
             check_distinct(groups)
-        self._shard.store(groups, is_start, is_last, states)
+        self._shard.store(groups, cell_index, is_last, states)
 
     def release(self, group_ids: Ints) -> None:
         """Free the slots of groups that will not come back; unknown groups and -1 are ignored. Not an eviction."""
@@ -207,7 +199,7 @@ class Ledger:
     @property
     def recently_evicted(self) -> Mapping[int, tuple[str, int]]:
         """The groups evicted lately that have not come back: how and at which step, oldest first."""
-        return {group: (ghost.mode, ghost.step) for group, ghost in self._shard.ghosts.items()}
+        return {group: (ghost.mode, ghost.step) for group, ghost in self._shard.index.ghosts.items()}
 
     def undrained(self) -> dict[str, int]:
         """The counters since the last drain, which go on: what a checkpoint between two drains needs beside the shard."""
@@ -253,19 +245,20 @@ class Ledger:
         self._counters.drain()
         self._counters.begin_step()
 
-    def _fetch(self, exchange: OwnerExchange, group_ids: Ints, is_fresh: Flags) -> tuple[Tensor, int]:
+    def _fetch(self, exchange: OwnerExchange, group_ids: Ints, is_fresh: Flags | None) -> tuple[Tensor, int]:
         """The states from their owners, zeros for the fresh, and how many are not held."""
-        asked = np.flatnonzero(~is_fresh)
+        asked = np.arange(group_ids.size) if is_fresh is None else np.flatnonzero(~is_fresh)
         groups = group_ids[asked]
         route = exchange.route(groups)
         wanted: list[int] = exchange.to_owners(route, torch.from_numpy(groups)).tolist()
-        rows, _ = self._shard.lookup(wanted, np.zeros(len(wanted), np.bool_))
-        is_held = torch.tensor([group in self._store.slot_of for group in wanted], dtype=torch.int64)
-        held = exchange.from_owners(route, is_held)
+        rows, missing = self._shard.lookup(wanted, None)
+        is_missing = torch.zeros(len(wanted), dtype=torch.int64)
+        is_missing[missing] = 1
+        num_missing = int(exchange.from_owners(route, is_missing).sum())
         rows = exchange.from_owners(route, rows)
-        states = rows.new_zeros(group_ids.size, self._store.width)
+        states = rows.new_zeros(group_ids.size, self._shard.slab.width)
         states.index_copy_(0, torch.from_numpy(asked).to(rows.device), rows)
-        return states, asked.size - int(held.sum())
+        return states, num_missing
 
     def _distinct(self, group_ids: Ints) -> tuple[list[int], bool]:
         """The ids as a list, found to be distinct, and whether -1 is among them."""
@@ -282,8 +275,8 @@ class Ledger:
         return cast(Flags, owner_of(groups, self._world_size) == self._rank)
 
     def _gauges(self) -> dict[str, float]:
-        num_live = self._store.num_live
-        return {"ledger/live_groups": float(num_live), "ledger/fill_fraction": num_live / self._store.capacity}
+        num_live = self._shard.index.num_live
+        return {"ledger/live_groups": float(num_live), "ledger/fill_fraction": num_live / self._shard.slab.capacity}
 
 
 def check_distinct(groups: list[int]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.errors import UserError
 from trainer.ledger.eviction import EVICTION_MODES
 from trainer.ledger.shard import LedgerShard
-from trainer.ledger.store import Ints
+from trainer.ledger.slab import Ints
 
 Flags = NDArray[np.bool_]
 Shard = Mapping[str, Any]
@@ -23,22 +23,22 @@ FORMAT = 1
 
 def save_shard(shard: LedgerShard, *, ownership: str, rank: int, world_size: int) -> dict[str, Any]:
     """Copy a shard into tensors, numbers and strings, which `torch.load(weights_only=True)` accepts."""
-    store = shard.data
-    slots = store.live_slots()
-    ghosts = list(shard.ghosts.items())
+    slab, index = shard.slab, shard.index
+    slots = index.held()
+    ghosts = list(index.ghosts.items())
     return {
         "format": FORMAT,
         "ownership": ownership,
         "rank": rank,
         "world_size": world_size,
-        "capacity": store.capacity,
-        "width": store.width,
+        "capacity": slab.capacity,
+        "width": slab.width,
         "step": -1 if shard.step is None else shard.step,
         "slots": torch.from_numpy(slots),
-        "groups": torch.from_numpy(store.group_of[slots]),
-        "last_step": torch.from_numpy(store.last_step[slots]),
-        "rows": store.read(slots).cpu(),
-        "free_slots": torch.tensor(store.free_slots, dtype=torch.int64),
+        "groups": torch.from_numpy(index.group_of[slots]),
+        "last_step": torch.from_numpy(index.last_step[slots]),
+        "rows": slab.read(slots).cpu(),
+        "free_slots": torch.from_numpy(index.free_slots()),
         "evicted_groups": torch.tensor([group for group, _ in ghosts], dtype=torch.int64),
         "evicted_modes": torch.tensor([EVICTION_MODES.index(ghost.mode) for _, ghost in ghosts], dtype=torch.int64),
         "evicted_steps": torch.tensor([ghost.step for _, ghost in ghosts], dtype=torch.int64),
@@ -59,35 +59,34 @@ def load_shards(
         if other["format"] != FORMAT:
             problem = f"checkpoint format must be {FORMAT}, got {other['format']}"
             raise UserError("ledger", problem, "resume with the version that saved it")
-        if other["width"] != shard.data.width:
+        if other["width"] != shard.slab.width:
             raise UserError(
                 "ledger",
-                f"the checkpoint's states are {other['width']} wide, the model's {shard.data.width}",
+                f"the checkpoint's states are {other['width']} wide, the model's {shard.slab.width}",
                 "resume with the model that was saved, or drop the ledger from the checkpoint",
             )
-    shard.data.clear()
-    shard.ghosts.reset()
+    shard.index.clear()
     shard.step = max((int(other["step"]) for other in saved if other["step"] >= 0), default=None)
     own = saved[rank] if len(saved) == world_size else None
     if own is not None and (own["ownership"], own["capacity"], own["world_size"]) == (
         ownership,
-        shard.data.capacity,
+        shard.slab.capacity,
         world_size,
     ):
         _fill_exactly(shard, own)
     else:
         _fill_anew(shard, saved, keeps)
-    if shard.data.recency is not None:
-        shard.data.recency.rebuild()
+    if shard.index.recency is not None:
+        shard.index.recency.rebuild()
 
 
 def _fill_exactly(shard: LedgerShard, own: Shard) -> None:
     slots = own["slots"].numpy()
-    shard.data.place(own["groups"].numpy(), slots, own["last_step"].numpy(), own["free_slots"].tolist())
-    shard.data.write(slots, own["rows"].to(shard.data.device, shard.data.slab.dtype))
+    shard.index.place(own["groups"].numpy(), slots, own["last_step"].numpy(), own["free_slots"].numpy())
+    shard.slab.write(slots, own["rows"].to(shard.slab.device, shard.slab.dtype))
     for group, mode, step in _ghosts(own):
-        shard.ghosts.add([group], EVICTION_MODES[mode], step)
-    shard.data.commit()
+        shard.index.ghosts.add([group], EVICTION_MODES[mode], step)
+    shard.journal.commit()
 
 
 def _fill_anew(shard: LedgerShard, saved: Sequence[Shard], keeps: Callable[[Ints], Flags] | None) -> None:
@@ -99,25 +98,26 @@ def _fill_anew(shard: LedgerShard, saved: Sequence[Shard], keeps: Callable[[Ints
     order = order[np.sort(order.size - 1 - from_end)]
     if keeps is not None:
         order = order[keeps(groups[order])]
-    if order.size > shard.data.capacity:
+    if order.size > shard.slab.capacity:
         raise UserError(
             "ledger.capacity",
-            f"must hold the checkpoint's {order.size} groups, got {shard.data.capacity}",
+            f"must hold the checkpoint's {order.size} groups, got {shard.slab.capacity}",
             f"set it to at least {order.size}",
         )
-    slots = shard.data.acquire(groups[order].tolist())
-    shard.data.last_step[slots] = last_step[order]
+    slots = shard.index.acquire(groups[order].tolist())
+    shard.index.last_step[slots] = last_step[order]
     rows = _joined(saved, "rows")[torch.from_numpy(order)]
-    shard.data.write(slots, rows.to(shard.data.device, shard.data.slab.dtype))
+    shard.slab.write(slots, rows.to(shard.slab.device, shard.slab.dtype))
     ghosts = sorted((ghost for other in saved for ghost in _ghosts(other)), key=lambda ghost: ghost[2])
-    newest = {ghost[0]: ghost for ghost in ghosts if ghost[0] not in shard.data.slot_of}
+    held = set(groups[order].tolist())
+    newest = {ghost[0]: ghost for ghost in ghosts if ghost[0] not in held}
     ghosts = [ghost for ghost in ghosts if newest.get(ghost[0]) is ghost]
     if keeps is not None:
         is_kept = keeps(np.array([group for group, _, _ in ghosts], np.int64))
         ghosts = [ghost for ghost, kept in zip(ghosts, is_kept, strict=True) if kept]
     for group, mode, step in ghosts:
-        shard.ghosts.add([group], EVICTION_MODES[mode], step)
-    shard.data.commit()
+        shard.index.ghosts.add([group], EVICTION_MODES[mode], step)
+    shard.journal.commit()
 
 
 def _ghosts(saved: Shard) -> list[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ import torch
 from trainer.ledger import owner_of, splitmix64
 from trainer.ledger.counters import Counters
 from trainer.ledger.shard import LedgerShard
-from trainer.ledger.store import StateStore
+from trainer.ledger.slab import Slab
 
 
 def test_hash_is_splitmix64() -> None:
@@ -33,11 +33,8 @@ def test_owners_are_spread_whatever_the_stride_of_the_ids(stride: int) -> None:
 
 
 def test_shard_refuses_a_group_that_it_does_not_own() -> None:
-    store = StateStore(
-        width=1, capacity=2, device=torch.device("cpu"), dtype=torch.float32, has_recency=False, keep_undo=False
-    )
     shard = LedgerShard(
-        store,
+        Slab(width=1, capacity=2, device=torch.device("cpu"), dtype=torch.float32),
         Counters(),
         wipe_mode="none",
         stale_threshold=0,
