@@ -104,7 +104,7 @@ def test_some_mutated_configs_are_accepted_or_refused_with_one_message(base, cap
 def test_mutated_configs_are_accepted_or_refused_with_one_message(base, capsys):
     seen: Counter[int] = Counter()
     fuzz(base, capsys, EXAMPLES, seen)
-    assert min(seen[0], seen[2]) > EXAMPLES / 20, seen
+    assert min(seen[0], seen[2]) > EXAMPLES / 50, seen
     Injected(
         7,
         "mutated TOML files and overrides through `train check`, in one process",

@@ -169,7 +169,9 @@ class Watchdog:
         del self._collectives, self._store
 
     def _watch(self) -> None:
-        while not self._is_closed.wait(self._interval):
+        # The first beat comes at once: a rank that hangs soon has then been heard of.
+        is_over = False
+        while not is_over:
             # Should this thread not get to run, because something holds the interpreter, the stacks are written without it.
             faulthandler.dump_traceback_later(self._limit, file=self._log)
             if not self._try(self._beat):
@@ -177,6 +179,7 @@ class Watchdog:
             if self.verdict is not None:
                 self._end(self.verdict)
                 break
+            is_over = self._is_closed.wait(self._interval)
         faulthandler.cancel_dump_traceback_later()
 
     def _beat(self) -> None:
