@@ -79,7 +79,7 @@ def run_schedule(rank: int, world_size: int, ownership: Ownership) -> dict[str, 
     if ownership == "exchange" and world_size > 1:
         no = np.zeros(1, np.bool_)
         try:
-            ledger._shard.store([int(others[0])], no, no, torch.ones(1, WIDTH))
+            ledger._shard.store(others[:1], np.array([0]), no, torch.ones(1, WIDTH))
         except RuntimeError as error:
             refusal = str(error)
     groups = ledger.state_dict()["groups"].numpy()

@@ -119,6 +119,7 @@ class Oracle:
 
 class LedgerMachine(RuleBasedStateMachine):
     mode = "none"
+    compiled = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +134,7 @@ class LedgerMachine(RuleBasedStateMachine):
             sweep_every=self.oracle.every,
             wipe_every=self.oracle.every,
             keep_undo=True,
+            compiled=self.compiled,
             **ranks,
         )
 
@@ -259,13 +261,17 @@ class LedgerMachine(RuleBasedStateMachine):
         assert metrics["ledger/fill_fraction"] == len(self.oracle.held) / self.oracle.capacity
 
 
-def machine_for(mode: str) -> type[LedgerMachine]:
-    return type(f"LedgerMachine_{mode}", (LedgerMachine,), {"mode": mode})
+PLACEMENTS = [pytest.param(False, id="dicts"), pytest.param(True, id="compiled")]
 
 
+def machine_for(mode: str, compiled: bool) -> type[LedgerMachine]:
+    return type(f"LedgerMachine_{mode}", (LedgerMachine,), {"mode": mode, "compiled": compiled})
+
+
+@pytest.mark.parametrize("compiled", PLACEMENTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_ledger_equals_the_oracle(mode: str) -> None:
+def test_ledger_equals_the_oracle(mode: str, compiled: bool) -> None:
     run_state_machine_as_test(
-        machine_for(mode),
+        machine_for(mode, compiled),
         settings=settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True),
     )

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.ledger.eviction import EVICTION_MODES
+from trainer.ledger.ghosts import Ghost
+from trainer.ledger.placement import Entries
 from trainer.ledger.shard import LedgerShard
 from trainer.ledger.slab import Ints
 
@@ -23,9 +25,8 @@ FORMAT = 1
 
 def save_shard(shard: LedgerShard, *, ownership: str, rank: int, world_size: int) -> dict[str, Any]:
     """Copy a shard into tensors, numbers and strings, which `torch.load(weights_only=True)` accepts."""
-    slab, index = shard.slab, shard.index
-    slots = index.held()
-    ghosts = list(index.ghosts.items())
+    slab, entries = shard.slab, shard.placement.entries()
+    evicted = list(shard.placement.evicted())
     return {
         "format": FORMAT,
         "ownership": ownership,
@@ -34,14 +35,14 @@ def save_shard(shard: LedgerShard, *, ownership: str, rank: int, world_size: int
         "capacity": slab.capacity,
         "width": slab.width,
         "step": -1 if shard.step is None else shard.step,
-        "slots": torch.from_numpy(slots),
-        "groups": torch.from_numpy(index.group_of[slots]),
-        "last_step": torch.from_numpy(index.last_step[slots]),
-        "rows": slab.read(slots).cpu(),
-        "free_slots": torch.from_numpy(index.free_slots()),
-        "evicted_groups": torch.tensor([group for group, _ in ghosts], dtype=torch.int64),
-        "evicted_modes": torch.tensor([EVICTION_MODES.index(ghost.mode) for _, ghost in ghosts], dtype=torch.int64),
-        "evicted_steps": torch.tensor([ghost.step for _, ghost in ghosts], dtype=torch.int64),
+        "slots": torch.from_numpy(entries.slots),
+        "groups": torch.from_numpy(entries.groups),
+        "last_step": torch.from_numpy(entries.last_step),
+        "rows": slab.read(entries.slots).cpu(),
+        "free_slots": torch.from_numpy(entries.free_slots),
+        "evicted_groups": torch.tensor([group for group, _ in evicted], dtype=torch.int64),
+        "evicted_modes": torch.tensor([EVICTION_MODES.index(ghost.mode) for _, ghost in evicted], dtype=torch.int64),
+        "evicted_steps": torch.tensor([ghost.step for _, ghost in evicted], dtype=torch.int64),
     }
 
 
@@ -65,7 +66,6 @@ def load_shards(
                 f"the checkpoint's states are {other['width']} wide, the model's {shard.slab.width}",
                 "resume with the model that was saved, or drop the ledger from the checkpoint",
             )
-    shard.index.clear()
     shard.step = max((int(other["step"]) for other in saved if other["step"] >= 0), default=None)
     own = saved[rank] if len(saved) == world_size else None
     if own is not None and (own["ownership"], own["capacity"], own["world_size"]) == (
@@ -76,17 +76,12 @@ def load_shards(
         _fill_exactly(shard, own)
     else:
         _fill_anew(shard, saved, keeps)
-    if shard.index.recency is not None:
-        shard.index.recency.rebuild()
 
 
 def _fill_exactly(shard: LedgerShard, own: Shard) -> None:
-    slots = own["slots"].numpy()
-    shard.index.place(own["groups"].numpy(), slots, own["last_step"].numpy(), own["free_slots"].numpy())
-    shard.slab.write(slots, own["rows"].to(shard.slab.device, shard.slab.dtype))
-    for group, mode, step in _ghosts(own):
-        shard.index.ghosts.add([group], EVICTION_MODES[mode], step)
-    shard.journal.commit()
+    entries = Entries(*(own[name].numpy() for name in ("groups", "slots", "last_step", "free_slots")))
+    shard.placement.fill(entries, _ghosts(own))
+    shard.slab.write(entries.slots, own["rows"].to(shard.slab.device, shard.slab.dtype))
 
 
 def _fill_anew(shard: LedgerShard, saved: Sequence[Shard], keeps: Callable[[Ints], Flags] | None) -> None:
@@ -104,25 +99,24 @@ def _fill_anew(shard: LedgerShard, saved: Sequence[Shard], keeps: Callable[[Ints
             f"must hold the checkpoint's {order.size} groups, got {shard.slab.capacity}",
             f"set it to at least {order.size}",
         )
-    slots = shard.index.acquire(groups[order].tolist())
-    shard.index.last_step[slots] = last_step[order]
+    slots, capacity = np.arange(order.size), shard.slab.capacity
+    groups = groups[order]
+    evicted = sorted((ghost for other in saved for ghost in _ghosts(other)), key=lambda item: item[1].step)
+    held = set(groups.tolist())
+    newest = {item[0]: item for item in evicted if item[0] not in held}
+    evicted = [item for item in evicted if newest.get(item[0]) is item]
+    if keeps is not None:
+        is_kept = keeps(np.array([group for group, _ in evicted], np.int64))
+        evicted = [item for item, kept in zip(evicted, is_kept, strict=True) if kept]
+    free_slots = np.arange(capacity - 1, order.size - 1, -1)
+    shard.placement.fill(Entries(groups, slots, last_step[order], free_slots), evicted)
     rows = _joined(saved, "rows")[torch.from_numpy(order)]
     shard.slab.write(slots, rows.to(shard.slab.device, shard.slab.dtype))
-    ghosts = sorted((ghost for other in saved for ghost in _ghosts(other)), key=lambda ghost: ghost[2])
-    held = set(groups[order].tolist())
-    newest = {ghost[0]: ghost for ghost in ghosts if ghost[0] not in held}
-    ghosts = [ghost for ghost in ghosts if newest.get(ghost[0]) is ghost]
-    if keeps is not None:
-        is_kept = keeps(np.array([group for group, _, _ in ghosts], np.int64))
-        ghosts = [ghost for ghost, kept in zip(ghosts, is_kept, strict=True) if kept]
-    for group, mode, step in ghosts:
-        shard.index.ghosts.add([group], EVICTION_MODES[mode], step)
-    shard.journal.commit()
 
 
-def _ghosts(saved: Shard) -> list[tuple[int, int, int]]:
+def _ghosts(saved: Shard) -> list[tuple[int, Ghost]]:
     columns = (saved[key].tolist() for key in ("evicted_groups", "evicted_modes", "evicted_steps"))
-    return list(zip(*columns, strict=True))
+    return [(group, Ghost(EVICTION_MODES[mode], step)) for group, mode, step in zip(*columns, strict=True)]
 
 
 def _joined(saved: Sequence[Shard], key: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,10 +21,16 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.import_path import resolve_target
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.logger import get_logger
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training.plan import Plan
 from trainer.training.sources import Source
+
+logger = get_logger(__name__)
+
+# Micro-batches from which on a compiled ledger index has paid for itself.
+COMPILED_FROM = 10_000
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -131,6 +138,10 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     table, width = plan.config.ledger, state_width(model)
     if width == 0:
         return None
+    num_stores = plan.config.train.steps * plan.config.train.micro_batches
+    is_compiled = wants_compiled(table.index, num_stores)
+    if is_compiled and info.is_main:
+        logger.info("ledger: its index is compiled")
     return Ledger(
         state_width=width,
         capacity=table.capacity,
@@ -143,7 +154,18 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         rank=info.rank,
         world_size=info.world_size,
         keep_undo=keeps_undo(plan.config),
+        compiled=is_compiled,
     )
+
+
+def wants_compiled(index: str, num_stores: int) -> bool:
+    """Whether the ledger's index is to be compiled, for `[ledger] index` and a run of `num_stores` micro-batches.
+
+    `auto` compiles where it pays: loading the machine code takes 0.5 s, and a micro-batch of 64 groups then 0.08 ms less.
+    """
+    if index != "auto":
+        return index == "compiled"
+    return num_stores >= COMPILED_FROM and importlib.util.find_spec("numba") is not None
 
 
 def keeps_undo(config: RunConfig) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from trainer.ledger import owner_of, splitmix64
 from trainer.ledger.counters import Counters
+from trainer.ledger.placement import DictPlacement
 from trainer.ledger.shard import LedgerShard
 from trainer.ledger.slab import Slab
 
@@ -35,6 +36,7 @@ def test_owners_are_spread_whatever_the_stride_of_the_ids(stride: int) -> None:
 def test_shard_refuses_a_group_that_it_does_not_own() -> None:
     shard = LedgerShard(
         Slab(width=1, capacity=2, device=torch.device("cpu"), dtype=torch.float32),
+        DictPlacement(capacity=2, is_lru=False, has_recency=False, keep_undo=False),
         Counters(),
         wipe_mode="none",
         stale_threshold=0,
@@ -45,4 +47,4 @@ def test_shard_refuses_a_group_that_it_does_not_own() -> None:
     shard.begin_step(1)
     no = np.array([False])
     with pytest.raises(RuntimeError, match="group 7 belongs to another rank's ledger"):
-        shard.store([7], no, no, torch.ones(1, 1))
+        shard.store(np.array([7]), np.array([0]), no, torch.ones(1, 1))

@@ -161,7 +161,7 @@ def test_memory_of_evicted_groups_stays_small_when_all_come_back() -> None:
         ledger.begin_step(step)
         store(ledger, [step % 2])
     assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 2997
-    assert ledger._shard.index.ghosts.num_entries <= 2 * 1 + 1024 + 1
+    assert ledger._shard.placement.index.ghosts.num_entries <= 2 * 1 + 1024 + 1
     assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}
 
 
@@ -182,7 +182,7 @@ def test_index_of_recency_stays_small_over_many_steps() -> None:
     for step in range(1, 3000):
         ledger.begin_step(step)
         store(ledger, [step % 5, 5 + step % 3])
-    assert len(ledger._shard.index.recency) <= 4 * 8 + 1024 + 2
+    assert len(ledger._shard.placement.index.recency) <= 4 * 8 + 1024 + 2
     store(ledger, [100])
     # Of groups 0..4 and 5..7 all slots are used; group 0 was stored longest ago (step 2995).
     assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}

@@ -59,6 +59,7 @@ def baseline(corpus, tmp_path_factory):
     [
         "gns.enabled=false",
         "ledger.ownership=exchange",
+        "ledger.index=compiled",
         "ledger.wipe_mode=none",
         "data.prefetch=0",
         "checkpoint.background=true",
@@ -110,6 +111,27 @@ def test_a_full_wipe_is_counted_and_makes_cold_starts(corpus, tmp_path):
     assert [rows["train", step]["ledger_wipe_count"] for step in range(1, 11)] == [0, 0, 1, 0, 0, 1, 0, 0, 1, 0]
     assert sum(rows["train", step]["ledger/cold_starts"] for step in range(1, 11)) > 0
     assert all(rows["train", step]["ledger/false_evictions/lru"] == 0 for step in range(1, 11))
+
+
+def test_both_ledger_indexes_count_the_same_and_go_on_from_each_others_checkpoints(corpus, tmp_path):
+    """With evictions, false ones too, on the way: the run in dicts, and one that changes over and back at each checkpoint."""
+    stale = ["ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=1"]
+    knobs = [*stale, "data.seq_len=4", "data.max_group_cells=9", "train.on_non_finite=skip"]
+    for stop, index in ((3, "compiled"), (6, "dicts"), (10, "compiled")):
+        settings = [*knobs, "checkpoint.resume=auto", f"ledger.index={index}", "scheduler.name=constant"]
+        train_once(corpus, tmp_path / "both", *settings, f"train.steps={stop}")
+    train_once(corpus, tmp_path / "dicts", *knobs, "ledger.index=dicts", "scheduler.name=constant")
+    one, other = (
+        {
+            key: {n: v for n, v in row.items() if n.startswith("ledger") or n == "loss"}
+            for key, row in rows.items()
+            if "loss" in row
+        }
+        for rows in (read_rows(tmp_path / name / "metrics.jsonl") for name in ("dicts", "both"))
+    )
+    assert one == other
+    assert sum(row.get("ledger/evictions/stale", 0) for row in one.values()) > 10
+    assert sum(row.get("ledger/false_evictions/stale", 0) for row in one.values()) > 0
 
 
 def test_counters_between_logged_steps_are_not_lost(corpus, tmp_path):
