@@ -229,7 +229,7 @@ def figures_of(what: str, unit: str, points: Points, at_most: float) -> list[Fig
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """Everything."""
+    """Everything; with `args.plot` a picture of it too."""
     found: list[Figure] = []
     for world_size in args.ranks:
         silent, silent_elements, logged, logged_elements = count_collectives(world_size)
@@ -247,10 +247,16 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         ("metric keys", "us a logged step", lambda: over_keys(args.keys, args.batches), MAX_SLOPE),
     ]
     per_batch, opening = over_streams(args.streams, args.batches)
+    series = {("streams", "us a batch"): per_batch, ("streams", "s to open"): opening}
     found += figures_of("streams", "us a batch", per_batch, MAX_FLAT)
     found += figures_of("streams", "s to open", opening, MAX_SLOPE)
     for what, unit, points, at_most in measured:
-        found += figures_of(what, unit, points(), at_most)
+        series[what, unit] = points()
+        found += figures_of(what, unit, series[what, unit], at_most)
+    if args.plot is not None:
+        from growth_plot import draw  # matplotlib is an extra
+
+        draw(series, args.plot)
     return found
 
 
@@ -263,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pool", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--batches", type=int, default=300, help="batches (steps) of one turn")
+    parser.add_argument("--plot", type=Path, help="write a picture of the growth here (PNG)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     args = parser.parse_args(argv)
