@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,8 @@ class CompiledPlacement:
         self._log = np.zeros((1024 if keep_undo else 0, 3), np.int64)
         self._mark = 0
         self._set_free(np.arange(capacity - 1, -1, -1))
-        self._committed = self._a[: kernels.HEAD].copy()
+        self._open: list[_Begin] = []
+        self._floor = (0, 0)
 
     @property
     def num_live(self) -> int:
@@ -67,10 +69,39 @@ class CompiledPlacement:
         queued = a[kernels.QUEUE_TAIL] - a[kernels.QUEUE_HEAD]
         return int(queued), int(a[kernels.GHOST_TAIL] - a[kernels.GHOST_HEAD])
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, keeps_previous: bool) -> None:
         """See `Placement`."""
-        kernels.begin_step(self._a, self._queue, self._ghosts, step)
-        self._commit()
+        if not keeps_previous:
+            self._commit()
+        begin = _Begin(self._a[: kernels.HEAD].copy())
+        if self._a[kernels.IS_LOGGED]:
+            self._open.append(begin)
+        if keeps_previous:
+            first, last = begin.head[kernels.SEGMENT], begin.head[kernels.QUEUE_TAIL]
+            begin.segment = self._queue[np.arange(first, last) & (len(self._queue) - 1)]
+        kernels.begin_step(self._a, self._queue, step)
+
+    def confirm(self) -> None:
+        """See `Placement`."""
+        if len(self._open) < 2:
+            self._commit()
+            return
+        del self._open[0]
+        final = int(self._open[0].head[kernels.LOG_LENGTH])
+        length = int(self._a[kernels.LOG_LENGTH]) - final
+        self._log[:length] = self._log[final : final + length]
+        self._a[kernels.LOG_LENGTH] = length
+        for begin in self._open:
+            begin.head[kernels.LOG_LENGTH] -= final
+        if kernels.is_littered(self._a):
+            # The open steps go back to the rings as they are.
+            for begin in self._open:
+                begin.rings = begin.rings or (self._queue, self._ghosts, self._floor)
+            self._queue, self._ghosts = self._queue.copy(), self._ghosts.copy()
+            self._floor = self._heads(self._a)
+            kernels.compact(self._a, self._queue, self._ghosts)
+        elif self._open[0].rings is None:
+            self._floor = self._heads(self._open[0].head)
 
     def look_up(self, groups: Ints, cell_index: Ints) -> tuple[Ints, int]:
         """See `Placement`."""
@@ -113,8 +144,14 @@ class CompiledPlacement:
 
     def undo(self) -> None:
         """See `Placement`."""
-        kernels.undo(self._a, self._log, 0)
-        self._a[: kernels.HEAD] = self._committed
+        begin = self._open.pop()
+        kernels.undo(self._a, self._log, begin.head[kernels.LOG_LENGTH])
+        self._a[: kernels.HEAD] = begin.head
+        if begin.rings is not None:
+            self._queue, self._ghosts, self._floor = begin.rings
+        if begin.segment is not None:
+            first = begin.head[kernels.SEGMENT]
+            self._queue[np.arange(first, first + len(begin.segment)) & (len(self._queue) - 1)] = begin.segment
 
     def evicted(self) -> Iterator[tuple[int, Ghost]]:
         """See `Placement`."""
@@ -156,19 +193,37 @@ class CompiledPlacement:
 
     def _commit(self) -> None:
         self._a[kernels.LOG_LENGTH] = 0
-        self._committed = self._a[: kernels.HEAD].copy()
+        self._open.clear()
+        if kernels.is_littered(self._a):
+            kernels.compact(self._a, self._queue, self._ghosts)
+        self._floor = self._heads(self._a)
+
+    @staticmethod
+    def _heads(head: Ints) -> tuple[int, int]:
+        return int(head[kernels.QUEUE_HEAD]), int(head[kernels.GHOST_HEAD])
 
     def _reserve(self, num_stored: int, num_evicted: int, num_logged: int) -> None:
-        """Make the rings and the log large enough; what was taken from the rings since the commit must stay there."""
-        a, committed = self._a, self._committed
-        if a[kernels.QUEUE_TAIL] - committed[kernels.QUEUE_HEAD] + num_stored > len(self._queue):
-            self._queue = _grown(self._queue, committed[kernels.QUEUE_HEAD], a[kernels.QUEUE_TAIL], num_stored)
-        if a[kernels.GHOST_TAIL] - committed[kernels.GHOST_HEAD] + num_evicted > len(self._ghosts):
-            self._ghosts = _grown(self._ghosts, committed[kernels.GHOST_HEAD], a[kernels.GHOST_TAIL], num_evicted)
+        """Make the rings and the log large enough; what the open steps have taken from the rings must stay there."""
+        a, (queue_floor, ghost_floor) = self._a, self._floor
+        if a[kernels.QUEUE_TAIL] - queue_floor + num_stored > len(self._queue):
+            self._queue = _grown(self._queue, queue_floor, int(a[kernels.QUEUE_TAIL]), num_stored)
+        if a[kernels.GHOST_TAIL] - ghost_floor + num_evicted > len(self._ghosts):
+            self._ghosts = _grown(self._ghosts, ghost_floor, int(a[kernels.GHOST_TAIL]), num_evicted)
         if a[kernels.IS_LOGGED] and a[kernels.LOG_LENGTH] + num_logged > len(self._log):
             log = np.zeros((2 * (int(a[kernels.LOG_LENGTH]) + num_logged), 3), np.int64)
             log[: len(self._log)] = self._log
             self._log = log
+
+
+@dataclass
+class _Begin:
+    """What an open step goes back to, beside the log."""
+
+    head: Ints
+    segment: Ints | None = None
+    """What the step before had stored, before it was put in order; None if it was final."""
+    rings: tuple[Ints, Ints, tuple[int, int]] | None = None
+    """Rings and floor, where others have taken their place since."""
 
 
 @functools.cache
@@ -176,15 +231,17 @@ def compile_all() -> None:
     """Compile every loop, or load its machine code, so that no step has to wait for that: 0.5 s, the first time 10 s."""
     placement = CompiledPlacement(capacity=1, is_lru=True, has_recency=True, keep_undo=True)
     zero, no = np.zeros(1, np.int64), np.zeros(1, np.bool_)
-    placement.begin_step(0)
+    placement.begin_step(0, keeps_previous=False)
     placement.look_up(zero, zero)
     placement.store(zero, zero, no, 0)
     placement.store(zero + 1, zero, no, 0)
     placement.release(zero)
     placement.undo()
+    placement.begin_step(0, keeps_previous=False)
     placement.sweep(0, 0)
     placement.fill(placement.entries(), [*placement.evicted(), (0, Ghost("lru", 0))])
     placement.wipe()
+    kernels.compact(placement._a, placement._queue, placement._ghosts)
 
 
 def _grown(ring: Ints, head: int, tail: int, num_more: int) -> Ints:

@@ -102,15 +102,19 @@ class RecentlyEvicted:
         self._set(deque(), 0, 0)
         self.num_known = 0
 
+    @property
+    def is_littered(self) -> bool:
+        """Whether what was left behind is the greater part."""
+        return self.num_entries > 2 * self._capacity + 1024
+
     def compact(self) -> None:
-        """Drop what was left behind, if that is the greater part. Not undone: call it where nothing is left to undo."""
-        if self.num_entries > 2 * self._capacity + 1024:
-            batches: deque[Batch] = deque()
-            # A dropped group has no key, or one of a later batch: it does not come back here.
-            for key, step, groups in self._batches:
-                if alive := [group for group in groups if self._place_of.get(group) == key]:
-                    batches.append(Batch(key, step, alive))
-            self._set(batches, 0, self.num_known)
+        """Drop what was left behind. Not undone: call it where nothing is left to undo."""
+        batches: deque[Batch] = deque()
+        # A dropped group has no key, or one of a later batch: it does not come back here.
+        for key, step, groups in self._batches:
+            if alive := [group for group in groups if self._place_of.get(group) == key]:
+                batches.append(Batch(key, step, alive))
+        self._set(batches, 0, self.num_known)
 
     def _drop_oldest(self) -> None:
         """Drop the oldest groups until no more are known than may be."""

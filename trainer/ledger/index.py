@@ -6,6 +6,7 @@ it was evicted: a look-up, which is what costs where the dict is not in the cach
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from itertools import repeat
 from typing import NamedTuple
@@ -160,9 +161,17 @@ class GroupIndex:
         self.place(none, none, none, np.arange(self.capacity - 1, -1, -1))
 
     def tidy(self) -> None:
-        """Drop outdated entries where they are the greater part: O(1) per store. Call it after a commit."""
-        self.ghosts.compact()
+        """Drop outdated entries where they are the greater part: O(1) per store. Call it where a step has become final."""
+        if self.ghosts.is_littered:
+            if self._journal.has_open_step:
+                # What is journalled belongs to the object as it is: an undo puts it back.
+                old_ghosts, self.ghosts = self.ghosts, copy.copy(self.ghosts)
+                self._journal.add(lambda: setattr(self, "ghosts", old_ghosts))
+            self.ghosts.compact()
         if self.recency is not None and len(self.recency) > 4 * self.capacity + 1024:
+            if self._journal.has_open_step:
+                old_recency, self.recency = self.recency, copy.copy(self.recency)
+                self._journal.add(lambda: setattr(self, "recency", old_recency))
             self.recency.rebuild()
 
     def _drop(self, groups: Iterable[int], slots: Ints) -> None:

@@ -361,13 +361,27 @@ def store(
 
 
 @compiled
-def begin_step(a: Ints, queue: Ints, ghosts: Ints, step: int) -> None:
-    """Order what the step before has stored, and drop outdated entries where they are the greater part of a ring."""
-    mask, capacity = queue.shape[0] - 1, a[CAPACITY]
+def begin_step(a: Ints, queue: Ints, step: int) -> None:
+    """Order what the step before has stored."""
+    mask = queue.shape[0] - 1
     if a[QUEUE_TAIL] > a[SEGMENT] and queue[a[SEGMENT] & mask, 0] != step:
         for slot in _segment(a, queue):
             queue[a[SEGMENT] & mask, 1] = slot
             a[SEGMENT] += 1
+
+
+@compiled
+def is_littered(a: Ints) -> bool:
+    """Whether outdated entries are the greater part of a ring."""
+    capacity = a[CAPACITY]
+    queued, evicted = a[QUEUE_TAIL] - a[QUEUE_HEAD], a[GHOST_TAIL] - a[GHOST_HEAD]
+    return bool(queued > 4 * capacity + 1024 or evicted > 2 * capacity + 1024)
+
+
+@compiled
+def compact(a: Ints, queue: Ints, ghosts: Ints) -> None:
+    """Drop outdated entries from a ring where they are the greater part."""
+    mask, capacity = queue.shape[0] - 1, a[CAPACITY]
     if a[QUEUE_TAIL] - a[QUEUE_HEAD] > 4 * capacity + 1024:
         end, segment = a[QUEUE_HEAD], a[SEGMENT]
         for i in range(a[QUEUE_HEAD], a[QUEUE_TAIL]):

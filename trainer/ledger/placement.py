@@ -61,8 +61,13 @@ class Placement(Protocol):
     def num_live(self) -> int:
         """Number of groups held."""
 
-    def begin_step(self, step: int) -> None:
-        """Commit what was changed so far; what follows happens at `step`, and can be undone if that was asked for."""
+    def begin_step(self, step: int, *, keeps_previous: bool) -> None:
+        """What follows happens at `step`, and can be undone if that was asked for; what came before is final, unless it is
+        kept open: then it can be undone next.
+        """
+
+    def confirm(self) -> None:
+        """The oldest open step is final."""
 
     def look_up(self, groups: Ints, cell_index: Ints) -> tuple[Ints, int]:
         """The slots to read, [n] (the capacity at a group's first cell, and where none is held), and how many are missing.
@@ -89,7 +94,7 @@ class Placement(Protocol):
         """Free the slots of those of the groups that are held."""
 
     def undo(self) -> None:
-        """Take back everything since `begin_step`."""
+        """Take back everything since the newest `begin_step`."""
 
     def evicted(self) -> Iterator[tuple[int, Ghost]]:
         """The groups evicted lately that have not come back, oldest first."""
@@ -124,9 +129,16 @@ class DictPlacement:
         """Number of groups held."""
         return self.index.num_live
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, keeps_previous: bool) -> None:
         """See `Placement`."""
-        self._journal.commit()
+        if not keeps_previous:
+            self._journal.commit()
+            self.index.tidy()
+        self._journal.begin()
+
+    def confirm(self) -> None:
+        """See `Placement`."""
+        self._journal.confirm()
         self.index.tidy()
 
     def look_up(self, groups: Ints, cell_index: Ints) -> tuple[Ints, int]:

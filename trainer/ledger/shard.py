@@ -53,8 +53,7 @@ class LedgerShard:
         self.placement = placement
         self.counters = counters
         self.step: int | None = None
-        self._rows_journal = Journal(is_kept=keep_undo)
-        self._step_before: int | None = None
+        self._journal = Journal(is_kept=keep_undo)
         self._wipe_mode = wipe_mode
         self._stale_threshold = stale_threshold
         self._sweep_every = sweep_every
@@ -66,10 +65,14 @@ class LedgerShard:
         previous = step - 1 if self.step is None else self.step
         if step < 0 or step < previous:
             raise RuntimeError(f"ledger steps go forward from 0: step {step} after step {previous}")
-        self.placement.begin_step(step)
-        self._rows_journal.commit()
+        self.placement.begin_step(step, keeps_previous=False)
+        self._journal.commit()
+        self._journal.begin()
         self.counters.begin_step()
-        self._step_before, self.step = self.step, step
+        if self._journal.is_kept:
+            before = self.step
+            self._journal.add(lambda: setattr(self, "step", before))
+        self.step = step
         if self._wipe_mode == "full" and is_due(step, previous, self._wipe_every):
             self.placement.wipe()
             self.counters.add("ledger_wipe_count", 1)
@@ -110,9 +113,9 @@ class LedgerShard:
         for mode, count in zip(EVICTION_MODES, false_evictions, strict=True):
             if count:
                 self.counters.add(f"ledger/false_evictions/{mode}", count)
-        if self._rows_journal.is_kept:
+        if self._journal.is_kept:
             old = self.slab.read(slots)
-            self._rows_journal.add(lambda: self.slab.write(slots, old))
+            self._journal.add(lambda: self.slab.write(slots, old))
         self.slab.write(slots, states)
 
     def release(self, groups: Ints) -> None:
@@ -126,9 +129,8 @@ class LedgerShard:
         Raises:
             RuntimeError: no changes are noted.
         """
-        self._rows_journal.undo()
+        self._journal.undo()
         self.placement.undo()
-        self.step = self._step_before
         self.counters.roll_back()
 
     def _check_owned(self, groups: Ints) -> None:
