@@ -24,9 +24,10 @@ from trainer.errors import UserError
 from trainer.ledger.counters import Counters
 from trainer.ledger.eviction import WipeMode, check_settings
 from trainer.ledger.exchange import OwnerExchange, owner_of
+from trainer.ledger.pending import PendingRows
 from trainer.ledger.shard import LedgerShard
 from trainer.ledger.snapshot import load_shards, save_shard
-from trainer.ledger.store import StateStore
+from trainer.ledger.store import StateStore, to_device
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -50,9 +51,13 @@ class Ledger:
             them equally often, with empty arrays where it has nothing.
         rank, world_size, process_group: who this is, and the ranks that take part (None: the default group).
         keep_undo: journal every change of a step so that `rollback` can undo it.
+        is_confirmed: never wait for the device (but for the exchange's own collectives). Whoever steps then reads
+            `num_refused` of each step with what else it reads, calls `refuse` if that is not 0, and `confirm` when the step
+            stands; until then it and a step after it can be rolled back, one by one. Needs `keep_undo`.
 
     Raises:
         UserError: a setting is out of range.
+        ValueError: `is_confirmed` without `keep_undo`.
     """
 
     def __init__(
@@ -71,7 +76,10 @@ class Ledger:
         world_size: int = 1,
         process_group: Any = None,
         keep_undo: bool = False,
+        is_confirmed: bool = False,
     ) -> None:
+        if is_confirmed and not keep_undo:
+            raise ValueError("a ledger whose steps are confirmed needs keep_undo=True")
         check_settings(
             wipe_mode=wipe_mode,
             capacity=capacity,
@@ -104,6 +112,7 @@ class Ledger:
             sweep_every=sweep_every,
             wipe_every=wipe_every,
             is_owned=self._is_mine if is_shared else None,
+            pending=PendingRows() if is_confirmed else None,
         )
         self._exchange = (
             OwnerExchange(world_size=world_size, process_group=process_group, device=self._store.device)
@@ -117,7 +126,8 @@ class Ledger:
         return self._ownership
 
     def begin_step(self, step: int) -> None:
-        """Begin optimizer step `step`: the step before becomes final; then wipe or sweep, where that is due.
+        """Begin optimizer step `step`: the step before becomes final (with `is_confirmed` by `confirm` alone); then wipe or
+        sweep, where that is due.
 
         A sweep or wipe that falls on a step that is never begun, or is rolled back, happens at the next one.
 
@@ -153,7 +163,8 @@ class Ledger:
         row that is not finite is refused and counted, and what was held for its group is dropped: the group's next cell
         is a cold start, not a continuation of the wrong state. Then, with `lru`, the least recently stored groups are
         evicted until the new ones fit; groups of this micro-batch never are, and groups stored at the same step go in
-        slot order. The check for finite rows is the ledger's one wait for the device.
+        slot order. The check for finite rows is the ledger's one wait for the device; with `is_confirmed` there is none:
+        such a row is stored as zeros until `refuse`, and takes a slot until then.
 
         A cell that is not a group's first, of a group that was evicted, counts as a false eviction of that mode.
 
@@ -168,7 +179,7 @@ class Ledger:
         if has_none:
             known = np.flatnonzero(group_ids >= 0)
             groups, is_start, is_last = group_ids[known].tolist(), is_start[known], is_last[known]
-            states = states.index_select(0, torch.from_numpy(known).to(states.device))
+            states = states.index_select(0, to_device(known, states.device))
         if self._exchange is not None:
             ids = np.stack([np.array(groups, np.int64), is_start, is_last], axis=1)
             route = self._exchange.route(ids[:, 0])
@@ -188,12 +199,37 @@ class Ledger:
     def rollback(self) -> None:
         """Undo the step: everything since `begin_step`, its sweep or wipe and all counts included.
 
-        The next call is `begin_step`, with the same step again or a later one.
+        The next call is `begin_step`, with the same step again or a later one; or, with `is_confirmed`, what the step before
+        is still due.
 
         Raises:
             RuntimeError: the ledger was built without `keep_undo`.
         """
         self._shard.roll_back()
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether steps become final by `confirm`."""
+        return self._shard.pending is not None
+
+    def num_refused(self) -> Tensor:
+        """Rows that this rank stored in this step and that are not finite, [] float64 on the device. No wait.
+
+        Those of last cells count too, which are not kept anyway.
+        """
+        assert self._shard.pending is not None, "is_confirmed is not set"
+        return self._shard.pending.count(self._store.device)
+
+    def refuse(self) -> None:
+        """Refuse the rows of the newest step that are not finite, as `store` says, and count them. Waits for the device.
+
+        Look-ups of the same step that read zeros in their place count as cold starts. Not a collective.
+        """
+        self._shard.refuse()
+
+    def confirm(self) -> None:
+        """The oldest step that is not final becomes it."""
+        self._shard.confirm()
 
     def drain_metrics(self) -> dict[str, float]:
         """The counters since the last drain, which start again from zero, and the gauges. All keys, always."""
@@ -252,6 +288,8 @@ class Ledger:
         )
         self._counters.drain()
         self._counters.begin_step()
+        if self._shard.pending is not None:
+            self._shard.pending.clear()
 
     def _fetch(self, exchange: OwnerExchange, group_ids: Ints, is_fresh: Flags) -> tuple[Tensor, int]:
         """The states from their owners, zeros for the fresh, and how many are not held."""

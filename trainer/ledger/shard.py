@@ -6,6 +6,7 @@ The order in a step: `begin_step` sweeps or wipes; then, micro-batch by micro-ba
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from itertools import compress
@@ -18,6 +19,7 @@ from trainer.errors import UserError
 from trainer.ledger.counters import Counters
 from trainer.ledger.eviction import EvictionMode, WipeMode, is_due, lru_overflow, stale_cutoff
 from trainer.ledger.ghosts import RecentlyEvicted
+from trainer.ledger.pending import PendingRows
 from trainer.ledger.store import Ints, StateStore
 
 Flags = NDArray[np.bool_]
@@ -31,6 +33,8 @@ class LedgerShard:
         counters: what is counted goes here.
         wipe_mode, stale_threshold, sweep_every, wipe_every: as in `trainer.ledger.eviction`.
         is_owned: tells for group ids whether this rank owns them; None: all that it is given.
+        pending: takes in rows before it is known whether they are finite; steps then become final by `confirm`. None: rows
+            are checked as they come, and a step becomes final when the next begins.
     """
 
     def __init__(
@@ -43,8 +47,10 @@ class LedgerShard:
         sweep_every: int,
         wipe_every: int,
         is_owned: Callable[[Ints], Flags] | None = None,
+        pending: PendingRows | None = None,
     ) -> None:
         self.data = store
+        self.pending = pending
         self.counters = counters
         self.ghosts = RecentlyEvicted(store.capacity, store.on_undo if store.keeps_undo else None)
         self.step: int | None = None
@@ -55,13 +61,18 @@ class LedgerShard:
         self._is_owned = is_owned
 
     def begin_step(self, step: int) -> None:
-        """Commit the step before, then wipe or sweep where it is due."""
+        """Commit the step before, unless it is to be confirmed, then wipe or sweep where it is due."""
         previous = step - 1 if self.step is None else self.step
         if step < 0 or step < previous:
             raise RuntimeError(f"ledger steps go forward from 0: step {step} after step {previous}")
-        self.data.commit()
-        self.ghosts.compact()
-        self.counters.begin_step()
+        keeps_previous = self.pending is not None and self.data.has_open_step
+        if not keeps_previous:
+            self.data.commit()
+            self.ghosts.compact()
+        self.counters.begin_step(keeps_previous=keeps_previous)
+        if self.pending is not None:
+            self.pending.begin_step()
+        self.data.begin()
         if self.data.keeps_undo:
             before = self.step
             self.data.on_undo(lambda: setattr(self, "step", before))
@@ -82,6 +93,8 @@ class LedgerShard:
             if num_missing:
                 num_missing = int(np.count_nonzero((slots == self.data.no_slot) & ~is_fresh))
             slots[is_fresh] = self.data.no_slot
+        if self.pending is not None:
+            self.pending.look_up(groups, slots != self.data.no_slot)
         return self.data.read(slots), num_missing
 
     def store(self, groups: list[int], is_start: Flags, is_last: Flags, states: Tensor) -> None:
@@ -91,7 +104,10 @@ class LedgerShard:
         data = self.data
         slots, num_absent = data.find(groups)
         states = states.to(data.device, data.slab.dtype)
-        is_finite = self._finite_rows(states)
+        if self.pending is None:
+            is_finite = self._finite_rows(states)
+        else:
+            is_finite, states = None, self.pending.store(groups, is_last, states)
         is_dropped = is_last if is_finite is None else is_last | ~is_finite
         is_absent = is_new = slots == data.no_slot
         freed, num_new, num_kept = slots[:0], num_absent, len(groups)
@@ -128,6 +144,28 @@ class LedgerShard:
         """Undo everything since `begin_step`, and `begin_step` itself."""
         self.data.undo()
         self.counters.roll_back()
+        if self.pending is not None:
+            self.pending.forget_newest()
+
+    def refuse(self) -> None:
+        """Drop the rows of the newest step that are not finite. Waits for the device."""
+        assert self.pending is not None
+        refusals = self.pending.read()
+        self.counters.add("ledger/refused_rows", refusals.num_rows)
+        self.counters.add("ledger/cold_starts", refusals.num_cold_starts)
+        self.release(refusals.groups)
+
+    def confirm(self) -> None:
+        """The oldest open step is final."""
+        assert self.pending is not None
+        self.data.confirm()
+        self.counters.confirm()
+        self.pending.forget_oldest()
+        if self.data.has_open_step:
+            # As in the store: what is journalled belongs to the object as it is.
+            old, self.ghosts = self.ghosts, copy.copy(self.ghosts)
+            self.data.on_undo(lambda: setattr(self, "ghosts", old))
+        self.ghosts.compact()
 
     def _require_step(self) -> int:
         if self.step is None:

@@ -5,6 +5,7 @@ Nothing here knows why a group is stored or dropped; that is the shard's part.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any
@@ -31,7 +32,7 @@ class StateStore:
         capacity: most groups that can be held.
         device, dtype: of the slab.
         has_recency: keep the order of the stores, which `recency` then answers for.
-        keep_undo: journal every change, so that `undo()` can take them back up to the last `commit()`.
+        keep_undo: journal every change, so that `undo()` can take back what came since the last `begin()` or `commit()`.
     """
 
     def __init__(
@@ -61,12 +62,19 @@ class StateStore:
         self.last_step: Ints = np.full(capacity, -1, np.int64)
         self.free_slots: list[int] = list(range(capacity - 1, -1, -1))
         self._journal: list[Callable[[], object]] | None = [] if keep_undo else None
+        # Where in the journal the steps begin that are not final.
+        self._begins: list[int] = []
         self.recency = RecencyBuckets(self.last_step, self.on_undo if keep_undo else None) if has_recency else None
 
     @property
     def keeps_undo(self) -> bool:
         """Whether changes can be taken back."""
         return self._journal is not None
+
+    @property
+    def has_open_step(self) -> bool:
+        """Whether a step has begun that is not final."""
+        return bool(self._begins)
 
     @property
     def num_live(self) -> int:
@@ -167,6 +175,7 @@ class StateStore:
             self.recency.rebuild()
         if self._journal is not None:
             self._journal.clear()
+            self._begins.clear()
 
     def live_slots(self) -> Ints:
         """The slots in use, ascending."""
@@ -177,23 +186,47 @@ class StateStore:
         if self._journal is not None:
             self._journal.append(inverse)
 
+    def begin(self) -> None:
+        """Open a step: `undo` goes back to here."""
+        if self._journal is not None:
+            self._begins.append(len(self._journal))
+
+    def confirm(self) -> None:
+        """Keep the changes of the oldest open step for good."""
+        if self._journal is None or len(self._begins) < 2:
+            self.commit()
+            return
+        end = self._begins[1]
+        del self._journal[:end]
+        self._begins = [begin - end for begin in self._begins[1:]]
+        self._compact()
+
     def commit(self) -> None:
         """Keep all changes so far for good."""
         if self._journal is not None:
             self._journal.clear()
+            self._begins.clear()
+        self._compact()
+
+    def _compact(self) -> None:
         # An entry is kept per store; dropping the outdated ones once they outnumber the rows costs O(1) per store.
         if self.recency is not None and len(self.recency) > 4 * self.capacity + 1024:
+            if self._begins:
+                # What is journalled belongs to the order as it is: rebuild a copy, which an undo puts away again.
+                old, self.recency = self.recency, copy.copy(self.recency)
+                self.on_undo(lambda: setattr(self, "recency", old))
             self.recency.rebuild()
 
     def undo(self) -> None:
-        """Take back all changes since the last commit. Needs `keep_undo`."""
+        """Take back all changes of the newest open step; without one, since the last commit. Needs `keep_undo`."""
         if self._journal is None:
             raise RuntimeError("the ledger keeps no undo journal: construct it with keep_undo=True")
-        while self._journal:
+        begin = self._begins.pop() if self._begins else 0
+        while len(self._journal) > begin:
             self._journal.pop()()
 
     def _index(self, slots: Ints) -> Tensor:
-        return torch.from_numpy(slots).to(self.device, non_blocking=True)
+        return to_device(slots, self.device)
 
     def _drop(self, groups: list[int], slots: Ints) -> None:
         """Inverse of `acquire`."""
@@ -210,6 +243,12 @@ class StateStore:
         self.slot_of.update(zip(groups, slots.tolist(), strict=True))
         self.group_of[slots] = groups
         self.last_step[slots] = steps
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor of `array` on the device, which the host does not wait for: a copy from pageable memory would make it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _is_known_to_numpy(dtype: torch.dtype) -> bool:
