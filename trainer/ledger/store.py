@@ -248,7 +248,7 @@ class StateStore:
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of `array` on the device, which the host does not wait for: a copy from pageable memory would make it."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _is_known_to_numpy(dtype: torch.dtype) -> bool:
