@@ -6,14 +6,12 @@ the device. The optimizer gets the second as `found_inf`, the flag by which torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainer.training.microbatch import MicroBatch
-from trainer.training.step_details import StepDetails
+from trainer.training.accumulation import WindowSums
 
 # Places in the head of the reduced vector; the noise scale's sums follow.
 TOKENS, LOSS_SUM, STOP, SAVED, REFUSED = range(5)
@@ -46,12 +44,10 @@ class QueuedStep:
 
     numbers: HostCopy
     """The reduced vector and, last, the gradient's squared norm."""
-    window: Sequence[MicroBatch]
-    details: StepDetails
+    sums: WindowSums
     gradients: list[Tensor]
     """Where the host decides about the optimizer's step; empty if the device has."""
     lr: float
-    ready_at: float
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:

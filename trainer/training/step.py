@@ -17,23 +17,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.gns_hooks import GradientNoiseScale
 from trainer.metrics.square_norm import square_norm
 from trainer.objective.compose import Objective
+from trainer.training.accumulation import Accumulator
 from trainer.training.generators import generator_states, set_generator_states
-from trainer.training.microbatch import IGNORED, MicroBatch
+from trainer.training.microbatch import MicroBatch
 from trainer.training.optimizer import set_lr
 from trainer.training.settle import (
     HEAD,
@@ -126,26 +125,31 @@ class TrainStep:
     ) -> None:
         if settings.settles_late and ledger is not None and not ledger.is_confirmed:
             raise ValueError("to settle late, the ledger must be one whose steps are confirmed")
-        self._model = model
         self._ledger = ledger
-        self._objective = objective
         self._optimizer = optimizer
         self._gns = gns
         self._scaler = scaler
         self._settings = settings
         self._world_size = world_size
         self._device = device
-        self._autocast = autocast
-        self._make_details = details
-        self._clock = clock
-        self._ready_at = 0.0
-        self._exchange_sec = 0.0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
         self._queued: QueuedStep | None = None
         # The generators' states before the window that was begun since the last `queue`.
         self._later: dict[str, Tensor] | None = None
         self._kappa = 1.0 / (settings.micro_batches * settings.max_tokens_per_micro)
+        self._accumulator = Accumulator(
+            model=model,
+            ledger=ledger,
+            objective=objective,
+            gns=gns,
+            scaler=scaler,
+            kappa=self._kappa,
+            device=device,
+            autocast=autocast,
+            details=details,
+            clock=clock,
+        )
 
     @property
     def settles_late(self) -> bool:
@@ -162,58 +166,7 @@ class TrainStep:
         """
         if self._queued is not None:
             self._later = generator_states(self._device)
-        self._window = window
-        self._details = self._make_details(will_log)
-        self._exchange_sec = 0.0
-        if self._ledger is not None:
-            self._ledger.begin_step(step)
-        if self._gns is not None:
-            self._gns.begin_window(len(window))
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
-        for index, micro in enumerate(window):
-            self._accumulate(micro, is_last=index == len(window) - 1)
-
-    def _accumulate(self, micro: MicroBatch, *, is_last: bool) -> None:
-        """Forward, backward and store of one micro-batch."""
-        row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
-        state = None
-        if self._ledger is not None and micro.carry is not None:
-            with self._exchange_timed(self._ledger):
-                state = self._ledger.lookup(micro.carry.group_ids, micro.carry.cell_index)  # [B, state_width]
-        with self._without_sync(is_last):
-            with self._autocast():
-                output = self._model(**micro.inputs, state=state)
-                result = self._objective(output.logits, micro.targets, meta=micro.meta)
-            if self._gns is not None:
-                self._gns.begin_micro(is_last)
-            scaled: Any = self._scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
-            if is_last:
-                self._ready_at = self._clock() - self._exchange_sec
-            scaled.backward()
-            if self._gns is not None:
-                scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
-                self._gns.end_micro(row_tokens.sum() * (self._kappa * scale), row_tokens)
-        if self._ledger is not None and micro.carry is not None and output.state is not None:
-            carry = micro.carry
-            with self._exchange_timed(self._ledger):
-                self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state.detach())
-        self._details.add(micro, result)
-        self._loss_sum += result.loss_sum.detach()
-        self._tokens += result.num_tokens
-
-    @contextmanager
-    def _exchange_timed(self, ledger: Ledger) -> Iterator[None]:
-        """Adds up the time in the ledger's collectives, in which a rank waits for the others."""
-        began = self._clock()
-        yield
-        if ledger.ownership == "exchange":
-            self._exchange_sec += self._clock() - began
-
-    def _without_sync(self, is_last: bool) -> AbstractContextManager[None]:
-        if is_last or not isinstance(self._model, DistributedDataParallel):
-            return nullcontext()
-        return self._model.no_sync()
+        self._sums = self._accumulator.run(step, window, will_log=will_log)
 
     def conclude(self, *, lr: float, stop: bool, saved: bool) -> StepOutcome:
         """`queue` and `settle` in one."""
@@ -239,11 +192,9 @@ class TrainStep:
         self._queued = QueuedStep(
             # Before the optimizer's work, for which nobody who reads it then waits.
             numbers=HostCopy(torch.cat([packed, grad_sq.reshape(1)])),
-            window=self._window,
-            details=self._details,
+            sums=self._sums,
             gradients=[] if self._decides_on_device else gradients,
             lr=lr,
-            ready_at=self._ready_at,
         )
         if self._decides_on_device:
             tokens, loss_sum = packed[TOKENS], packed[LOSS_SUM]
@@ -257,9 +208,10 @@ class TrainStep:
     def _reduced(self, *, stop: bool, saved: bool) -> Tensor:
         """The head and the noise scale's sums over all ranks, float64 on the device."""
         # Filled there: a tensor made of numbers of the host would be copied, and waited for.
-        head = [self._tokens, self._loss_sum, *(torch.full_like(self._tokens, vote) for vote in (stop, saved))]
+        tokens = self._sums.tokens
+        head = [tokens, self._sums.loss_sum, *(torch.full_like(tokens, vote) for vote in (stop, saved))]
         is_pending = self._ledger is not None and self._ledger.is_confirmed
-        head.append(self._ledger.num_refused() if self._ledger and is_pending else torch.zeros_like(self._tokens))
+        head.append(self._ledger.num_refused() if self._ledger and is_pending else torch.zeros_like(tokens))
         packed = torch.stack(head)
         if self._gns is not None:
             packed = torch.cat([packed, self._gns.local_sums()])
@@ -301,8 +253,8 @@ class TrainStep:
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self._world_size,
             is_later_undone=is_later_undone,
-            ready_at=queued.ready_at,
-            details=queued.details,
+            ready_at=queued.sums.ready_at,
+            details=queued.sums.details,
         )
 
     def _take_back(self) -> None:
@@ -317,7 +269,7 @@ class TrainStep:
         """Make the step final in the ledger, or take it back out. The data go on, so groups that ended in it are freed."""
         if not is_good and self._settings.can_roll_back:
             ledger.rollback()
-            carries = [micro.carry for micro in queued.window if micro.carry is not None]
+            carries = [micro.carry for micro in queued.sums.micros if micro.carry is not None]
             ledger.release(np.concatenate([c.group_ids[c.is_last] for c in carries] or [np.empty(0, dtype=np.int64)]))
         elif ledger.is_confirmed:
             if has_refused:
