@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support.fault_runs import make_config
 from tests.support.late import events, run_differences, settle_late, strike_by_step
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, status
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +21,7 @@ holdout_fraction = 0.2
 every = 9
 keep_last = 9
 """
-ARGUMENTS = ("--steps", 14, "--set", "model.target=tests.support.faulty_model:build", "--set", "metrics.log_interval=7")
+ARGUMENTS = ("--set", "train.steps=14", "--set", "model.target=tests.support.faulty_model:build", "--set", "metrics.log_interval=7")
 
 
 @pytest.fixture
@@ -64,6 +65,15 @@ def test_a_refused_row_of_one_rank_makes_both_run_the_window_again(both):
     fault = {"what": "nan_state", "rank": 1, "step": 3}
     at_once, late = both(fault=fault)
     assert [line for line in run_differences(at_once, late) if ".ledger" not in line] == []
+
+
+def test_data_that_end_on_one_rank_first_end_for_both_when_no_rank_has_any(both):
+    many = ("train.steps=9999", "metrics.log_interval=1000", "eval.every=0", "checkpoint.every=0")
+    at_once, late = both("data.mixing.repeat=false", *many)
+    assert status(late)["reason"] == "the data have ended"
+    cursors = [torch.load(path, weights_only=True)["data"] for path in sorted(late.glob("checkpoints/latest/rank_*.pt"))]
+    assert len(cursors) == 2
+    assert run_differences(at_once, late) == []
 
 
 def test_a_stop_of_one_rank_ends_both_after_the_same_step(both):

@@ -83,6 +83,7 @@ def both(tmp_path, monkeypatch):
 def test_the_numbers_are_those_of_steps_settled_at_once(both, settings):
     at_once, late, seen = both(*settings)
     assert run_differences(at_once, late) == []
+    assert any(key.startswith("stream_mixing/") for key in read_rows(late / "metrics.jsonl")["train", STEPS])
     assert seen.late == 7 - ("sample.every=10" in settings)
     assert seen.undone == []
 
