@@ -21,7 +21,14 @@ holdout_fraction = 0.2
 every = 9
 keep_last = 9
 """
-ARGUMENTS = ("--set", "train.steps=14", "--set", "model.target=tests.support.faulty_model:build", "--set", "metrics.log_interval=7")
+ARGUMENTS = (
+    "--set",
+    "train.steps=14",
+    "--set",
+    "model.target=tests.support.faulty_model:build",
+    "--set",
+    "metrics.log_interval=7",
+)
 
 
 @pytest.fixture
@@ -71,7 +78,9 @@ def test_data_that_end_on_one_rank_first_end_for_both_when_no_rank_has_any(both)
     many = ("train.steps=9999", "metrics.log_interval=1000", "eval.every=0", "checkpoint.every=0")
     at_once, late = both("data.mixing.repeat=false", *many)
     assert status(late)["reason"] == "the data have ended"
-    cursors = [torch.load(path, weights_only=True)["data"] for path in sorted(late.glob("checkpoints/latest/rank_*.pt"))]
+    cursors = [
+        torch.load(path, weights_only=True)["data"] for path in sorted(late.glob("checkpoints/latest/rank_*.pt"))
+    ]
     assert len(cursors) == 2
     assert run_differences(at_once, late) == []
 

@@ -148,3 +148,26 @@ def test_a_group_that_was_stored_again_in_the_same_step_stays() -> None:
 def test_steps_that_are_confirmed_need_the_undo_journal() -> None:
     with pytest.raises(ValueError, match="keep_undo=True"):
         Ledger(state_width=1, capacity=1, wipe_mode="none", is_confirmed=True)
+
+
+def test_tidying_up_in_a_step_that_is_taken_back_is_taken_back_too() -> None:
+    rng = np.random.Generator(np.random.Philox(7))
+    at_once, late = new_ledger("lru", is_confirmed=False), new_ledger("lru", is_confirmed=True)
+    num_rebuilt = num_compacted = 0
+    for step in range(1, 900):
+        # While all fit nothing is evicted, and the order of the stores grows; then those come back that were evicted.
+        window = draw(rng, CAPACITY if step < 500 else GROUPS, 0.0)
+        run(at_once, step, window)
+        run(late, step, window)
+        if step > 1:
+            order, num_entries = late._store.recency, late._shard.ghosts.num_entries
+            late.confirm()
+            num_rebuilt += late._store.recency is not order
+            num_compacted += late._shard.ghosts.num_entries < num_entries
+            late.rollback()
+            run(late, step, window)
+    late.confirm()
+    assert num_rebuilt > 0
+    assert num_compacted > 0
+    assert differences(at_once.state_dict(), late.state_dict()) == []
+    assert at_once.drain_metrics() == late.drain_metrics()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch
 from tests.support.late import events, run_differences, settle_late, strike_by_step
 from tests.support.runs import read_rows, write_tiny_config
 from trainer.config.load import load_config
+from trainer.training.loop import next_window
 from trainer.training.main import train
+from trainer.training.run_state import TakenStep, Window
 from trainer.training.signals import STOP_SIGNALS
 
 EXTRA = """
@@ -168,3 +171,16 @@ def test_the_data_end_at_the_same_step(both, policy, micro_batches):
     assert json.loads((late / "status.json").read_text())["reason"] == "the data have ended"
     assert seen.undone
     assert run_differences(at_once, late) == []
+
+
+def test_a_rank_that_has_no_data_left_keeps_the_cursor_of_its_last_window():
+    unsettled = TakenStep(5, Window((), "after 5", ()))
+    run = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(micro_batches=1)),
+        loader=iter(()),
+        previous_batch={"tokens": torch.ones(2, 3), "targets": torch.ones(2, 3, dtype=torch.int64)},
+        accepted=None,
+        data_state="after 4",
+        unsettled=unsettled,
+    )
+    assert next_window(run).data_state == "after 5"  # type: ignore[arg-type]
