@@ -48,6 +48,8 @@ class QueuedStep:
     gradients: list[Tensor]
     """Where the host decides about the optimizer's step; empty if the device has."""
     lr: float
+    lr_before: float
+    """Of the optimizer's last step, should this one not count."""
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,9 +8,10 @@ c = kappa0 N / W when it is clipped: one multiplication that clipping needs anyw
 Collectives. Beside DDP's own there is one all-reduce a step: the noise scale's sums, the token and loss sums and the votes
 (stop, background save finished) travel together. A NaN on one rank is a NaN in the sum, so a bad number is seen by all.
 
-Waiting. `queue` decides on the device whether the optimizer steps, and `settle` reads what became of it: at once, or after the
-next step's forward and backward are queued. In the latter case the device never runs out of work, and a step that turns out bad
-has changed no weight; what the next one has done by then is taken back.
+Waiting. With `settles_late`, `queue` decides on the device whether the optimizer steps, and `settle` reads what became of
+it: at once, or after the next step's forward and backward are queued. In the latter case the device never runs out of work,
+and a step that turns out bad has changed no weight; what the next one has done by then is taken back. Otherwise the host
+decides in `settle`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class StepSettings:
     can_roll_back: bool
     """A rejected step is taken back out of the ledger, since another one may follow."""
     settles_late: bool = False
-    """Steps of which nothing has to be known at once are settled during the next one. The ledger must be one whose steps
-    are confirmed."""
+    """Steps of which nothing has to be known at once may be settled during the next one, if the optimizer takes a
+    `found_inf` and there is no loss scaling. The ledger must be one whose steps are confirmed."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class TrainStep:
         self._world_size = world_size
         self._device = device
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
+        self._decides_on_device = settings.settles_late and supports_found_inf(optimizer) and not scaler.is_enabled()
         self._queued: QueuedStep | None = None
         # The generators' states before the window that was begun since the last `queue`.
         self._later: dict[str, Tensor] | None = None
@@ -154,7 +155,7 @@ class TrainStep:
     @property
     def settles_late(self) -> bool:
         """Whether the next step may begin before this one is settled."""
-        return self._settings.settles_late and self._decides_on_device
+        return self._decides_on_device
 
     def forward_backward(self, step: int, window: Sequence[MicroBatch], *, will_log: bool) -> None:
         """Accumulate the gradient of `window`; the step before may still have to be settled.
@@ -195,6 +196,7 @@ class TrainStep:
             sums=self._sums,
             gradients=[] if self._decides_on_device else gradients,
             lr=lr,
+            lr_before=self._optimizer.param_groups[0]["lr"],
         )
         if self._decides_on_device:
             tokens, loss_sum = packed[TOKENS], packed[LOSS_SUM]
@@ -240,7 +242,9 @@ class TrainStep:
         if self._gns is not None and tokens > 0:
             self._gns.finish(reduced[HEAD:], grad_sq, grad_factor=factor)
         grad_norm = math.sqrt(grad_sq) / factor if is_good else grad_sq
-        if not self._decides_on_device:
+        if self._decides_on_device and not is_good:
+            set_lr(self._optimizer, queued.lr_before)
+        elif not self._decides_on_device:
             self._decide(queued, grad_norm, factor, is_good=is_good)
         if self._ledger is not None:
             self._close_step(self._ledger, queued, is_good=is_good, has_refused=reduced[REFUSED] > 0)

@@ -99,9 +99,17 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(both):
     assert seen.late > 0
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize(
-    ("what", "step"), [("nan", 2), ("nan", 7), ("nan", 8), ("nan", 13), ("inf_gradient", 9), ("inf_gradient", 11)]
+    ("policy", "what", "step"),
+    [
+        ("stop", "nan", 2),
+        ("skip", "nan", 2),
+        ("skip", "nan", 7),
+        ("skip", "nan", 8),
+        ("stop", "inf_gradient", 9),
+        ("skip", "inf_gradient", 11),
+        ("stop", "nan", 13),
+    ],
 )
 def test_a_bad_step_is_found_late_and_leaves_no_trace(both, policy, step, what):
     fault = {"what": what, "step": step, "micro": 1}
@@ -149,15 +157,14 @@ def test_rows_that_are_not_finite_are_refused_late(both, policy, step):
     assert seen.undone == ([step + 1] if step in (2, 3) else [])
 
 
-@pytest.mark.parametrize("fault", [{"step": 2, "micro": 1}, {"step": 7}, {"step": 11}, {"step": STEPS}])
+@pytest.mark.parametrize("fault", [{"step": 2, "micro": 1}, {"step": 7}, {"step": 11}])
 def test_a_stop_comes_after_the_step_in_which_it_was_asked_for(both, fault):
     at_once, late, _ = both(fault={"what": "signal", **fault})
     assert run_differences(at_once, late) == []
     assert json.loads((late / "status.json").read_text())["last_step"] == fault["step"]
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip"])
-@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize(("policy", "micro_batches"), [("stop", 2), ("skip", 3)])
 def test_the_data_end_at_the_same_step(both, policy, micro_batches):
     many = ("train.steps=9999", "metrics.log_interval=1000", "eval.every=0", "checkpoint.every=0", "data.seq_len=64")
     at_once, late, seen = both(
