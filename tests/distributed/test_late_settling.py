@@ -75,7 +75,7 @@ def test_a_refused_row_of_one_rank_makes_both_run_the_window_again(both):
 
 
 def test_data_that_end_on_one_rank_first_end_for_both_when_no_rank_has_any(both):
-    many = ("train.steps=9999", "metrics.log_interval=1000", "eval.every=0", "checkpoint.every=0")
+    many = ("train.steps=9999", "metrics.log_interval=1000", "eval.every=0", "checkpoint.every=0", "data.seq_len=64")
     at_once, late = both("data.mixing.repeat=false", *many)
     assert status(late)["reason"] == "the data have ended"
     cursors = [
