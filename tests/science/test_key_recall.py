@@ -98,7 +98,7 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
     answers: list[tuple[float, float]] = []
     result = Result(0.0, {}, [], [])
     for step in range(1, steps + 1):
-        window, _ = next_window(training)
+        window = next_window(training).micros
         window = window if releases else without_release(window)
         training.train_step.forward_backward(step, window, will_log=True)
         lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)

@@ -60,6 +60,11 @@ class Fault:
             return output._replace(logits=_Spoil.apply(output.logits))  # type: ignore[no-untyped-call]
         if what == "spike":
             return output._replace(logits=output.logits * 40.0)
+        if what == "nan_state":  # of the first row alone; the loss stays finite
+            assert output.state is not None
+            state = output.state.clone()
+            state[0] = float("nan")
+            return output._replace(state=state)
         if what == "sleep":
             while True:
                 time.sleep(3600)

@@ -27,6 +27,8 @@ class Counters:
         self._total = _NONE.copy()
         self._step = _NONE.copy()
         self._undrained = _NONE.copy()
+        # Of the step before, while that can be rolled back too.
+        self._before = _NONE.copy()
 
     def add(self, key: str, count: int) -> None:
         """Count `count` more of `key`."""
@@ -35,8 +37,9 @@ class Counters:
             self._step[key] += count
             self._undrained[key] += count
 
-    def begin_step(self) -> None:
-        """Start a step: what is counted from here on can be rolled back."""
+    def begin_step(self, *, keeps_previous: bool = False) -> None:
+        """Start a step: what is counted from here on can be rolled back, and then, if wanted, the step before."""
+        self._before = self._undrained if keeps_previous else _NONE.copy()
         self._step = _NONE.copy()
         self._undrained = _NONE.copy()
 
@@ -44,7 +47,13 @@ class Counters:
         """Forget what was counted since the step began, but for what was drained already."""
         for key, count in self._undrained.items():
             self._total[key] -= count
+        before = self._before
         self.begin_step()
+        self._undrained = before
+
+    def confirm(self) -> None:
+        """The step before can no longer be rolled back."""
+        self._before = _NONE.copy()
 
     def step(self) -> Mapping[str, float]:
         """The counts since the step began, drained or not."""
@@ -64,4 +73,5 @@ class Counters:
         drained = {key: float(count) for key, count in self._total.items()}
         self._total = _NONE.copy()
         self._undrained = _NONE.copy()
+        self._before = _NONE.copy()
         return drained

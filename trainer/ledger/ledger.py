@@ -24,9 +24,10 @@ from trainer.errors import UserError
 from trainer.ledger.counters import Counters
 from trainer.ledger.eviction import WipeMode, check_settings
 from trainer.ledger.exchange import OwnerExchange, owner_of
+from trainer.ledger.pending import PendingRows
 from trainer.ledger.placement import DictPlacement, Placement, check_distinct
 from trainer.ledger.shard import LedgerShard
-from trainer.ledger.slab import Slab
+from trainer.ledger.slab import Slab, to_device
 from trainer.ledger.snapshot import load_shards, save_shard
 
 Ints = NDArray[np.int64]
@@ -51,11 +52,15 @@ class Ledger:
             them equally often, with empty arrays where it has nothing.
         rank, world_size, process_group: who this is, and the ranks that take part (None: the default group).
         keep_undo: journal every change of a step so that `rollback` can undo it.
-        compiled: keep the books in loops that numba compiles, in a third of the time of a micro-batch; the numbers are
-            the same. Needs the extra `jit`, and takes about a second once.
+        compiled: keep the books in loops that numba compiles, in half the time of a micro-batch; the numbers are the same.
+            Needs the extra `jit`, and takes half a second once.
+        is_confirmed: never wait for the device (but for the exchange's own collectives). Whoever steps then reads
+            `num_refused` of each step with what else it reads, calls `refuse` if that is not 0, and `confirm` when the step
+            stands; until then it and a step after it can be rolled back, one by one. Needs `keep_undo`.
 
     Raises:
         UserError: a setting is out of range, or `compiled` without numba.
+        ValueError: `is_confirmed` without `keep_undo`.
     """
 
     def __init__(
@@ -75,7 +80,10 @@ class Ledger:
         process_group: Any = None,
         keep_undo: bool = False,
         compiled: bool = False,
+        is_confirmed: bool = False,
     ) -> None:
+        if is_confirmed and not keep_undo:
+            raise ValueError("a ledger whose steps are confirmed needs keep_undo=True")
         check_settings(
             wipe_mode=wipe_mode,
             capacity=capacity,
@@ -106,6 +114,7 @@ class Ledger:
             wipe_every=wipe_every,
             keep_undo=keep_undo,
             is_owned=self._is_mine if is_shared else None,
+            pending=PendingRows() if is_confirmed else None,
         )
         self._exchange = (
             OwnerExchange(world_size=world_size, process_group=process_group, device=self._shard.slab.device)
@@ -119,7 +128,8 @@ class Ledger:
         return self._ownership
 
     def begin_step(self, step: int) -> None:
-        """Begin optimizer step `step`: the step before becomes final; then wipe or sweep, where that is due.
+        """Begin optimizer step `step`: the step before becomes final (with `is_confirmed` by `confirm` alone); then wipe or
+        sweep, where that is due.
 
         A sweep or wipe that falls on a step that is never begun, or is rolled back, happens at the next one.
 
@@ -154,7 +164,8 @@ class Ledger:
         row that is not finite is refused and counted, and what was held for its group is dropped: the group's next cell
         is a cold start, not a continuation of the wrong state. Then, with `lru`, the least recently stored groups are
         evicted until the new ones fit; groups of this micro-batch never are, and groups stored at the same step go in
-        slot order. The check for finite rows is the ledger's one wait for the device.
+        slot order. The check for finite rows is the ledger's one wait for the device; with `is_confirmed` there is none:
+        such a row is stored as zeros until `refuse`, and takes a slot until then.
 
         A cell that is not a group's first, of a group that was evicted, counts as a false eviction of that mode.
 
@@ -175,7 +186,7 @@ class Ledger:
             ids = torch.from_numpy(np.stack([group_ids, cell_index, is_last], axis=1)[known])
             route = self._exchange.route(group_ids[known])
             columns = self._exchange.to_owners(route, ids).numpy().T.copy()
-            states = self._exchange.to_owners(route, states.index_select(0, torch.from_numpy(known).to(states.device)))
+            states = self._exchange.to_owners(route, states.index_select(0, to_device(known, states.device)))
             group_ids, cell_index, is_last = columns[0], columns[1], columns[2] != 0
         self._shard.store(group_ids, cell_index, is_last, states)
 
@@ -189,12 +200,37 @@ class Ledger:
     def rollback(self) -> None:
         """Undo the step: everything since `begin_step`, its sweep or wipe and all counts included.
 
-        The next call is `begin_step`, with the same step again or a later one.
+        The next call is `begin_step`, with the same step again or a later one; or, with `is_confirmed`, what the step before
+        is still due.
 
         Raises:
             RuntimeError: the ledger was built without `keep_undo`.
         """
         self._shard.roll_back()
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether steps become final by `confirm`."""
+        return self._shard.pending is not None
+
+    def num_refused(self) -> Tensor:
+        """Rows that this rank stored in this step and that are not finite, [] float64 on the device. No wait.
+
+        Those of last cells count too, which are not kept anyway.
+        """
+        assert self._shard.pending is not None, "is_confirmed is not set"
+        return self._shard.pending.count(self._shard.slab.device)
+
+    def refuse(self) -> None:
+        """Refuse the rows of the newest step that are not finite, as `store` says, and count them. Waits for the device.
+
+        Look-ups of the same step that read zeros in their place count as cold starts. Not a collective.
+        """
+        self._shard.refuse()
+
+    def confirm(self) -> None:
+        """The oldest step that is not final becomes it."""
+        self._shard.confirm()
 
     def drain_metrics(self) -> dict[str, float]:
         """The counters since the last drain, which start again from zero, and the gauges. All keys, always."""
@@ -253,6 +289,8 @@ class Ledger:
         )
         self._counters.drain()
         self._counters.begin_step()
+        if self._shard.pending is not None:
+            self._shard.pending.clear()
 
     def _fetch(self, exchange: OwnerExchange, group_ids: Ints, is_fresh: Flags) -> tuple[Tensor, int]:
         """The states from their owners, zeros for the fresh, and how many are not held."""
@@ -261,12 +299,12 @@ class Ledger:
         asked_for = exchange.to_owners(route, torch.from_numpy(group_ids[asked])).numpy()
         wanted, places = np.unique(asked_for, return_inverse=True)
         rows, slots, _ = self._shard.lookup(wanted, np.ones(wanted.size, np.int64))
-        rows = rows.index_select(0, torch.from_numpy(places).to(rows.device))
+        rows = rows.index_select(0, to_device(places, rows.device))
         is_missing = torch.from_numpy((slots[places] == self._shard.slab.capacity).astype(np.int64))
         num_missing = int(exchange.from_owners(route, is_missing).sum())
         rows = exchange.from_owners(route, rows)
         states = rows.new_zeros(group_ids.size, self._shard.slab.width)
-        states.index_copy_(0, torch.from_numpy(asked).to(rows.device), rows)
+        states.index_copy_(0, to_device(asked, rows.device), rows)
         return states, num_missing
 
     def _is_mine(self, groups: Ints) -> Flags:

@@ -18,6 +18,7 @@ from trainer.errors import UserError
 from trainer.ledger.counters import Counters
 from trainer.ledger.eviction import EVICTION_MODES, WipeMode, is_due, stale_cutoff
 from trainer.ledger.journal import Journal
+from trainer.ledger.pending import PendingRows
 from trainer.ledger.placement import NoRoomError, Placement
 from trainer.ledger.slab import Ints, Slab
 
@@ -34,6 +35,8 @@ class LedgerShard:
         wipe_mode, stale_threshold, sweep_every, wipe_every: as in `trainer.ledger.eviction`.
         keep_undo: note every change, so that `roll_back` can take a step back; the placement must do so too.
         is_owned: tells for group ids whether this rank owns them; None: all that it is given.
+        pending: takes in rows before it is known whether they are finite; steps then become final by `confirm`. None: rows
+            are checked as they come, and a step becomes final when the next begins.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class LedgerShard:
         wipe_every: int,
         keep_undo: bool = False,
         is_owned: Callable[[Ints], Flags] | None = None,
+        pending: PendingRows | None = None,
     ) -> None:
         self.slab = slab
+        self.pending = pending
         self.placement = placement
         self.counters = counters
         self.step: int | None = None
@@ -61,14 +66,18 @@ class LedgerShard:
         self._is_owned = is_owned
 
     def begin_step(self, step: int) -> None:
-        """Commit the step before, then wipe or sweep where it is due."""
+        """Commit the step before, unless it is to be confirmed, then wipe or sweep where it is due."""
         previous = step - 1 if self.step is None else self.step
         if step < 0 or step < previous:
             raise RuntimeError(f"ledger steps go forward from 0: step {step} after step {previous}")
-        self.placement.begin_step(step, keeps_previous=False)
-        self._journal.commit()
+        keeps_previous = self.pending is not None and self._journal.has_open_step
+        self.placement.begin_step(step, keeps_previous=keeps_previous)
+        if not keeps_previous:
+            self._journal.commit()
         self._journal.begin()
-        self.counters.begin_step()
+        self.counters.begin_step(keeps_previous=keeps_previous)
+        if self.pending is not None:
+            self.pending.begin_step()
         if self._journal.is_kept:
             before = self.step
             self._journal.add(lambda: setattr(self, "step", before))
@@ -90,6 +99,8 @@ class LedgerShard:
             ValueError: a group appears twice.
         """
         slots, num_missing = self.placement.look_up(group_ids, cell_index)
+        if self.pending is not None:
+            self.pending.look_up(group_ids.tolist(), slots < self.slab.capacity)
         return self.slab.read(slots), slots, num_missing
 
     def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
@@ -99,7 +110,10 @@ class LedgerShard:
         self._check_owned(group_ids)
         if states.dtype != self.slab.dtype or states.device != self.slab.device:
             states = states.to(self.slab.device, self.slab.dtype)
-        is_finite = self._finite_rows(states)
+        if self.pending is None:
+            is_finite = self._finite_rows(states)
+        else:
+            is_finite, states = None, self.pending.store(group_ids.tolist(), is_last | (group_ids < 0), states)
         is_dropped = is_last if is_finite is None else is_last | ~is_finite
         try:
             slots, num_evicted, false_evictions = self.placement.store(group_ids, cell_index, is_dropped, self.step)
@@ -132,6 +146,24 @@ class LedgerShard:
         self._journal.undo()
         self.placement.undo()
         self.counters.roll_back()
+        if self.pending is not None:
+            self.pending.forget_newest()
+
+    def refuse(self) -> None:
+        """Drop the rows of the newest step that are not finite. Waits for the device."""
+        assert self.pending is not None
+        refusals = self.pending.read()
+        self.counters.add("ledger/refused_rows", refusals.num_rows)
+        self.counters.add("ledger/cold_starts", refusals.num_cold_starts)
+        self.release(np.array(refusals.groups, np.int64))
+
+    def confirm(self) -> None:
+        """The oldest open step is final."""
+        assert self.pending is not None
+        self.placement.confirm()
+        self._journal.confirm()
+        self.counters.confirm()
+        self.pending.forget_oldest()
 
     def _check_owned(self, groups: Ints) -> None:
         if self._is_owned is not None and not (owned := self._is_owned(groups)).all():

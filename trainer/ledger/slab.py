@@ -57,7 +57,13 @@ class Slab:
             self.rows.index_copy_(0, self._index(slots), rows)
 
     def _index(self, slots: Ints) -> Tensor:
-        return torch.from_numpy(slots).to(self.device, non_blocking=True)
+        return to_device(slots, self.device)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor of `array` on the device, which the host does not wait for: a copy from pageable memory would make it."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _is_known_to_numpy(dtype: torch.dtype) -> bool:

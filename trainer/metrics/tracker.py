@@ -55,6 +55,14 @@ class StepMetrics:
     mem_utilization: float | None
 
 
+@dataclass
+class _StepTimes:
+    """When a step began, and the seconds of its parts."""
+
+    start: float
+    parts: dict[str, float]
+
+
 class _Section:
     """Adds the time spent inside to one part of the step."""
 
@@ -126,8 +134,8 @@ class MetricsTracker:
         self._smoothed = {name: Ema(smoothing_alpha) for name in _SMOOTHED}
         self._extra = CounterLedger(counters)
         self._tokens_seen: Scalar = 0
-        self._parts: dict[str, float] = {}
-        self._step_start: float | None = None
+        self._open: _StepTimes | None = None
+        self._held: _StepTimes | None = None
         self._checked_keys: set[str] = set()
         self._sinks: list[Sink] = []
         self.init_backends(sinks)
@@ -145,17 +153,31 @@ class MetricsTracker:
 
     def start_step(self) -> None:
         """Start the step's clock."""
-        self._parts.clear()
-        self._step_start = self._clock()
+        self._open = _StepTimes(self._clock(), {})
+
+    def hold_step(self) -> None:
+        """The step's numbers come later: the next step may start, and `end_step` then is this one's.
+
+        The next one's clock starts anew when this one ends, so that no time counts twice.
+
+        Raises:
+            RuntimeError: no step was started, or one is held already.
+        """
+        if self._open is None or self._held is not None:
+            raise RuntimeError("hold_step takes the one step that is open")
+        self._held, self._open = self._open, None
 
     @property
     def step_start(self) -> float | None:
-        """When the step began, by the tracker's clock; None between steps."""
-        return self._step_start
+        """When the step that ends next began, by the tracker's clock; None between steps."""
+        times = self._held or self._open
+        return None if times is None else times.start
 
     def section(self, name: str) -> AbstractContextManager[None]:
-        """Times a part of the step: `data`, `forward_backward` or `optimizer`; a part entered twice adds up."""
-        return _Section(name, self._parts, self._clock)
+        """Times a part of the last step that was started: `data`, `forward_backward` or `optimizer`; a part entered twice
+        adds up."""
+        times = self._open or self._held
+        return _Section(name, {} if times is None else times.parts, self._clock)
 
     def end_step(
         self,
@@ -186,10 +208,16 @@ class MetricsTracker:
             UnknownMetric: `strict_keys` is set and a key is not in the catalog.
             OSError: an essential sink could not write.
         """
-        if self._step_start is None:
+        times = self._held or self._open
+        if times is None:
             raise RuntimeError("end_step without start_step")
-        step_time = self._clock() - self._step_start
-        self._step_start = None
+        now = self._clock()
+        step_time = now - times.start
+        if self._held is None:
+            self._open = None
+        elif self._open is not None:
+            self._open.start = now
+        self._held = None
         tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None
         self._tokens_seen = self._tokens_seen + tokens_in_step
         mfu = None if tokens_per_sec is None else self._mfu(tokens_per_sec)
@@ -201,7 +229,7 @@ class MetricsTracker:
         if not is_logged:
             return None
         metrics = _step_metrics(loss, grad_norm, lr, tokens_per_sec, mfu, step_time, memory)
-        self._emit("train", step, self._collect(metrics, tokens_in_step))
+        self._emit("train", step, self._collect(metrics, tokens_in_step, times.parts))
         return metrics
 
     def _mfu(self, tokens_per_sec: Scalar) -> Scalar | None:
@@ -217,7 +245,7 @@ class MetricsTracker:
             if sample is not None:
                 self._smoothed[name].update(sample)
 
-    def _collect(self, metrics: StepMetrics, tokens_in_step: Scalar) -> dict[str, float]:
+    def _collect(self, metrics: StepMetrics, tokens_in_step: Scalar, parts: Mapping[str, float]) -> dict[str, float]:
         """All values of a logged step by catalog key; what is unknown is left out."""
         memory = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
         found: dict[str, float | None] = {
@@ -227,7 +255,7 @@ class MetricsTracker:
         found["tokens_seen"] = _read(self._tokens_seen)
         for name, average in self._smoothed.items():
             found[f"smoothed/{name}"] = average.read()
-        for part, seconds in self._parts.items():
+        for part, seconds in parts.items():
             found[f"time/{part}_sec"] = seconds
             found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
         for key, value in self._extra.drain().items():

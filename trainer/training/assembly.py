@@ -32,6 +32,8 @@ logger = get_logger(__name__)
 # Micro-batches from which on a compiled ledger index has paid for itself.
 COMPILED_FROM = 10_000
 
+# Devices that work on their own while the host goes on; on others there is nothing to gain.
+LATE_DEVICES = frozenset({"cuda"})
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -153,8 +155,9 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         ownership="exchange" if plan.facts.ownership == "exchange" else "reader",
         rank=info.rank,
         world_size=info.world_size,
-        keep_undo=keeps_undo(plan.config),
         compiled=is_compiled,
+        keep_undo=keeps_undo(plan.config) or settles_late(plan.config, device),
+        is_confirmed=settles_late(plan.config, device),
     )
 
 
@@ -171,6 +174,11 @@ def wants_compiled(index: str, num_stores: int) -> bool:
 def keeps_undo(config: RunConfig) -> bool:
     """Whether a rejected step may be followed by another one, so that the ledger must be able to go back."""
     return config.train.on_non_finite == "skip" or config.train.precision == "fp16"
+
+
+def settles_late(config: RunConfig, device: torch.device) -> bool:
+    """Whether steps are settled during the next one. With fp16 they cannot be: torch's loss scaling reads its scale."""
+    return device.type in LATE_DEVICES and config.train.precision != "fp16"
 
 
 def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:

@@ -32,20 +32,22 @@ from trainer.training.assembly import (
     make_ledger,
     make_objective,
     max_tokens_per_micro,
+    settles_late,
     wrap_ddp,
 )
 from trainer.training.evaluation import Evaluator
-from trainer.training.loop import RANK_TIMES, Run
 from trainer.training.microbatch import accepted_inputs
 from trainer.training.optimizer import build_optimizer
 from trainer.training.plan import Plan, build_model
 from trainer.training.progress import Progress
 from trainer.training.run_dir import RunDir, environment
+from trainer.training.run_state import Run
 from trainer.training.sampler import Sampler
 from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest
 from trainer.training.step import StepSettings, TrainStep
 from trainer.training.step_details import StepDetails, detail_keys
+from trainer.training.step_end import RANK_TIMES
 
 
 class EventRouter:
@@ -175,6 +177,7 @@ def build_run(
             max_tokens_per_micro=max_tokens_per_micro(plan),
             clip_grad_norm=config.train.clip_grad_norm,
             can_roll_back=keeps_undo(config),
+            settles_late=settles_late(config, parts.device),
         ),
         world_size=info.world_size,
         device=parts.device,

@@ -25,12 +25,14 @@ from trainer.metrics.logger import add_log_file, get_logger
 from trainer.training import checkpoint
 from trainer.training.build import Parts, build_parts, build_run
 from trainer.training.drift import check_drift
-from trainer.training.loop import NonFiniteError, Run, run_loop
+from trainer.training.loop import run_loop
 from trainer.training.plan import Plan, begin_from_weights, make_plan
 from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir
+from trainer.training.run_state import Run
 from trainer.training.saver import SaveError
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.sinks import make_sinks, wandb_id
+from trainer.training.step_end import NonFiniteError
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)

@@ -22,6 +22,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
 from trainer.training import checkpoint as files
 from trainer.training.checkpoint import BackgroundWriter, CheckpointError
+from trainer.training.generators import generator_states, set_generator_states
 
 logger = get_logger(__name__)
 
@@ -149,7 +150,7 @@ class Saver:
         if saved_world_size != self._info.world_size:
             return [part["data"] for part in parts]
         own = parts[self._info.rank]
-        _set_generator_states(own["generators"], self._device)
+        set_generator_states(own["generators"], self._device)
         # Absent in checkpoints of before it was kept.
         self.unlogged = own.get("unlogged", {})
         return own["data"]
@@ -164,7 +165,7 @@ class Saver:
 
     def _parts(self, data_state: Any, unlogged: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The files that this rank writes."""
-        own: dict[str, Any] = {"data": data_state, "generators": _generator_states(self._device), "unlogged": unlogged}
+        own: dict[str, Any] = {"data": data_state, "generators": generator_states(self._device), "unlogged": unlogged}
         if self._ledger is not None:
             own["ledger"] = self._ledger.state_dict()
         parts = {files.rank_file(self._info.rank): own}
@@ -237,16 +238,3 @@ def num_bytes(value: Any) -> int:
 def _write_all(staging: Path, parts: Mapping[str, dict[str, Any]]) -> None:
     for name, value in parts.items():
         files.write_tensors(staging / name, value)
-
-
-def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

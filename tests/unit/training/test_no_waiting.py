@@ -1,0 +1,273 @@
+"""What a step that does not log queues reads nothing from its device.
+
+The device is `meta`, whose tensors have no data: reading one is an error, be it a number, a copy or a mask's size; copies
+to it are watched. So a step that runs there does not wait for a device. The whole program runs on the CPU, where reading is
+forbidden for the length of such a step. Where there is CUDA, its own check for synchronisation is asked too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tests.support.late import settle_late
+from tests.support.runs import write_tiny_config
+from trainer.config.load import load_config
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.model.build import build
+from trainer.objective.components import CoordSettings
+from trainer.objective.compose import Objective
+from trainer.training import loop
+from trainer.training.main import train
+from trainer.training.microbatch import Carry, MicroBatch
+from trainer.training.run_state import Run
+from trainer.training.settle import HEAD, HostCopy
+from trainer.training.signals import STOP_SIGNALS
+from trainer.training.step import StepSettings, TrainStep
+from trainer.training.step_details import StepDetails
+
+ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
+META = torch.device("meta")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+class NoBlockingCopies(TorchFunctionMode):
+    """Fails where data of the host are copied to `meta` in a way that CUDA would wait for."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, torch.Tensor.to, torch.Tensor.copy_) and result.is_meta:
+            source = args[1] if func is torch.Tensor.copy_ else args[0]
+            is_from_host = not (isinstance(source, torch.Tensor) and source.is_meta)
+            is_free = bool((kwargs or {}).get("non_blocking"))
+            assert is_free or not is_from_host, f"{func.__name__} waits"
+        return result
+
+
+class GuardedSgd(torch.optim.SGD):
+    """Stands for a fused optimizer, which torch does not have for `meta`."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._step_supports_amp_scaling = True
+
+    def step(self, closure: None = None) -> None:
+        flag = self.__dict__.pop("found_inf")  # SGD itself refuses it
+        super().step(closure)
+        self.found_inf = flag
+
+
+def windows(device: torch.device) -> Iterator[list[MicroBatch]]:
+    """Windows in which groups begin, go on and end, and some rows carry nothing."""
+    generator = torch.Generator().manual_seed(3)
+    for step in itertools.count():
+        window = []
+        for micro in range(MICROS):
+            tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator).to(device)
+            targets = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator).to(device)
+            groups = np.array([10 * micro, 10 * micro + 1, 100 + 2 * step + micro, -1])
+            last = np.array([False, step % 3 == 2, False, False])
+            carry = Carry(groups, np.array([step, step % 3, 0, 0]), last)
+            window.append(MicroBatch({"tokens": tokens}, targets, carry, {}))
+        yield window
+
+
+def make_step(
+    device: torch.device,
+    make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    wipe_mode: str = "lru",
+) -> tuple[TrainStep, Ledger]:
+    torch.manual_seed(0)
+    model = build(VOCABULARY, dim=8, num_layers=2).to(device)
+    ledger = Ledger(
+        state_width=16,
+        capacity=ROWS if wipe_mode == "lru" else 64,
+        wipe_mode=wipe_mode,  # type: ignore[arg-type]
+        stale_threshold=2,
+        wipe_every=2,
+        device=device,
+        keep_undo=True,
+        is_confirmed=True,
+    )
+    step = TrainStep(
+        model=model,
+        ledger=ledger,
+        objective=Objective(z_loss=1e-2, coord=CoordSettings(first_token=2, num_bins=4, sigma=1.0)),
+        optimizer=make_optimizer(model.parameters()),
+        gns=GradientNoiseScale(model),
+        scaler=torch.amp.GradScaler(device.type, enabled=False),
+        settings=StepSettings(
+            micro_batches=MICROS,
+            max_tokens_per_micro=ROWS * LENGTH,
+            clip_grad_norm=1.0,
+            can_roll_back=True,
+            settles_late=True,
+        ),
+        world_size=1,
+        device=device,
+        autocast=nullcontext,
+        details=partial(StepDetails, token_types=(), token_type_guard=BestEffort("x"), per_source=False),
+    )
+    assert step.settles_late
+    return step, ledger
+
+
+@pytest.fixture
+def numbers_of_a_good_step(monkeypatch):
+    """What the host is told, since `meta` has no numbers; whoever reads them elsewhere fails."""
+    read: list[torch.Tensor] = []
+
+    def told(self: HostCopy) -> list[float]:
+        read.append(self._values)
+        values = [0.0] * self._values.numel()
+        values[:2], values[-1] = [50.0, 100.0], 2.0
+        return values
+
+    monkeypatch.setattr(HostCopy, "read", told)
+    return read
+
+
+@pytest.mark.parametrize("wipe_mode", ["lru", "full", "periodic_stale"])
+def test_steps_that_do_not_log_read_nothing_but_the_step_before(numbers_of_a_good_step, wipe_mode):
+    step, ledger = make_step(META, GuardedSgd, wipe_mode=wipe_mode)
+    for number, window in enumerate(itertools.islice(windows(META), 8), start=1):
+        with NoBlockingCopies():
+            step.forward_backward(number, window, will_log=False)
+            if number > 1:
+                outcome = step.settle()
+                assert (outcome.loss, outcome.is_later_undone) == (2.0, False)
+            step.queue(lr=0.1, stop=False, saved=False)
+    assert len(numbers_of_a_good_step) == 7
+    assert all(values.shape == (HEAD + 10 + 1,) for values in numbers_of_a_good_step)
+    assert ledger.drain_metrics()["ledger/live_groups"] > 0
+
+
+def test_a_ledger_that_is_not_confirmed_cannot_settle_late():
+    step, _ = make_step(META, GuardedSgd)
+    checked = Ledger(state_width=16, capacity=4, wipe_mode="none", keep_undo=True)
+    with pytest.raises(ValueError, match="steps are confirmed"):
+        TrainStep(
+            model=nn.Linear(1, 1),
+            ledger=checked,
+            objective=Objective(),
+            optimizer=GuardedSgd(nn.Linear(1, 1).parameters()),
+            gns=None,
+            scaler=torch.amp.GradScaler("cpu", enabled=False),
+            settings=step._settings,
+            world_size=1,
+            device=torch.device("cpu"),
+            autocast=nullcontext,
+            details=lambda will_log: pytest.fail("not reached"),
+        )
+
+
+def test_the_check_sees_a_reading_of_each_kind():
+    value = torch.ones(3, device=META)
+    readings = [
+        lambda: value[0].item(),
+        lambda: float(value[0]),
+        lambda: bool(value[0] > 0),
+        lambda: value.tolist(),
+        lambda: value.cpu(),
+        lambda: value.to("cpu", non_blocking=True),
+        lambda: value.numpy(),
+        lambda: value[value > 0],
+        lambda: value.nonzero(),
+    ]
+    for reading in readings:
+        with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
+            reading()
+    writings = [
+        lambda: torch.tensor([1.0], device=META),
+        lambda: torch.tensor(True, device=META),
+        lambda: torch.as_tensor(1.0, device=META),
+        lambda: torch.ones(3).to(META),
+        lambda: value.copy_(torch.ones(3)),
+    ]
+    for writing in writings:
+        with NoBlockingCopies(), pytest.raises(AssertionError, match="waits"):
+            writing()
+
+
+READINGS = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
+
+
+def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeypatch):
+    path = write_tiny_config(tmp_path, 'stdout = "off"\n[checkpoint]\nevery = 9\n')
+    config = load_config(path, ["train.steps=16", "metrics.log_interval=8", "train.on_non_finite=skip"])
+    main, is_forbidden, forbidden = threading.current_thread(), [False], []
+
+    def guard(name: str) -> None:
+        original = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            assert not (is_forbidden[0] and threading.current_thread() is main), f"{name} in a step that does not log"
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+
+    for name in READINGS:
+        guard(name)
+    take_step, read_copy = loop.take_step, HostCopy.read
+
+    def forbid(run: Run) -> str | None:
+        step = run.step + (1 if run.unsettled is None else 2)
+        is_forbidden[0] = not loop.is_settled_at_once(run, step)
+        forbidden.extend([step] * is_forbidden[0])
+        try:
+            return take_step(run)
+        finally:
+            is_forbidden[0] = False
+
+    def allow(self: HostCopy) -> list[float]:
+        before, is_forbidden[0] = is_forbidden[0], False
+        try:
+            return read_copy(self)
+        finally:
+            is_forbidden[0] = before
+
+    monkeypatch.setattr(loop, "take_step", forbid)
+    monkeypatch.setattr(HostCopy, "read", allow)
+    settle_late(monkeypatch)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        assert train(config, path, str(tmp_path / "run")) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert forbidden == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
+
+
+def fused(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, fused=True)
+
+
+@needs_cuda
+def test_cuda_finds_no_synchronisation_in_steps_that_do_not_log():
+    device = torch.device("cuda")
+    step, ledger = make_step(device, fused)
+    for number, window in zip(range(1, 9), list(itertools.islice(windows(device), 8)), strict=True):
+        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+        try:
+            step.forward_backward(number, window, will_log=False)
+            if number > 1:
+                assert not step.settle().is_later_undone
+            step.queue(lr=0.1, stop=False, saved=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert step.settle().is_finite
+    assert ledger.drain_metrics()["ledger/live_groups"] > 0
