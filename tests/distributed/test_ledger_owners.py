@@ -122,7 +122,7 @@ def check_against_one_ledger(ranks: list[dict[str, Any]], world_size: int) -> No
     assert total["ledger/refused_rows"] == sum(len(batches[6][0]) > 0 for batches in schedules)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_equals_one_ledger_under_both_ownerships(world_size: int) -> None:
     results = results_of(world_size)
     for ownership in ("exchange", "reader"):

@@ -11,6 +11,8 @@ Everything lies in four arrays, so that a call hands over few of them:
 - `log` [n, 3]: what was changed, to be undone: (index in `a`, old number, 0), or (-1, group, old place).
 
 The head itself is not logged: who can undo keeps a copy of it. Rings and log are never full: the caller sees to that.
+
+All of it is in one file, because numba's cache of machine code watches no other file than that of the function itself.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from trainer.ledger.counters import Counters
 from trainer.ledger.eviction import WipeMode, check_settings
 from trainer.ledger.exchange import OwnerExchange, owner_of
 from trainer.ledger.pending import PendingRows
-from trainer.ledger.placement import DictPlacement, Placement, check_distinct
+from trainer.ledger.placement import check_distinct, make_placement
 from trainer.ledger.shard import LedgerShard
 from trainer.ledger.slab import Slab, to_device
 from trainer.ledger.snapshot import load_shards, save_shard
@@ -317,19 +317,3 @@ class Ledger:
 
 def _as_ids(values: Ints) -> Ints:
     return values if values.dtype == np.int64 and values.flags.c_contiguous else np.ascontiguousarray(values, np.int64)
-
-
-def make_placement(*, compiled: bool, capacity: int, is_lru: bool, has_recency: bool, keep_undo: bool) -> Placement:
-    """The placement of a ledger; see `Ledger`.
-
-    Raises:
-        UserError: it is to be compiled, and numba is not installed.
-    """
-    if not compiled:
-        return DictPlacement(capacity=capacity, is_lru=is_lru, has_recency=has_recency, keep_undo=keep_undo)
-    try:
-        from trainer.ledger.compiled_placement import CompiledPlacement, compile_all
-    except ModuleNotFoundError as error:
-        raise UserError("ledger.index", f"compiled needs {error.name}", "pip install 'trainer[jit]'") from None
-    compile_all()
-    return CompiledPlacement(capacity=capacity, is_lru=is_lru, has_recency=has_recency, keep_undo=keep_undo)

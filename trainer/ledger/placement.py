@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.errors import UserError
 from trainer.ledger.eviction import EVICTION_MODES, EvictionMode, lru_overflow
 from trainer.ledger.ghosts import Ghost
 from trainer.ledger.index import Found, GroupIndex
@@ -259,3 +260,19 @@ def check_distinct(groups: list[int]) -> None:
         twice = next((group for i, group in enumerate(known) if group in known[:i]), None)
         if twice is not None:
             raise ValueError(f"group {twice} appears twice in one micro-batch")
+
+
+def make_placement(*, compiled: bool, capacity: int, is_lru: bool, has_recency: bool, keep_undo: bool) -> Placement:
+    """The placement of a ledger; see `Ledger`.
+
+    Raises:
+        UserError: it is to be compiled, and numba is not installed.
+    """
+    if not compiled:
+        return DictPlacement(capacity=capacity, is_lru=is_lru, has_recency=has_recency, keep_undo=keep_undo)
+    try:
+        from trainer.ledger.compiled_placement import CompiledPlacement, compile_all
+    except ModuleNotFoundError as error:
+        raise UserError("ledger.index", f"compiled needs {error.name}", "pip install 'trainer[jit]'") from None
+    compile_all()
+    return CompiledPlacement(capacity=capacity, is_lru=is_lru, has_recency=has_recency, keep_undo=keep_undo)
