@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, STEPS, make_config, row_differences, whole_run
-from tests.support.ranks import Ranks, checkpoint_differences, is_saving, last_logged
+from tests.support.ranks import Ranks, checkpoint_differences, is_saving, last_logged, wait_while_starting
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 KILLS_A_CHAIN = 10
@@ -30,7 +30,7 @@ def strike(ranks: Ranks, run_dir: Path, moment: str, chance: random.Random) -> s
     """Kill one rank or all at a moment that `chance` picks; returns what was hit, or "" if the run was done before."""
     victims = chance.choice([None, None, [0], [1]])
     if moment == "start":
-        time.sleep(chance.uniform(0.0, 8.0))
+        wait_while_starting(ranks, run_dir, chance.uniform(0.0, 8.0))
     elif moment == "save":
         # Not the first save it comes to, so that the chain advances, and not at its beginning alone.
         first = last_logged(run_dir / "metrics.jsonl") + chance.randint(0, 8)

@@ -11,7 +11,15 @@ import pytest
 
 from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, STEPS, make_config, row_differences, whole_run
-from tests.support.ranks import PATIENCE_SEC, Ranks, checkpoint_differences, is_saving, last_logged, status
+from tests.support.ranks import (
+    PATIENCE_SEC,
+    Ranks,
+    checkpoint_differences,
+    is_saving,
+    last_logged,
+    status,
+    wait_while_starting,
+)
 from tests.support.runs import losses
 from tests.support.wandb_file import read_history
 from trainer.metrics.payload_contract import validate_stream
@@ -46,7 +54,7 @@ def fault_of(moment: str, chance: random.Random) -> dict[str, object]:
 
 def send_from_outside(ranks: Ranks, run_dir: Path, moment: str, chance: random.Random) -> None:
     if moment == "start-up":
-        time.sleep(chance.uniform(0.0, 8.0))
+        wait_while_starting(ranks, run_dir, chance.uniform(0.0, 8.0))
         ranks.signal(signal.SIGTERM)
     elif moment == "checkpoint":
         begin = last_logged(run_dir / "metrics.jsonl")

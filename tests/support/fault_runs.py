@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.ranks import Ranks
 from tests.support.runs import read_rows, write_tiny_config
 
-STEPS = 60
+STEPS = 120
 EXTRA = """
 [eval]
 every = 10

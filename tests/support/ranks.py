@@ -211,6 +211,12 @@ def status(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+def wait_while_starting(ranks: Ranks, run_dir: Path, seconds: float) -> None:
+    """Wait that long, but no longer than until the process group has logged its first step."""
+    before, end = last_logged(run_dir / "metrics.jsonl"), time.monotonic() + seconds
+    ranks.until(lambda: time.monotonic() >= end or last_logged(run_dir / "metrics.jsonl") > before)
+
+
 def last_logged(metrics: Path) -> int:
     """The last training step in metrics.jsonl; 0 if there is none yet."""
     if not metrics.exists():
