@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from trainer.config.load import load_config
 from trainer.training.loop import next_window
 from trainer.training.main import train
 from trainer.training.run_state import TakenStep, Window
-from trainer.training.signals import STOP_SIGNALS
 
 EXTRA = """
 stdout = "off"
@@ -40,15 +38,6 @@ SETTINGS = (
     "checkpoint.resume=auto",
 )
 LRU = ("ledger.wipe_mode=lru", "ledger.capacity=16")
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    """`train` installs handlers; pytest needs its own back."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

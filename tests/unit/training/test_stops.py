@@ -12,7 +12,6 @@ from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.training.main import train
-from trainer.training.signals import STOP_SIGNALS
 
 EXTRA = """
 stdout = "off"
@@ -26,15 +25,6 @@ holdout_fraction = 0.2
 every = 3
 """
 STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    """`train` installs handlers; pytest needs its own back."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

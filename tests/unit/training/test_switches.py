@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.metrics.payload_contract import validate_stream
 from trainer.training.main import train
-from trainer.training.signals import STOP_SIGNALS
 
 EXTRA = """
 stdout = "off"
@@ -25,15 +23,6 @@ holdout_fraction = 0.2
 [checkpoint]
 every = 3
 """
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers():
-    """`train` installs handlers; pytest needs its own back."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
