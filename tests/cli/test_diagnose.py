@@ -128,3 +128,15 @@ def test_diagnosis_imports_neither_torch_nor_numpy() -> None:
         check=True,
     )
     assert done.stdout == "[]\n"
+
+
+def test_a_run_that_ended_with_nan_is_diagnosed(tmp_path: Path) -> None:
+    config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
+    blown_up = ["--set", "optimizer.lr=1e8", "--set", "train.clip_grad_norm=0", "--stdout", "off"]
+    line = command(["--config", config, "--run-dir", run_dir, "--steps", 30, *blown_up])
+    trained = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    assert trained.returncode == 1, trained.stderr
+    done = program(run_dir)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "non_finite" in done.stdout
+    assert "nan" in done.stdout

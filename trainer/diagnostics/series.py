@@ -58,7 +58,9 @@ def thin(indices: Sequence[int]) -> list[int]:
 
 
 def number(value: float) -> str:
-    """A number for a sentence: whole ones as they are, others with three digits that count."""
+    """A number for a sentence: whole ones as they are, others with three digits that count, nan and inf by their names."""
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) >= 1000:
