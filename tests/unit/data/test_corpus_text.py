@@ -138,6 +138,17 @@ def test_another_corpus_is_replaced_only_by_force(files: Path, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+def test_what_lies_in_a_corpus_and_is_none_of_it_is_not_lost_by_force(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build_text(out, {"notes": [f"{files}/**/*.txt"]})
+    (out / "run" / "checkpoints").mkdir(parents=True)
+    (out / "run" / "checkpoints" / "model.pt").write_text("weeks of work")
+    before = tree(out)
+    with pytest.raises(UserError, match=r"holds run/checkpoints/model\.pt, which is no part of the corpus"):
+        build_text(out, {"other": [f"{files}/a/*.txt"]}, force=True)
+    assert tree(out) == before
+
+
 def test_a_damaged_corpus_is_not_taken_for_a_whole_one(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]})

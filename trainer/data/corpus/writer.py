@@ -32,7 +32,7 @@ def write_corpus(
     An `out` that was built from the same inputs and is whole is left as it is, unless `force`.
 
     Raises:
-        UserError: `out` holds something else, and `force` is not given or it is no corpus of ours.
+        UserError: `out` holds something else, and `force` is not given, or it is not all of it a corpus of ours.
     """
     digest = _inputs_digest(modalities, builder, rules)
     existing = _existing(out, force=force)
@@ -40,6 +40,10 @@ def write_corpus(
         if existing.inputs_sha256 == digest and _is_whole(out, existing):
             return existing
         raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
+    if existing is not None and (others := _not_ours(out, existing)):
+        raise UserError(
+            str(out), f"holds {others[0]}, which is no part of the corpus", "move it away, or name another directory"
+        )
     total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
     with _replaced(out) as directory:
         done = 0
@@ -86,6 +90,13 @@ def _existing(out: Path, *, force: bool) -> Manifest | None:
         raise UserError(
             str(out), f"holds a manifest that is not ours ({error.problem})", "name a new directory"
         ) from None
+
+
+def _not_ours(out: Path, manifest: Manifest) -> list[str]:
+    """Files in `out` that no builder wrote, and that would go with the corpus."""
+    ours = {MANIFEST_NAME, *(entry.path for entries in manifest.modalities.values() for entry in entries)}
+    found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
+    return sorted(name for name in found if name not in ours and not Path(name).name.startswith("."))
 
 
 def _is_whole(out: Path, manifest: Manifest) -> bool:
