@@ -59,11 +59,23 @@ def section(bench: str, found: dict[str, Any], spent: float) -> str:
     return f"## {TITLES[bench]}\n\n{first}\n\n{picture}" + "\n".join(rows) + f"\n\n{found['machine']}; {spent:.0f} s.\n"
 
 
+def replace_section(page: Path, new: str) -> None:
+    """Put a benchmark's section where the one of the same title is; the page must have one."""
+    title = new.splitlines()[0]
+    before, old, rest = page.read_text(encoding="utf-8").partition(f"{title}\n")
+    if not old:
+        raise SystemExit(f"{page} has no section {title!r}: run all benchmarks first")
+    _, following, after = rest.partition("\n## ")
+    page.write_text(f"{before}{new}{following}{after}", encoding="utf-8")
+
+
 def main() -> None:
     """Run them and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", nargs="+", choices=list(TITLES), help="these alone; the page is not written then")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(TITLES), help="these alone; their sections of the page are replaced"
+    )
     parser.add_argument("--config", default="train_configs/gpu_1x.toml", help="the run whose loop is measured on CUDA")
     args = parser.parse_args()
     is_cuda = args.device == "cuda"
@@ -78,7 +90,9 @@ def main() -> None:
         found, spent = run(bench, arguments)
         sections.append(section(bench, found, spent))
         print(sections[-1], flush=True)
-        if not args.only:
+        if args.only:
+            replace_section(page, sections[-1])
+        else:
             page.write_text("\n".join(sections), encoding="utf-8")  # what is there so far
 
 
