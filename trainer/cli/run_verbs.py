@@ -37,7 +37,9 @@ def report(
 def compare(
     first: Annotated[str, typer.Argument(help="Run directory, or metrics.jsonl.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
-    last: Annotated[int, typer.Option(min=1, help="Logged values that are averaged at the end.")] = 20,
+    last: Annotated[
+        int | None, typer.Option(min=1, help="Logged rows that are averaged at the end [the last tenth, 20 at most].")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """How two runs differ: settings, outcome, and every key at the end."""
