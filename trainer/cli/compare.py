@@ -154,7 +154,9 @@ def _means_table(runs: Sequence[NamedRun], means: Sequence[KeyMean], window: int
 
 
 def _stands_out(row: KeyMean) -> bool:
-    """Whether the means lie further apart than both scatters together."""
+    """Whether the means lie further apart than both scatters together; of single values nobody knows."""
+    if row.deviations == (None, None):
+        return False
     scatter = sum(deviation or 0.0 for deviation in row.deviations)
     return row.difference is not None and abs(row.difference) > scatter
 

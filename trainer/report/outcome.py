@@ -102,10 +102,11 @@ def _final_loss(run: Run, window: int | None) -> Fact:
     if not values:
         return Fact("Final loss", None, "nats/token")
     inside = [value for step, value in zip(steps, values, strict=True) if step >= end.first]
-    if not inside:
-        return Fact("Final loss", values[-1], "nats/token", note=f"last finite one, step {steps[-1]:,}")
-    note = f"step {end.last:,}" if end.rows == 1 else f"mean of {len(inside)} rows, steps {end.first:,} to {end.last:,}"
-    return Fact("Final loss", statistics.fmean(inside), "nats/token", note=note)
+    if len(inside) > 1:
+        note = f"mean of {len(inside)} rows, steps {end.first:,} to {end.last:,}"
+        return Fact("Final loss", statistics.fmean(inside), "nats/token", note=note)
+    at = f"step {steps[-1]:,}"
+    return Fact("Final loss", values[-1], "nats/token", note=at if steps[-1] == end.last else f"last finite one, {at}")
 
 
 def _best(run: Run, key: str) -> tuple[float | None, str]:
@@ -203,7 +204,8 @@ def _last_values(run: Run, key: str, end: End) -> tuple[float | None, float | No
 def key_means(first: Run, second: Run, *, window: int | None = None) -> list[KeyMean]:
     """Every key of either run, averaged over the steps of the run's end (`end_of`), in the order of appearance.
 
-    Counters, schedules and running averages are not averaged again: of them the last value stands. An evaluation in these steps is averaged like any other value; without one, the last evaluation stands.
+    Counters, schedules and running averages are not averaged again: of them the last value stands.
+    An evaluation in these steps is averaged like any other value; without one, the last evaluation stands.
     """
     rows = []
     ends = [(run, end_of(run, window)) for run in (first, second)]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainer.report.outcome import config_differences, flatten, end_of, key_means, make_outcome
+from trainer.report.outcome import config_differences, end_of, flatten, key_means, make_outcome
 
 
 def facts(run, **options):
