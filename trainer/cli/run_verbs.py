@@ -26,11 +26,12 @@ def diagnose_run(
 def report(
     runs: Annotated[list[str], typer.Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")],
     out: Annotated[str, typer.Option(help="The page.", metavar="X.HTML")] = "report.html",
+    force: Annotated[bool, typer.Option("--force", help="Replace a page that is there.")] = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.cli.report import write_report
 
-    write_report(runs, out)
+    write_report(runs, out, force=force)
 
 
 @app.command()
