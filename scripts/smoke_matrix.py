@@ -127,7 +127,7 @@ def _cost(case: Case, damage: Damage) -> tuple[str, str, str]:
 
 def write_report(runs: Sequence[Path], out: Path) -> None:
     """One page over all runs, by `train report`."""
-    done = program("report", *runs, "--out", out)
+    done = program("report", *runs, "--out", out, "--force")
     if done.returncode != 0:
         sys.exit(f"the report ended with exit code {done.returncode}:\n{done.stderr}")
     print(f"the report is in {out}", file=sys.stderr)

@@ -142,7 +142,7 @@ def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "nowhere"], "nowhere: names no stream file"),
+        (["inspect", "nowhere"], "nowhere: no such file or directory"),
         (["verify", "."], ".: has no stream files"),
         (["inspect"], "Missing argument"),
         (["verify", "x.txt", "--tokenizer", "words"], "data.tokenizer: must be"),

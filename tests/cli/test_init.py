@@ -14,6 +14,7 @@ from tests.support.runs import ROOT, losses, make_corpus, run
 from tests.unit.data.megatron_writer import write_megatron
 from trainer.cli.init_config import init_config
 from trainer.config.load import load_config
+from trainer.errors import UserError
 from trainer.training.plan import make_plan
 
 TEXT = "".join(
@@ -137,7 +138,7 @@ def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_besi
 def test_what_cannot_be_one_run_is_refused(tmp_path):
     nothing = run("init", "nowhere", cwd=tmp_path)
     assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert "nowhere: names no stream file" in nothing.stderr
+    assert "nowhere: no such file or directory; check the path" in nothing.stderr
     data = tmp_path / "data"
     text_folder(data)
     np.save(data / "ids.npy", ids(100, 50).astype(np.int64))
@@ -151,6 +152,17 @@ def test_what_cannot_be_one_run_is_refused(tmp_path):
     dtypes = run("init", "data", cwd=tmp_path)
     assert dtypes.returncode == 2
     assert "data/a.bin looks like uint16, data/b.bin looks like uint32" in dtypes.stderr
+
+
+def test_all_empty_files_are_named_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text_folder(tmp_path / "data")
+    for name in ("empty1.txt", "empty2.txt"):
+        (tmp_path / "data" / name).touch()
+    with pytest.raises(
+        UserError, match=r"data/empty1.txt, data/empty2.txt: of 8 files 2 are empty; a run refuses them"
+    ):
+        init_config(["data"], out=None, force=False, format="auto", dtype=None, eod=None, tokenizer=None)
 
 
 def test_what_lies_beside_the_modalities_is_named(tmp_path):

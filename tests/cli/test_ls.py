@@ -101,3 +101,10 @@ def test_the_verdict_beside_the_bar_is_looked_up_from_time_to_time(tmp_path):
     assert verdict() == "", "not again so soon"
     now[0] += 1
     assert verdict() == "healthy"
+
+
+def test_a_name_stays_in_one_piece_in_a_pipe(tmp_path):
+    name = "a-run-with-a-name-that-fills-more-than-one-line-of-a-terminal-" * 3
+    make_run(tmp_path / "runs" / name, "done", [2.0, 1.25])
+    table = run("ls", cwd=tmp_path)
+    assert f"runs/{name} " in table.stdout, table.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,10 +10,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from tests.support.runs import PROGRAM, environment, make_corpus, run, write_tiny_config
+from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.preview.picture import check_picture
+from trainer.preview.summary import make_preview
+from trainer.preview.terminal import print_preview
+from trainer.training.plan import make_plan
 
 FADING = 'weight={schedule="linear",points={0=3.0,6=0.0}}'
 
@@ -106,3 +112,20 @@ def test_mistakes_of_the_config_are_those_of_check(config: Path) -> None:
     refused = run("preview", "--config", config, "--set", "data.mixing.num_stream_mixed=3")
     assert refused.returncode == 2
     assert "did you mean num_streams_mixed?" in refused.stderr
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_number_is_cut_on_a_narrow_screen(config: Path, width: int) -> None:
+    plan = make_plan(load_config(config, []), config, 2)
+    found = make_preview(plan, 2)
+    file = io.StringIO()
+    print_preview(found, [], Console(file=file, width=width))
+    shown = file.getvalue()
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    for source in found.sources:
+        assert source.tokens is not None
+        assert f" {source.tokens:,.0f} " in shown
+        for view in source.modalities:
+            assert f" {view.picks:,.0f} " in shown
+            assert f" {view.longest_wait_steps:,} steps " in shown

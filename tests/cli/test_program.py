@@ -168,7 +168,7 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     done = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "2", "--resume", "auto")
     assert done.returncode == 0
-    assert "is done already" in done.stderr
+    assert "the run is at step 2, train.steps = 2: nothing is left to do; set it higher" in done.stderr
 
 
 def test_a_terminal_shows_bar_and_lines_and_stdout_only_lines(tmp_path):
@@ -197,3 +197,16 @@ def test_a_terminal_shows_bar_and_lines_and_stdout_only_lines(tmp_path):
     assert b"schema_version" not in shown
     assert not list(validate_stream(stdout.splitlines()))
     assert len(stdout.splitlines()) == 4
+
+
+def test_without_arguments_it_says_what_is_missing_below_the_help():
+    done = run()
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("nothing to do: --config x.toml (to train) or a command is missing")
+    assert "--config" in done.stdout
+
+
+def test_a_wrong_choice_is_named_without_what_the_library_puts_before_it():
+    done = run("export", "x", "--format", "foo", "--out", "y")
+    assert done.returncode == 2
+    assert "'--format': 'foo' is not one of 'safetensors', 'csv', 'parquet', 'tensorboard'" in done.stderr

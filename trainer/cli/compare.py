@@ -16,7 +16,7 @@ from rich.text import Text
 from trainer.cli.verdicts import verdict_of
 from trainer.report.markup import fact_text, plain_number, value_text
 from trainer.report.names import NamedRun, with_distinct_names
-from trainer.report.outcome import KeyMean, config_differences, key_means, make_outcome
+from trainer.report.outcome import Fact, KeyMean, config_differences, end_of, key_means, make_outcome
 from trainer.report.verdict import Verdict
 from trainer.runs.load import load_run
 
@@ -24,8 +24,8 @@ from trainer.runs.load import load_run
 _PIPE_WIDTH = 160
 
 
-def compare_runs(first: str, second: str, *, window: int, as_json: bool) -> None:
-    """Print what differs: settings, outcome, and the mean of each key over the last `window` rows.
+def compare_runs(first: str, second: str, *, window: int | None, as_json: bool) -> None:
+    """Print what differs: settings, outcome, and the mean of each key at the end (`end_of`).
 
     Raises:
         UserError: a path is no run.
@@ -47,7 +47,7 @@ def compare_runs(first: str, second: str, *, window: int, as_json: bool) -> None
 
 
 def _as_json(
-    runs: Sequence[NamedRun], verdicts: Sequence[Verdict], means: Sequence[KeyMean], window: int
+    runs: Sequence[NamedRun], verdicts: Sequence[Verdict], means: Sequence[KeyMean], window: int | None
 ) -> dict[str, Any]:
     outcomes = [make_outcome(run, window=window) for run in runs]
     return {
@@ -63,14 +63,17 @@ def _as_json(
         ],
         "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
         "outcome": [
-            {"label": a.label, "unit": a.unit, "values": [a.value, b.value]} for a, b in zip(*outcomes, strict=True)
+            {"label": a.label, "unit": a.unit, "values": [a.value, b.value], "notes": [a.note, b.note]}
+            for a, b in zip(*outcomes, strict=True)
         ],
         "window": window,
+        "ends": [asdict(end_of(run, window)) for run in runs],
         "metrics": [
             {
                 "key": row.key,
                 "unit": row.unit,
                 "means": row.means,
+                "is_last": row.is_last,
                 "standard_deviations": row.deviations,
                 "difference": row.difference,
                 "relative": row.relative,
@@ -109,26 +112,35 @@ def _config_table(runs: Sequence[NamedRun]) -> Table | Text:
     return table
 
 
-def _outcome_table(runs: Sequence[NamedRun], verdicts: Sequence[Verdict], window: int) -> Table:
+def _outcome_table(runs: Sequence[NamedRun], verdicts: Sequence[Verdict], window: int | None) -> Table:
     table = _new_table("Outcome", "", runs, "difference")
     for first, second in zip(*(make_outcome(run, window=window) for run in runs), strict=True):
         label = f"{first.label} ({first.unit})" if first.unit else first.label
         difference = ""
         if isinstance(first.value, float) and isinstance(second.value, float):
             difference = _signed(second.value - first.value)
-        table.add_row(label, Text(fact_text(first)), Text(fact_text(second)), difference)
-    cells = [
+        # What a loss covers belongs to it; the rest says itself, or is on the report's page.
+        cells = [_with_note(fact) if fact.unit == "nats/token" else Text(fact_text(fact)) for fact in (first, second)]
+        table.add_row(label, *cells, difference)
+    words = [
         "\n".join(remark.title for remark in verdict.findings) or _verdict_word(verdict) or "not diagnosed"
         for verdict in verdicts
     ]
-    table.add_row("Verdict", *(Text(cell, style="green" if cell == "healthy" else "yellow") for cell in cells), "")
+    table.add_row("Verdict", *(Text(cell, style="green" if cell == "healthy" else "yellow") for cell in words), "")
     return table
 
 
-def _means_table(runs: Sequence[NamedRun], means: Sequence[KeyMean], window: int) -> Table:
+def _with_note(fact: Fact) -> Text:
+    note = f"\n({fact.note})" if fact.note and fact.value is not None else ""
+    return Text.assemble(fact_text(fact), (note, "dim"))
+
+
+def _means_table(runs: Sequence[NamedRun], means: Sequence[KeyMean], window: int | None) -> Table:
     """Keys that differ; those that differ by more than the values scatter stand out."""
     same = [row.key for row in means if row.difference == 0]
-    table = _new_table(f"Mean of the last {window} logged values", "key", runs, "difference", "in %")
+    title = "Mean at the end (of lr, counters and running averages the last value)\n"
+    title += "\n".join(f"{run.name}: {end_of(run, window)}" for run in runs)
+    table = _new_table(title, "key", runs, "difference", "in %")
     for row in means:
         if row.difference == 0:
             continue
@@ -142,7 +154,9 @@ def _means_table(runs: Sequence[NamedRun], means: Sequence[KeyMean], window: int
 
 
 def _stands_out(row: KeyMean) -> bool:
-    """Whether the means lie further apart than both scatters together."""
+    """Whether the means lie further apart than both scatters together; of single values nobody knows."""
+    if row.deviations == (None, None):
+        return False
     scatter = sum(deviation or 0.0 for deviation in row.deviations)
     return row.difference is not None and abs(row.difference) > scatter
 

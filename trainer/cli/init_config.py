@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from trainer.errors import UserError
 
 MOST_BYTES = 256_000_000  # of larger data evenly spread streams are looked at
 SCHEMA_NAME = "config.schema.json"
+MOST_NAMES = 20  # of empty files
 FEW_DOCUMENTS = 4  # a stream of fewer leaves rows of a batch empty
 
 
@@ -49,6 +51,7 @@ def init_config(
         raise UserError(out, "exists already", "name another file, or add --force")
     paths = [str(Path(path).expanduser()) for path in paths]
     at = discover(paths, format=format)
+    refuse_empty(at.streams)
     kind = guess(at.streams, format=format, dtype=dtype)
     if is_import_path(format) and tokenizer == "ids":  # what such a format reads cannot be seen from outside
         kind = replace(kind, kind="ids")
@@ -83,6 +86,21 @@ def init_config(
         sizes=sizes,
     )
     _write(starter, out)
+
+
+def refuse_empty(streams: Sequence[Stream]) -> None:
+    """Refuse files of no byte, as a run would: all of them at once.
+
+    Raises:
+        UserError: there are some.
+    """
+    empty = [stream.path for stream in streams if os.path.isfile(stream.path) and not os.path.getsize(stream.path)]
+    if not empty:
+        return
+    names = ", ".join(empty[:MOST_NAMES]) + (", ..." if len(empty) > MOST_NAMES else "")
+    problem = f"of {counted(len(streams), 'file')} {len(empty):,} {'is' if len(empty) == 1 else 'are'} empty"
+    fix = "a run refuses them: remove them, or copy the others with train data build text, which passes over them"
+    raise UserError(names, problem, fix)
 
 
 def sample_streams(streams: Sequence[Stream], most_bytes: int = MOST_BYTES) -> tuple[list[Stream], float]:

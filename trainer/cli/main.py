@@ -138,8 +138,12 @@ def main() -> None:
 def _usage_message(error: Exception) -> str:
     """A wrong command line in one line; empty where typer has shown the help already."""
     message = str(getattr(error, "format_message", lambda: str(error))())
+    # What pydantic puts before a message of its own validators, which typer passes on.
+    message = message.replace(": Value error, ", ": ")
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "train"
+    if not message and context is not None and context.parent is None:
+        return f"{command}: nothing to do: --config x.toml (to train) or a command is missing"
     return f"{command}: {message.rstrip('.')}; see {command} --help" if message else ""
 
 

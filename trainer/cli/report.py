@@ -16,15 +16,17 @@ from trainer.report.page import plotly_script, render_page
 from trainer.runs.load import load_run
 
 
-def write_report(paths: Sequence[str], out: str) -> None:
+def write_report(paths: Sequence[str], out: str, *, force: bool) -> None:
     """Read the runs, diagnose each, and write the page; says on stderr what is in it.
 
     Raises:
-        UserError: a path is no run, plotly is not installed, or the page cannot be written.
+        UserError: `out` exists (unless `force`), a path is no run, plotly is not installed, or the page cannot be written.
     """
     target = Path(out)
     if target.suffix.lower() not in (".html", ".htm"):
         raise UserError("--out", f"must end in .html, got {out}", "--out report.html")
+    if target.exists() and not force:
+        raise UserError(out, "exists already", "name another file, or add --force")
     plotly = plotly_script()
     runs = with_distinct_names([load_run(path) for path in paths])
     verdicts = [verdict_of(run) for run in runs]

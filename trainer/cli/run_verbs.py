@@ -26,18 +26,21 @@ def diagnose_run(
 def report(
     runs: Annotated[list[str], typer.Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")],
     out: Annotated[str, typer.Option(help="The page.", metavar="X.HTML")] = "report.html",
+    force: Annotated[bool, typer.Option("--force", help="Replace a page that is there.")] = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.cli.report import write_report
 
-    write_report(runs, out)
+    write_report(runs, out, force=force)
 
 
 @app.command()
 def compare(
     first: Annotated[str, typer.Argument(help="Run directory, or metrics.jsonl.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
-    last: Annotated[int, typer.Option(min=1, help="Logged values that are averaged at the end.")] = 20,
+    last: Annotated[
+        int | None, typer.Option(min=1, help="Logged rows that are averaged at the end [the last tenth, 20 at most].")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """How two runs differ: settings, outcome, and every key at the end."""

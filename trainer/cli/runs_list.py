@@ -14,10 +14,10 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from trainer.diagnostics.diagnose import diagnose
 from trainer.errors import UserError
+from trainer.fitted_table import Column, fitted_table, needed_width
 from trainer.runs.load import Run, load_run
 
 COLOURS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "died": "red", "unknown": "dim"}
@@ -63,8 +63,11 @@ def list_runs(paths: Sequence[str], *, now: float, as_json: bool, diagnoses: boo
     if as_json:
         typer.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
         return
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    console.print(_table(entries, diagnoses=diagnoses))
+    columns = _columns(entries, diagnoses=diagnoses)
+    # A name must be there in one piece, to be copied; a pipe is as wide as that takes.
+    plain = max(PLAIN_WIDTH, needed_width(columns))
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else plain)
+    console.print(fitted_table(columns, width=console.width, hint="; --json has all"))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -146,28 +149,24 @@ def _last(run: Run, key: str) -> float | None:
     return values[-1] if values else None
 
 
-def _table(entries: Sequence[Entry], *, diagnoses: bool) -> Table:
-    table = Table()
-    table.add_column("run", overflow="fold")
-    table.add_column("state")
-    for name in ("step", "loss", "eval", "age"):
-        table.add_column(name, justify="right")
+def _columns(entries: Sequence[Entry], *, diagnoses: bool) -> list[Column]:
+    states = [f"[{COLOURS.get(entry.state, 'dim')}]{escape(entry.state)}[/]" for entry in entries]
+    columns = [
+        Column("run", [escape(entry.run) for entry in entries]),
+        Column("state", states),
+        Column("step", [_steps(entry) for entry in entries], "right", leave_out=1),
+        Column("loss", [_number(entry.loss) for entry in entries], "right", leave_out=2),
+        Column("eval", [_number(entry.eval_loss) for entry in entries], "right", leave_out=4),
+        Column("age", [age_text(entry.age_sec) for entry in entries], "right", leave_out=3),
+    ]
     if diagnoses:
-        table.add_column("verdict", overflow="fold")
-    for entry in entries:
-        cells = [
-            escape(entry.run),
-            f"[{COLOURS.get(entry.state, 'dim')}]{escape(entry.state)}[/]",
-            _steps(entry),
-            _number(entry.loss),
-            _number(entry.eval_loss),
-            age_text(entry.age_sec),
-        ]
-        verdict = entry.verdict or "-"
-        table.add_row(
-            *cells, *([f"[{VERDICT_COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"] if diagnoses else [])
-        )
-    return table
+        columns.append(Column("verdict", [_verdict(entry) for entry in entries], leave_out=1, wraps=True))
+    return columns
+
+
+def _verdict(entry: Entry) -> str:
+    verdict = entry.verdict or "-"
+    return f"[{VERDICT_COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
 
 
 def _steps(entry: Entry) -> str:

@@ -78,7 +78,7 @@ def _train(starter: Starter) -> str:
     sizes = starter.sizes
     return f"""\
 [train]
-steps = {sizes.steps}   # about {counted(sizes.passes, "pass")} over the data
+steps = {sizes.steps}   # about {counted(sizes.passes, "pass")} over the data on 1 rank
 micro_batches = {sizes.micro_batches}   # micro-batches per optimizer step and rank
 # precision = "bf16"   # on a GPU that has it
 """

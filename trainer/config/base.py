@@ -10,6 +10,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 # Tags of the number-or-schedule union. They show up in pydantic's error paths, and the brackets let `load` take them out.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
+# The forms of names, and what a person is told of them.
+PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
+IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+FORMS = {
+    PLAIN_NAME: 'letters, digits, "_", "." and "-" alone, the first no "." or "-"',
+    SOURCE_NAME: 'letters, digits, "_", "." and "-" alone',
+    IMPORT_PATH: "an import path package.module:function",
+}
 
 
 class Table(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import Table, Weight
+from trainer.config.base import SOURCE_NAME, Table, Weight
 
 PickMode = Literal["weighted", "uniform", "round_robin"]
 BatchingMode = Literal["per_stream", "device_per_stream"]
@@ -54,7 +54,7 @@ class MixingOverride(Table):
 class SourceTable(Table):
     """`[[data.source]]`: one source of the blend."""
 
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")]
+    name: Annotated[str, Field(min_length=1, pattern=SOURCE_NAME)]
     """Names the source in messages and in `blend/share/<name>`."""
     layout: Literal["nested", "direct"] | None = None
     """nested: `root/<modality>/.../<stream file>`; direct: the files of `paths`, modality = parent directory."""

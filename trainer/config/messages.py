@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config.base import NUMBER_TAG, SCHEDULE_TAG
+from trainer.config.base import FORMS, NUMBER_TAG, SCHEDULE_TAG
 from trainer.config.lines import KeyPath
 from trainer.errors import UserError
 
@@ -39,7 +40,7 @@ def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable
     found = []
     for details in error.errors(include_url=False):
         path = tuple(part for part in details["loc"] if part not in _TAGS)
-        key = ".".join(map(str, path)) or "config"
+        key = name_of(path) or "config"
         problem, fix = _describe(details, path, model)
         found.append(UserError(key, problem, fix, where=locate(path)))
     return found
@@ -51,23 +52,60 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
     if kind == "extra_forbidden":
         return "unknown key", suggestion(str(path[-1]), known_keys(model, path[:-1]))
     if kind == "missing":
-        return "is required and absent", f"add {path[-1]} = ..."
+        return "is required and absent", _how_to_add(path, model)
     if kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
         return f"must be one of {allowed}; got {shown(value)}", ""
     if kind in _COMPARISONS:
         name, sign = _COMPARISONS[kind]
         return f"must be {sign} {context[name]}, got {shown(value)}", ""
+    if kind == "list_type" and isinstance(value, Mapping) and _is_list_of_tables(path, model):
+        return "is a single table, and must be a list of them", f"write [[{name_of(path)}]] with double brackets"
     if kind in _TYPES:
+        broken = _broken_toml(value) if kind.startswith(("list", "dict", "model")) else ""
+        if broken:
+            return f"{shown(value)} is not valid TOML: {broken}", f"write {_TYPES[kind]} as TOML does, brackets closed"
         return f"must be {_TYPES[kind]}, got {shown(value)}", ""
     if kind == "finite_number":
         return f"must be a finite number, got {shown(value)}", ""
     if kind == "string_pattern_mismatch":
-        return f"{shown(value)} is not of the form {context['pattern']}", ""
+        return f"must be {FORMS.get(context['pattern'], 'of the form ' + context['pattern'])}; got {shown(value)}", ""
     if kind in {"too_short", "too_long", "string_too_short", "string_too_long"}:
         return f"{details['msg'][0].lower()}{details['msg'][1:]}, got {shown(value)}", ""
     message = details["msg"].removeprefix("Value error, ")
     return message[:1].lower() + message[1:], ""
+
+
+def name_of(path: KeyPath) -> str:
+    """The dotted key."""
+    return ".".join(map(str, path))
+
+
+def _how_to_add(path: KeyPath, model: type[BaseModel]) -> str:
+    if not any(models_in(annotation) for annotation in _annotations(model, path)):
+        return f"add {path[-1]} = ..."
+    if not _is_list_of_tables(path, model):
+        return f"add a table [{name_of(path)}]"
+    return f'add a table [[{name_of(path)}]] with name = "..." and root = "..."'
+
+
+def _is_list_of_tables(path: KeyPath, model: type[BaseModel]) -> bool:
+    found = _annotations(model, path)
+    return any(get_origin(annotation) is list and models_in(annotation) for annotation in found)
+
+
+def _broken_toml(value: Any) -> str:
+    """What is wrong with a table or list that `--set` could only take for a string; empty where it is none."""
+    if not isinstance(value, str) or not value.startswith(("{", "[")):
+        return ""
+    try:
+        tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError as error:
+        problem = str(error).partition(" (at ")[0]
+        return problem[:1].lower() + problem[1:]
+    except RecursionError:
+        return "nested too deeply"
+    return ""
 
 
 def shown(value: Any) -> str:
@@ -93,13 +131,19 @@ def suggestion(word: str, known: list[str]) -> str:
 
 def known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
     """The keys of the table at `path` below `model`; of a union of tables all of them."""
-    models = [model]
+    models = [found for annotation in _annotations(model, path) for found in models_in(annotation)]
+    return sorted({name for m in models for name in m.model_fields})
+
+
+def _annotations(model: type[BaseModel], path: KeyPath) -> list[Any]:
+    """How the key at `path` below `model` is annotated: once for each table of a union that has it."""
+    found: list[Any] = [model]
     for part in path:
         if isinstance(part, int):
             continue
-        fields = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        models = [found for annotation in fields for found in models_in(annotation)]
-    return sorted({name for m in models for name in m.model_fields})
+        models = [each for annotation in found for each in models_in(annotation)]
+        found = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+    return found
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

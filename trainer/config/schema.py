@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import Table
+from trainer.config.base import IMPORT_PATH, PLAIN_NAME, Table
 from trainer.config.data_tables import DataTable, EvalTable
 
 Count = Annotated[int, Field(ge=1)]
@@ -15,7 +15,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 # A name becomes a directory: no separators, no leading dot, so that it cannot leave the run directory.
-PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)]
+PlainName = Annotated[str, Field(pattern=PLAIN_NAME, max_length=100)]
 
 
 class RunTable(Table):
@@ -55,7 +55,7 @@ class TrainTable(Table):
 class ModelTable(Table):
     """`[model]`: the model to train."""
 
-    target: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = "trainer.model:build"
+    target: Annotated[str, Field(pattern=IMPORT_PATH)] = "trainer.model:build"
     """Import path `package.module:function`; called with vocab_size, dim, num_layers and args."""
     dim: Count = 192
     """Width of the residual stream, and of a layer's recurrent state."""

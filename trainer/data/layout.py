@@ -96,6 +96,8 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         else:
             matches = [m for m in glob.glob(text, recursive=True) if os.path.isfile(m)]
             matches = [m for m in matches if _is_stream_file(Path(m), format)]
+        if not matches and not glob.has_magic(text) and not os.path.exists(text):
+            raise UserError(str(given), "no such file or directory", "check the path")
         if not matches:
             raise UserError(str(given), "names no stream file", f"endings looked for: {' '.join(suffixes())}")
         for match in matches:

@@ -6,24 +6,27 @@ from collections.abc import Sequence
 
 import plotext
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from trainer.fitted_table import Column, fitted_table
 from trainer.preview.advice import Advice
 from trainer.preview.summary import Preview, SourceView
 
 PLOT_HEIGHT = 14
 MAX_WIDTH = 120  # of the plots
 MARKERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+HINT = "; --json has all"
 MAX_LINES = 8  # sources in the plot, those with the most batches; the table has all
 
 
-def render(preview: Preview, advice: Sequence[Advice], *, width: int) -> RenderableType:
-    """Everything, `width` characters wide."""
+def render(preview: Preview, advice: Sequence[Advice], *, width: int, table_width: int) -> RenderableType:
+    """Everything; plots are `width` characters wide, tables at most `table_width`."""
     parts: list[RenderableType] = [Text(_headline(preview))]
     if len(preview.sources) > 1:
         parts.append(Text(blend_plot(preview, width=width)))
-    parts += [_source_table(preview), _modality_table(preview)]
+    parts += [_source_table(preview, table_width), _modality_table(preview, table_width)]
     if preview.ledger is not None:
         parts.append(_ledger_table(preview))
     parts.append(Text(lr_plot(preview, width=width)))
@@ -74,23 +77,24 @@ def _plot(xs: Sequence[int], lines: dict[str, list[float]], *, title: str, width
     return str(plotext.uncolorize(plotext.build())).rstrip()
 
 
-def _source_table(preview: Preview) -> Table:
-    table = Table("source", title="Sources", title_justify="left")
-    for name in ("batches a rank", "share", "zero from", "tokens", "of tokens", "epochs", "K", "picks a slice"):
-        table.add_column(name, justify="right")
-    for source in preview.sources:
-        table.add_row(
-            source.name,
-            f"{source.batches:,.1f}",
-            f"{source.batch_share:.1%}",
-            _zero(source),
-            "unknown" if source.tokens is None else f"{source.tokens:,.0f}",
-            "" if source.token_share is None else f"{source.token_share:.1%}",
-            "" if source.epochs is None else f"{source.epochs:.2f}",
-            str(source.num_mixed or ""),
-            "" if source.picks_per_slice is None else "{} / {} / {}".format(*source.picks_per_slice),
-        )
-    return table
+def _source_table(preview: Preview, width: int) -> Table:
+    sources = preview.sources
+    columns = [
+        Column("source", [escape(each.name) for each in sources]),
+        Column("batches\na rank", [f"{each.batches:,.1f}" for each in sources], "right"),
+        Column("share", [f"{each.batch_share:.1%}" for each in sources], "right"),
+        Column("zero from", [_zero(each) for each in sources], "right", leave_out=1),
+        Column("tokens", ["unknown" if each.tokens is None else f"{each.tokens:,.0f}" for each in sources], "right"),
+        Column("of tokens", ["" if s.token_share is None else f"{s.token_share:.1%}" for s in sources], "right", 3),
+        Column("epochs", ["" if each.epochs is None else f"{each.epochs:.2f}" for each in sources], "right"),
+        Column("K", [str(each.num_mixed or "") for each in sources], "right", leave_out=2),
+        Column("picks\na slice", [_picks(each) for each in sources], "right", leave_out=4),
+    ]
+    return fitted_table(columns, width=width, hint=HINT, title="Sources", title_justify="left")
+
+
+def _picks(source: SourceView) -> str:
+    return "" if source.picks_per_slice is None else "{} / {} / {}".format(*source.picks_per_slice)
 
 
 def _zero(source: SourceView) -> str:
@@ -99,25 +103,22 @@ def _zero(source: SourceView) -> str:
     return f"batch {source.zero.first:,}" + ("" if source.zero.last is None else f" to {source.zero.last:,}")
 
 
-def _modality_table(preview: Preview) -> Table:
-    table = Table("source", "modality", title="Pools, over all ranks", title_justify="left")
-    for name in ("streams", "batch size", "picks", "exhausts", "cells", "tokens", "absent", "longest wait"):
-        table.add_column(name, justify="right")
-    for source in preview.sources:
-        for view in source.modalities:
-            table.add_row(
-                source.name,
-                view.name,
-                f"{view.streams:,}",
-                str(view.batch_size),
-                f"{view.picks:,.0f}",
-                f"{view.exhausts:,.0f}",
-                f"{view.cells:,.0f}",
-                f"{view.tokens:,.0f}",
-                f"{view.absent_share:.1%}",
-                f"{view.longest_wait_steps:,} steps",
-            )
-    return table
+def _modality_table(preview: Preview, width: int) -> Table:
+    pairs = [(source, view) for source in preview.sources for view in source.modalities]
+    views = [view for _, view in pairs]
+    columns = [
+        Column("source", [escape(source.name) for source, _ in pairs]),
+        Column("modality", [escape(view.name) for view in views]),
+        Column("streams", [f"{view.streams:,}" for view in views], "right", leave_out=3),
+        Column("batch\nsize", [str(view.batch_size) for view in views], "right", leave_out=5),
+        Column("picks", [f"{view.picks:,.0f}" for view in views], "right"),
+        Column("exhausts", [f"{view.exhausts:,.0f}" for view in views], "right", leave_out=2),
+        Column("cells", [f"{view.cells:,.0f}" for view in views], "right", leave_out=4),
+        Column("tokens", [f"{view.tokens:,.0f}" for view in views], "right", leave_out=1),
+        Column("absent", [f"{view.absent_share:.1%}" for view in views], "right"),
+        Column("longest\nwait", [f"{view.longest_wait_steps:,} steps" for view in views], "right"),
+    ]
+    return fitted_table(columns, width=width, hint=HINT, title="Pools, over all ranks", title_justify="left")
 
 
 def _ledger_table(preview: Preview) -> Table:
@@ -140,4 +141,6 @@ def _ledger_table(preview: Preview) -> Table:
 
 def print_preview(preview: Preview, advice: Sequence[Advice], console: Console) -> None:
     """Print everything."""
-    console.print(render(preview, advice, width=min(console.width, MAX_WIDTH)), highlight=False)
+    console.print(
+        render(preview, advice, width=min(console.width, MAX_WIDTH), table_width=console.width), highlight=False
+    )

@@ -12,8 +12,12 @@ import numpy as np
 from trainer.metrics.catalog import UnknownMetric, lookup
 from trainer.runs.load import Run
 
-# Logged rows that "at the end" means; fewer where the run has fewer.
-DEFAULT_WINDOW: Final = 20
+# "At the end" is the last tenth of a run's logged rows, and never more of them than this: of a run with few rows, a
+# fixed number of them would reach back to its beginning.
+_MOST_ROWS: Final = 20
+# Counters, schedules and what is an average or an extreme of all steps already: only their last value means something.
+_NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
+_NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
 # They name the run; that they differ says nothing.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "devices")
@@ -32,12 +36,16 @@ class Fact:
 
 @dataclass(frozen=True)
 class KeyMean:
-    """Mean of a key over the last rows of two runs (None: it has no such key), and how far the values scatter."""
+    """Mean of a key over the last rows of two runs (None: it has no such key), and how far the values scatter.
+
+    `is_last`: the key is one that is not averaged; `means` are its last values.
+    """
 
     key: str
     unit: str
     means: tuple[float | None, float | None]
     deviations: tuple[float | None, float | None]
+    is_last: bool = False
 
     @property
     def difference(self) -> float | None:
@@ -63,9 +71,42 @@ def _total(run: Run, *keys: str) -> float | None:
     return sum(found) if found else None
 
 
-def _last_mean(run: Run, key: str, window: int) -> float | None:
-    _, values = _finite(run, key)
-    return statistics.fmean(values[-window:]) if values else None
+@dataclass(frozen=True)
+class End:
+    """What "at the end" covers: the last `rows` logged training rows, of steps `first` to `last` (all 0: there are none)."""
+
+    rows: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        if self.rows <= 1:
+            return f"the last logged row, step {self.last:,}" if self.rows else "no logged row"
+        return f"the last {self.rows} logged rows, steps {self.first:,} to {self.last:,}"
+
+
+def end_of(run: Run, window: int | None = None) -> End:
+    """The end of a run: its last `window` logged rows, or as many as there are; None: the last tenth, 20 rows at most."""
+    steps = run.steps
+    if not len(steps):
+        return End(0, 0, 0)
+    wanted = window if window is not None else min(_MOST_ROWS, len(steps) // 10)
+    rows = min(max(wanted, 1), len(steps))
+    return End(rows, steps[-rows], steps[-1])
+
+
+def _final_loss(run: Run, window: int | None) -> Fact:
+    """The mean loss at the end, and of which steps it is; where none of them is finite, the last finite loss."""
+    end = end_of(run, window)
+    steps, values = _finite(run, "loss")
+    if not values:
+        return Fact("Final loss", None, "nats/token")
+    inside = [value for step, value in zip(steps, values, strict=True) if step >= end.first]
+    if len(inside) > 1:
+        note = f"mean of {len(inside)} rows, steps {end.first:,} to {end.last:,}"
+        return Fact("Final loss", statistics.fmean(inside), "nats/token", note=note)
+    at = f"step {steps[-1]:,}"
+    return Fact("Final loss", values[-1], "nats/token", note=at if steps[-1] == end.last else f"last finite one, {at}")
 
 
 def _best(run: Run, key: str) -> tuple[float | None, str]:
@@ -76,14 +117,15 @@ def _best(run: Run, key: str) -> tuple[float | None, str]:
     return values[place], f"step {steps[place]:,}"
 
 
-def make_outcome(run: Run, *, window: int = DEFAULT_WINDOW) -> list[Fact]:
-    """How the run went: always the same labels in the same order.
+def make_outcome(run: Run, *, window: int | None = None) -> list[Fact]:
+    """How the run went: always the same labels in the same order. `window`: see `end_of`.
 
     The best loss is that of the smoothed curve where there is one: the least of many noisy values is luck.
     """
     state = str(run.status.get("state", "")) or None
     _, held_out = _finite(run, "eval_loss")
-    best, best_at = _best(run, "smoothed/loss" if len(run.column("smoothed/loss")[0]) else "loss")
+    is_smoothed = bool(len(run.column("smoothed/loss")[0]))
+    best, best_at = _best(run, "smoothed/loss" if is_smoothed else "loss")
     best_held_out, best_held_out_at = _best(run, "eval_loss")
     _, speeds = _finite(run, "tokens_per_sec")
     _, tokens = _finite(run, "tokens_seen")
@@ -93,8 +135,8 @@ def make_outcome(run: Run, *, window: int = DEFAULT_WINDOW) -> list[Fact]:
         Fact("State", state, note=str(run.status.get("reason", ""))),
         Fact("Steps", float(steps[-1]) if len(steps) else None, precision=0, note=f"{len(steps):,} logged"),
         Fact("Tokens seen", max(tokens) if tokens else None, "tokens", 0),
-        Fact("Final loss", _last_mean(run, "loss", window), "nats/token", note=f"mean of the last {window} logged"),
-        Fact("Best loss", best, "nats/token", note=f"smoothed, {best_at}" if best_at else ""),
+        _final_loss(run, window),
+        Fact("Best loss", best, "nats/token", note=f"of the smoothed loss, {best_at}" if is_smoothed else best_at),
         Fact("Held-out loss", held_out[-1] if held_out else None, "nats/token", note="last evaluation"),
         Fact("Best held-out loss", best_held_out, "nats/token", note=best_held_out_at),
         Fact("Speed", statistics.median(speeds) if speeds else None, "tokens/s", 0, note="median of logged steps"),
@@ -141,29 +183,39 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 
-def _last_values(run: Run, key: str, window: int) -> tuple[float | None, float | None]:
-    """Mean and standard deviation over the steps of the last rows; of a key that none of them has, its last value."""
+def _is_averaged(key: str) -> bool:
+    return key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
+
+
+def _last_values(run: Run, key: str, end: End) -> tuple[float | None, float | None]:
+    """Mean and standard deviation over the steps of the last rows.
+
+    Of a key that none of them has, and of one that is not averaged, its last value.
+    """
     steps, values = _finite(run, key)
     if not values:
         return None, None
-    from_step = run.steps[-window:][0] if len(run.steps) else 0
-    last = [value for step, value in zip(steps, values, strict=True) if step >= from_step] or values[-1:]
+    if not _is_averaged(key):
+        return values[-1], None
+    last = [value for step, value in zip(steps, values, strict=True) if step >= end.first] or values[-1:]
     return statistics.fmean(last), statistics.stdev(last) if len(last) > 1 else None
 
 
-def key_means(first: Run, second: Run, *, window: int = DEFAULT_WINDOW) -> list[KeyMean]:
-    """Every key of either run, averaged over the steps of its last `window` training rows, in the order of appearance.
+def key_means(first: Run, second: Run, *, window: int | None = None) -> list[KeyMean]:
+    """Every key of either run, averaged over the steps of the run's end (`end_of`), in the order of appearance.
 
+    Counters, schedules and running averages are not averaged again: of them the last value stands.
     An evaluation in these steps is averaged like any other value; without one, the last evaluation stands.
     """
     rows = []
+    ends = [(run, end_of(run, window)) for run in (first, second)]
     for key in _union(first.keys, second.keys):
-        (mean_a, deviation_a), (mean_b, deviation_b) = (_last_values(run, key, window) for run in (first, second))
+        (mean_a, deviation_a), (mean_b, deviation_b) = (_last_values(run, key, end) for run, end in ends)
         try:
             unit = lookup(key).unit
         except UnknownMetric:
             unit = ""
-        rows.append(KeyMean(key, unit, (mean_a, mean_b), (deviation_a, deviation_b)))
+        rows.append(KeyMean(key, unit, (mean_a, mean_b), (deviation_a, deviation_b), not _is_averaged(key)))
     return rows
 
 

@@ -217,6 +217,9 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     if resume == "off":
         return None
     if resume != "auto":
+        if not Path(resume).is_dir():
+            fix = "name a checkpoint, such as RUN_DIR/checkpoints/step_100, or use auto"
+            raise UserError("--resume", f"{resume}: no such directory", fix)
         try:
             return Path(resume), verify(Path(resume))
         except CheckpointError as error:

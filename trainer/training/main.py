@@ -98,7 +98,8 @@ def _train_in_group(
             stack.callback(parts.close)
             position = _restore(parts, found, config)
         if position.step >= config.train.steps and not position.state.get("evaluation_is_due"):
-            logger.info("%s: step %d of %d is done already", run_dir.path, position.step, config.train.steps)
+            said = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to go on"
+            logger.info(said, run_dir.path, position.step, config.train.steps)
             return 0
         with mistakes_together(world_size=info.world_size):
             if info.is_main:

@@ -65,7 +65,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("ledgr.capacity=3", "ledgr: unknown key; did you mean ledger?"),
         (
             "ledger.zzz=3",
-            "unknown key; known are capacity, ownership, stale_threshold, sweep_every, wipe_every, wipe_mode",
+            "unknown key; known are capacity, index, ownership, stale_threshold, sweep_every, wipe_every, wipe_mode",
         ),
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
         ("ledger.wipe_mode=periodic_stale", 'wipe_mode "periodic_stale" needs stale_threshold >= 1'),
@@ -76,7 +76,18 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("data.source.second.weight={schedule='linear', points={}}", "at least 1 item"),
         ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
         ("data.source.third.weight=1", "has no element 'third'; use 0 to 1 or a name: first, second"),
-        ("run.name='../x'", 'run.name: "../x" is not of the form'),
+        (
+            "run.name='../x'",
+            'run.name: must be letters, digits, "_", "." and "-" alone, the first no "." or "-"; got "../x"',
+        ),
+        ("model.target=build", 'model.target: must be an import path package.module:function; got "build"'),
+        ("data.source.first.name='a b'", 'must be letters, digits, "_", "." and "-" alone; got "a b"'),
+        (
+            "model.args={a=1",
+            '"{a=1" is not valid TOML: unclosed inline table; write a table as TOML does, brackets closed',
+        ),
+        ("data.source={name='a'}", "is a single table, and must be a list of them; write [[data.source]] with double"),
+        ("data.source=5", "data.source: must be a list, got 5"),
         ("run=5", "run: must be a table, got 5"),
         ("train.steps.more=5", "train.steps is no table"),
         ("train.steps", "is not of the form table.key=value"),
@@ -93,8 +104,8 @@ def test_refusals_name_key_value_and_fix(tmp_path, override, message):
 def test_a_missing_table_names_the_file(tmp_path):
     text = "[run]\nname = 'x'\n"
     assert refusal(tmp_path, text) == [
-        "x.toml: train: is required and absent; add train = ...",
-        "x.toml: data: is required and absent; add data = ...",
+        "x.toml: train: is required and absent; add a table [train]",
+        "x.toml: data: is required and absent; add a table [data]",
     ]
 
 
@@ -120,6 +131,13 @@ def test_a_directory_or_a_nul_byte_is_no_config(tmp_path):
         load_config(tmp_path)
     with pytest.raises(UserError, match="cannot be"):
         load_config("x\0.toml")
+
+
+def test_a_config_without_sources_is_told_how_to_write_one(tmp_path):
+    (line,) = refusal(tmp_path, BASE.partition("[[data.source]]")[0])
+    assert line.endswith(
+        'data.source: is required and absent; add a table [[data.source]] with name = "..." and root = "..."'
+    )
 
 
 def test_overrides_win_in_order_and_make_tables(tmp_path):

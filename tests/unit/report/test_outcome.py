@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainer.report.outcome import config_differences, flatten, key_means, make_outcome
+from trainer.report.outcome import config_differences, end_of, flatten, key_means, make_outcome
 
 
 def facts(run, **options):
@@ -82,3 +82,32 @@ def test_means_are_over_the_steps_of_the_last_rows(make_run):
     assert rows["eval_loss"].means == (3.0, 4.0)
     assert rows["rare"].means == (7.0, None)
     assert rows["rare"].difference is None
+
+
+def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_says_its_steps(make_run):
+    falling = [float(100 - step) for step in range(100)]
+    short = make_run("short", {"loss": falling[:11]})
+    assert (end_of(short).rows, end_of(short).first, end_of(short).last) == (1, 11, 11)
+    (final,) = [fact for fact in make_outcome(short) if fact.label == "Final loss"]
+    assert (final.value, final.note) == (falling[10], "step 11")
+    long = make_run("long", {"loss": falling})
+    (final,) = [fact for fact in make_outcome(long) if fact.label == "Final loss"]
+    assert final.value == sum(falling[90:]) / 10
+    assert final.note == "mean of 10 rows, steps 91 to 100"
+    assert end_of(make_run("longer", {"loss": falling * 5})).rows == 20
+    assert end_of(short, 400).rows == 11
+
+
+def test_a_final_loss_that_is_not_finite_leaves_the_last_finite_one_and_says_so(make_run):
+    run = make_run("a", {"loss": [3.0, 2.0, math.nan]})
+    (final,) = [fact for fact in make_outcome(run) if fact.label == "Final loss"]
+    assert (final.value, final.note) == (2.0, "last finite one, step 2")
+
+
+def test_counters_schedules_and_running_averages_are_not_averaged(make_run):
+    columns = {"loss": [3.0, 1.0], "tokens_seen": [10.0, 20.0], "lr": [0.1, 0.3], "smoothed/loss": [3.0, 2.5]}
+    rows = {row.key: row for row in key_means(make_run("a", columns), make_run("b", columns), window=2)}
+    assert {key: row.means[0] for key, row in rows.items()} == {
+        "loss": 2.0, "tokens_seen": 20.0, "lr": 0.3, "smoothed/loss": 2.5
+    }  # fmt: skip
+    assert [row.is_last for row in rows.values()] == [False, True, True, True]

@@ -1,0 +1,57 @@
+"""Tables in narrow terminals: nothing is cut, whole columns go instead."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from trainer.fitted_table import Column, fitted_table, needed_width
+
+
+def shown(columns: list[Column], width: int) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(fitted_table(columns, width=width))
+    return file.getvalue()
+
+
+COLUMNS = [
+    Column("run", ["runs/smoke-20261121-005620"]),
+    Column("step", ["1,234,567"], "right", leave_out=1),
+    Column("longest\nwait", ["12,345 steps"], "right", leave_out=2),
+    Column("verdict", ["[red]loss_diverged, data_bound[/]"], leave_out=1, wraps=True),
+]
+
+
+def test_columns_go_in_order_and_are_named():
+    wide = shown(COLUMNS, 120)
+    assert "left out" not in wide
+    assert "loss_diverged, data_bound" in wide
+    narrow = shown(COLUMNS, 70)
+    assert "left out, since the screen is narrow: longest wait" in narrow
+    assert "1,234,567" in narrow
+    assert shown(COLUMNS, 45).count("runs/smoke-20261121-005620") == 1
+
+
+@given(width=st.integers(30, 140))
+def test_what_is_shown_is_whole_and_fits(width):
+    text = shown(COLUMNS, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "runs/smoke-20261121-005620" in text
+    for column, whole in zip(COLUMNS[1:3], ("1,234,567", "12,345 steps"), strict=True):
+        is_there = column.heading.split("\n")[-1] in text.split("left out")[0]
+        assert is_there == (whole in text)
+    assert "…" not in text
+
+
+def test_a_name_that_is_wider_than_the_screen_is_folded_and_loses_nothing():
+    name = "x" * 30 + "y" * 30
+    text = shown([Column("run", [name]), Column("state", ["done"])], 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert (text.count("x"), text.count("y")) == (30, 30)
+
+
+def test_the_needed_width_is_that_of_the_table():
+    assert max(map(len, shown(COLUMNS[:3], needed_width(COLUMNS[:3])).splitlines())) == needed_width(COLUMNS[:3])
