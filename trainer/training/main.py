@@ -27,6 +27,7 @@ from trainer.training.build import Parts, build_parts, build_run
 from trainer.training.drift import check_drift
 from trainer.training.loop import run_loop
 from trainer.training.plan import Plan, begin_from_weights, make_plan
+from trainer.training.probe import what_breaks_it
 from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir
 from trainer.training.run_state import Run
 from trainer.training.saver import SaveError
@@ -120,7 +121,7 @@ def _train_in_group(
         )
         if run.watchdog is not None:
             stack.callback(run.watchdog.close)
-        return _run_to_end(run, run_dir)
+        return _run_to_end(run, run_dir, plan)
 
 
 def _place(config: RunConfig, given: str | None, info: RankInfo) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None]:
@@ -221,7 +222,7 @@ def _open_run(
     return run
 
 
-def _run_to_end(run: Run, run_dir: RunDir) -> int:
+def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
     """Run the loop, and leave status.json with what became of it."""
     state, reason, code = "failed", "", EXIT_FAILED
     try:
@@ -252,6 +253,8 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
         every_rank_logger.error("%s", frames if reason == own else reason)
         if run.watchdog is not None and reason != own:
             run.watchdog.write(frames)
+        if run.step == 0 and reason == own and (broken := what_breaks_it(plan)):
+            every_rank_logger.error("%s", broken)
         raise RunFailed from error
     finally:
         run.progress.close()
