@@ -20,6 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
+from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
 
 logger = get_logger(__name__)
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
@@ -97,6 +98,18 @@ class RunDir:
         known = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
         write_json(self.status_file, {**known, "time": round(time.time(), 3)})
 
+    def has_nothing(self) -> bool:
+        """Whether the run in it has ended, failed or stopped, without a checkpoint or a row: there is nothing to lose."""
+        if self.status().get("state") not in (None, "failed", "stopped") or any(self.checkpoints.glob("step_*")):
+            return False
+        try:
+            with self.metrics.open(encoding="utf-8") as lines:
+                return all(isinstance(parse_line(line), Restart) for line in lines)
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError, PayloadError):  # what cannot be read may be worth something
+            return False
+
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""
         return self.logs / f"rank_{rank:03d}.log"
@@ -150,11 +163,15 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     and is not done. A checkpoint's path goes on in the run it belongs to. Otherwise a new one, named by the time.
 
     Raises:
-        UserError: the directory given holds a run, and the run is not to be resumed.
+        UserError: the directory given holds a run that has logged or saved something, or still runs, and it is not to be
+            resumed.
     """
     if given is not None:
         run = RunDir(Path(given))
         if resume == "off" and run.metrics.exists():
+            if run.has_nothing():
+                logger.info("%s: the run in it ended before it logged a step; beginning anew", given)
+                return run
             raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
         return run
     parent = Path(config.run.dir)
