@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.status_file = path / "status.json"
+        self.resolved_config = path / "config.resolved.toml"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
 
@@ -58,8 +60,11 @@ class RunDir:
             UserError: it cannot be written.
         """
         try:
-            (self.path / "config.toml").write_bytes(source.read_bytes())
-            (self.path / "config.resolved.toml").write_text(to_toml(config), encoding="utf-8")
+            if (
+                source.resolve() != self.resolved_config.resolve()
+            ):  # a run that goes on by it keeps the one written by hand
+                (self.path / "config.toml").write_bytes(source.read_bytes())
+            self.resolved_config.write_text(to_toml(config), encoding="utf-8")
             write_json(self.path / "env.json", environment(info))
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
@@ -188,6 +193,19 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
         count += 1
         path = parent / f"{config.run.name}-{stamp}-{count}"
     return RunDir(path)
+
+
+def how_to_go_on(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
+    """The command line that goes on with a run from the same working directory, with all its settings.
+
+    Only where it cannot be known, the options to add: included files are named relative to the first config, and of
+    several nodes each has a launcher of its own.
+    """
+    options = f"--resume auto --run-dir {shlex.quote(str(run_dir.path))}"
+    if any(source.include is not None for source in config.data.source) or world_size != local_world_size:
+        return f"the same command line and {options}"
+    ranks = f"--nproc {world_size} " if world_size > 1 else ""
+    return f"train {ranks}--config {shlex.quote(str(run_dir.resolved_config))} {options}"
 
 
 def _is_run_of(path: Path, name: str) -> bool:

@@ -17,7 +17,7 @@ from trainer.metrics.payload_contract import build_payload, build_restart, encod
 from trainer.training import checkpoint as files
 from trainer.training.checkpoint import CheckpointError
 from trainer.training.drift import check_drift
-from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir
+from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, how_to_go_on
 from trainer.training.saver import num_bytes
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
@@ -175,6 +175,18 @@ def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
     assert first.path.parent == tmp_path / "runs"
     first.path.mkdir(parents=True)
     assert choose_run_dir(config, None, "off", now=1.7e9).path.name == first.path.name + "-2"
+
+
+def test_the_way_on_is_a_whole_command_line_where_it_can_be_known(config, tmp_path):
+    run = RunDir(tmp_path / "a b")
+    options = f"--resume auto --run-dir '{run.path}'"
+    whole = f"--config '{run.path}/config.resolved.toml' {options}"
+    assert how_to_go_on(run, config, 1, local_world_size=1) == f"train {whole}"
+    assert how_to_go_on(run, config, 2, local_world_size=2) == f"train --nproc 2 {whole}"
+    assert how_to_go_on(run, config, 4, local_world_size=2) == f"the same command line and {options}"
+    included = config.data.source[0].model_copy(update={"include": "other.toml"})
+    including = config.model_copy(update={"data": config.data.model_copy(update={"source": [included]})})
+    assert how_to_go_on(run, including, 1, local_world_size=1) == f"the same command line and {options}"
 
 
 RESTART_LINE = build_restart(0, checkpoint=None)
