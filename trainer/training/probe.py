@@ -71,7 +71,8 @@ def what_breaks_it(plan: Plan) -> str:
 def _why_not(plan: Plan) -> str:
     wanted = plan.config.train.device
     # A model for CUDA may use kernels that the CPU does not have; a check must not occupy a device.
-    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+    is_for_cuda = wanted == "cuda" or plan.config.train.precision == "fp16"
+    if is_for_cuda or (wanted == "auto" and torch.cuda.is_available()):
         return "the run is for CUDA"
     count, tokens = plan.num_parameters(), plan.config.data.seq_len
     if count > MAX_PARAMETERS or count * tokens > MAX_WORK or tokens * plan.vocab_size > MAX_LOGITS:
