@@ -12,6 +12,7 @@ import pytest
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, write_tiny_config
 from trainer.diagnostics.diagnose import diagnose
 from trainer.diagnostics.rules import RULES
+from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.runs.load import load_run
 
@@ -72,6 +73,30 @@ def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, content: st
     done = program(tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (
+            {"state": "failed", "reason": "KeyError:\n 'x'", "last_step": 0},
+            "the run failed at step 0: KeyError: 'x'; see logs/",
+        ),
+        (
+            {"state": "stopped", "reason": "stopped by SIGINT", "last_step": 0},
+            "the run was stopped at step 0: stopped by SIG",
+        ),
+        ({"state": "running", "reason": "", "last_step": 0}, "has no rows; wait for the first logged step"),
+        (None, "has no rows; wait for the first logged step"),
+    ],
+)
+def test_a_run_that_ended_before_its_first_row_says_why(tmp_path: Path, status: object, message: str) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    if status is not None:
+        (tmp_path / "status.json").write_text(json.dumps(status))
+    with pytest.raises(UserError) as refusal:
+        load_run(tmp_path)
+    assert message in refusal.value.message
 
 
 def test_damage_is_said_and_the_rest_is_judged(tmp_path: Path) -> None:

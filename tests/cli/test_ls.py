@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.runs import run
 from trainer.cli.live_verdict import LEAST_SEC_BETWEEN, LiveVerdict
-from trainer.cli.runs_list import age_text, entry_of, find_runs
+from trainer.cli.runs_list import age_text, entry_of, find_runs, list_runs
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 
@@ -84,6 +84,24 @@ def test_the_program_prints_the_newest_last_and_json(tmp_path):
         ("runs/old", "stopped", None),
         ("runs/new", "done", None),
     ]
+
+
+def test_a_run_that_failed_before_its_first_number_stands_where_it_belongs_and_says_why(tmp_path, capsys):
+    make_run(tmp_path / "runs" / "old", "done", [2.5], age=10_000)
+    make_run(tmp_path / "runs" / "new", "done", [2.0], age=1)
+    failed = make_run(tmp_path / "runs" / "failed", "failed", [])
+    status = {"state": "failed", "last_step": 0, "pid": 1, "reason": "KeyError: 'x' " + "and more " * 30}
+    (failed / "status.json").write_text(json.dumps(status))
+    os.utime(failed / "status.json", (NOW - 200, NOW - 200))
+    list_runs([str(tmp_path / "runs")], now=NOW, as_json=True, diagnoses=True)
+    listed = json.loads(capsys.readouterr().out)
+    assert [Path(each["run"]).name for each in listed] == ["old", "failed", "new"]
+    assert (listed[1]["age_sec"], listed[1]["reason"]) == (200.0, status["reason"])
+    list_runs([str(tmp_path / "runs")], now=NOW, as_json=False, diagnoses=True)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 min" in shown
+    assert "KeyError:" in shown  # the column wraps
+    assert "..." in shown
 
 
 def test_ages():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, read_rows, run, write_tiny_config
+from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 
@@ -156,6 +157,21 @@ def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
     assert process.wait(timeout=TIMEOUT_SEC) == 0, stderr
     assert "Traceback" not in stderr
     assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 8
+
+
+def test_the_command_line_that_is_offered_goes_on_with_the_settings_of_the_run(tmp_path):
+    config = write_tiny_config(tmp_path)
+    first = run("--config", config, "--run-dir", tmp_path / "a run", "--steps", "2", "--set", "optimizer.lr=0.01")
+    assert first.returncode == 0, first.stderr
+    [offered] = [line for line in first.stderr.splitlines() if "go on beyond step 2 with: train --config" in line]
+    program, *arguments = shlex.split(offered.partition(" with: ")[2])
+    again = run(*arguments)
+    assert (program, again.returncode) == ("train", 0), again.stderr
+    assert "going on after step 2" in again.stderr
+    assert "resuming with another config: train.steps: 2 -> 4" in again.stderr
+    assert again.stderr.count("resuming with another config") == 1
+    assert sorted(losses(tmp_path / "a run" / "metrics.jsonl")) == [1, 2, 3, 4]
+    assert (tmp_path / "a run" / "config.toml").read_bytes() == config.read_bytes()
 
 
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path):

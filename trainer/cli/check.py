@@ -11,6 +11,7 @@ import typer
 
 from trainer.config.load import load_config, to_toml
 from trainer.training.plan import make_plan
+from trainer.training.probe import try_forward
 
 
 def run_check(config_path: str, overrides: list[str], *, world_size: int, as_json: bool) -> None:
@@ -23,6 +24,7 @@ def run_check(config_path: str, overrides: list[str], *, world_size: int, as_jso
     plan = make_plan(config, Path(config_path), world_size)
     plan.check_weights()
     facts: dict[str, Any] = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    facts["forward_pass"] = try_forward(plan)
     facts["sources"] = {
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
         for source in plan.sources

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainer.runs.load import Run, load_run
 COLOURS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "died": "red", "unknown": "dim"}
 VERDICT_COLOURS = {"healthy": "green"}
 PLAIN_WIDTH = 130
+SHOWN_REASON = 80
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
@@ -34,8 +36,9 @@ class Entry:
         state: as status.json says it; `died` where it says running and no process of this machine holds the directory.
         step, steps: the last logged step, and how many the run is to have; None where it is not known.
         loss, eval_loss: the last logged values.
-        age_sec: since the run last wrote a number.
+        age_sec: since the run last wrote a number, or its state if it has none.
         verdict: what the rules of `train diagnose` say: `healthy`, or the names of the findings.
+        reason: why the run ended, as status.json says it; None where it has none.
     """
 
     run: str
@@ -46,6 +49,7 @@ class Entry:
     eval_loss: float | None
     age_sec: float | None
     verdict: str | None
+    reason: str | None = None
 
 
 def list_runs(paths: Sequence[str], *, now: float, as_json: bool, diagnoses: bool) -> None:
@@ -101,7 +105,8 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> Entry:
         verdict = (
             None if "has no rows" in error.message or "has no metrics.jsonl" in error.message else "record unreadable"
         )
-        return Entry(str(path), state, status.get("last_step"), None, None, None, None, verdict)
+        age = _age(path, now)
+        return Entry(str(path), state, status.get("last_step"), None, None, None, age, verdict, _reason(status))
     steps = run.setting("train.steps")
     return Entry(
         run=str(path),
@@ -112,7 +117,20 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> Entry:
         eval_loss=_last(run, "eval_loss"),
         age_sec=max(now - (path / "metrics.jsonl").stat().st_mtime, 0.0),
         verdict=verdict_of(run) if diagnoses else None,
+        reason=_reason(status),
     )
+
+
+def _reason(status: dict[str, Any]) -> str | None:
+    return str(status["reason"]) if status.get("reason") else None
+
+
+def _age(path: Path, now: float) -> float | None:
+    """Seconds since the state of a run without numbers was written, or else its empty record."""
+    for name in ("status.json", "metrics.jsonl"):
+        if (path / name).is_file():
+            return max(now - (path / name).stat().st_mtime, 0.0)
+    return None
 
 
 def verdict_of(run: Run) -> str:
@@ -166,6 +184,9 @@ def _columns(entries: Sequence[Entry], *, diagnoses: bool) -> list[Column]:
 
 def _verdict(entry: Entry) -> str:
     verdict = entry.verdict or "-"
+    if entry.state == "failed" and entry.reason is not None:  # why it failed says more than what was seen before
+        shown = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
+        verdict = shown if entry.verdict is None else f"{entry.verdict}: {shown}"
     return f"[{VERDICT_COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 import tomllib
 from array import array
 from collections.abc import Mapping
@@ -30,6 +31,9 @@ from trainer.metrics.payload_contract import (
 from trainer.runs.table import RowTable
 
 METRICS_NAME: Final = "metrics.jsonl"
+ENDED_STATES: Final = {"failed": "failed", "stopped": "was stopped", "done": "ended"}
+"""States of status.json after which nothing more is written, in the past tense."""
+SHOWN_REASON: Final = 300
 _NUMBERS: Final = frozenset({int, float})
 _PLAIN_KEYS: Final = ("schema_version", "mode", "global_step", "metrics")
 
@@ -194,7 +198,7 @@ class _Reader:
         if len(self.train) + len(self.evals):
             return
         if self.first_error is None:
-            raise UserError(str(path), "has no rows", "wait for the first logged step, or name another run")
+            raise _no_rows(path)
         line, error = self.first_error
         problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
         raise UserError(str(path), problem, f"give a metrics.jsonl of schema version {SCHEMA_VERSION}")
@@ -223,6 +227,17 @@ class _Reader:
                 f"global_step falls without a restart {_count(self.num_falls, 'time')}: several runs in one file?"
             )
         return found
+
+
+def _no_rows(metrics: Path) -> UserError:
+    """What to say of an empty record: that it ended before its first row, or that it may still get one."""
+    status = _read_object(metrics.with_name("status.json"), []) if metrics.name == METRICS_NAME else {}
+    state = status.get("state")
+    if state not in ENDED_STATES:
+        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
+    reason = textwrap.shorten(str(status.get("reason") or "no reason is known"), SHOWN_REASON, placeholder=" ...")
+    problem = f"has no rows: the run {ENDED_STATES[state]} at step {status.get('last_step', '?')}: {reason}"
+    return UserError(str(metrics), problem, "see logs/ beside it, or name another run")
 
 
 def _count(number: int, what: str) -> str:

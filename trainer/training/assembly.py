@@ -143,7 +143,9 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     num_stores = plan.config.train.steps * plan.config.train.micro_batches
     is_compiled = wants_compiled(table.index, num_stores)
     if is_compiled and info.is_main:
-        logger.info("ledger: its index is compiled")
+        logger.info(
+            "compiling the ledger's loops: the first time on a machine this takes some 10 s, later half a second"
+        )
     return Ledger(
         state_width=width,
         capacity=table.capacity,

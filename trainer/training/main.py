@@ -27,7 +27,8 @@ from trainer.training.build import Parts, build_parts, build_run
 from trainer.training.drift import check_drift
 from trainer.training.loop import run_loop
 from trainer.training.plan import Plan, begin_from_weights, make_plan
-from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir
+from trainer.training.probe import what_breaks_it
+from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir, how_to_go_on
 from trainer.training.run_state import Run
 from trainer.training.saver import SaveError
 from trainer.training.signals import StopRequest, say_stopping
@@ -121,7 +122,7 @@ def _train_in_group(
         )
         if run.watchdog is not None:
             stack.callback(run.watchdog.close)
-        return _run_to_end(run, run_dir)
+        return _run_to_end(run, run_dir, plan)
 
 
 def _place(config: RunConfig, given: str | None, info: RankInfo) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None]:
@@ -222,7 +223,7 @@ def _open_run(
     return run
 
 
-def _run_to_end(run: Run, run_dir: RunDir) -> int:
+def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
     """Run the loop, and leave status.json with what became of it."""
     state, reason, code = "failed", "", EXIT_FAILED
     try:
@@ -253,6 +254,8 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
         every_rank_logger.error("%s", frames if reason == own else reason)
         if run.watchdog is not None and reason != own:
             run.watchdog.write(frames)
+        if run.step == 0 and reason == own and (broken := what_breaks_it(plan)):
+            every_rank_logger.error("%s", broken)
         raise RunFailed from error
     finally:
         run.progress.close()
@@ -311,10 +314,19 @@ def _conclude(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: what happened besides")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
-        lines.append(f"  checkpoints/    go on with: --resume auto --run-dir {run_dir.path}")
+        lines.append(f"  checkpoints/    {_way_on(run, run_dir, state)}")
     if run.config.metrics.wandb.mode == "offline":
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
     for number, line in enumerate(lines):
         logger.log(logging.ERROR if state == "failed" and number == 0 else logging.INFO, "%s", line)
     sys.stderr.flush()
+
+
+def _way_on(run: Run, run_dir: RunDir, state: str) -> str:
+    ranks = run.info.world_size
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks if ranks == 1 else 0))
+    command = how_to_go_on(run_dir, run.config, ranks, local_world_size=local)
+    if state == FINISHED:
+        return f"go on beyond step {run.step} with: {command} --steps {2 * run.config.train.steps}"
+    return f"go on with: {command}"

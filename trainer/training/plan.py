@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.text_stream import prompt_ids
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.import_path import resolve_target
+from trainer.import_path import resolve_target, told
 from trainer.metrics.logger import get_logger
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.sources import Source, leaf_tables, resolve_sources
@@ -56,8 +57,13 @@ class Plan:
             check_fit(self._weightless_model(), read_weights(path)[0], key="model.weights", path=path)
 
     def _weightless_model(self) -> nn.Module:
-        with torch.device("meta"):
-            return build_model(self.config.model, self.vocab_size)
+        try:
+            with torch.device("meta"):
+                return build_model(self.config.model, self.vocab_size)
+        except UserError:
+            # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
+            with torch.random.fork_rng(devices=[]):
+                return build_model(self.config.model, self.vocab_size)
 
 
 def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
@@ -126,18 +132,27 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
     """The model that `[model]` names.
 
     Raises:
-        UserError: the target does not take the arguments, or what it gives is no module with `state_width`.
+        UserError: the target does not take the arguments, fails, or gives no module with `state_width`.
     """
     target = resolve_target(table.target, "model.target")
+    given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **table.args}
     try:
-        model = target(vocab_size=vocab_size, dim=table.dim, num_layers=table.num_layers, **table.args)
+        inspect.signature(target).bind(**given)
+    except ValueError:  # something written in C may have no signature to look at
+        pass
     except TypeError as error:
-        raise UserError(
-            "model.args",
-            f"cannot call {table.target} with vocab_size, dim, num_layers and the keys of args: {error}",
-            "see its signature",
-        ) from error
-    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "state_width", None), int):
+        problem = f"cannot call {table.target} with vocab_size, dim, num_layers and the keys of args: {error}"
+        raise UserError("model.args", problem, "see its signature") from error
+    try:
+        model = target(**given)
+    except UserError:
+        raise
+    except Exception as error:  # what the user's own function does may raise anything
+        raise UserError("model.target", f"{table.target} fails: {told(error)}", "mend it there") from error
+    width = getattr(model, "state_width", None)
+    if not isinstance(model, nn.Module) or not isinstance(width, int):
         problem = f"{table.target} gave a {type(model).__name__} without state_width"
         raise UserError("model.target", problem, "return a module as trainer.model.protocol.SequenceModel describes it")
+    if width < 0:
+        raise UserError("model.target", f"{table.target} gave a model with state_width {width}", "set it to 0 or more")
     return model

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
+from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
 
 logger = get_logger(__name__)
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
@@ -34,6 +36,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.status_file = path / "status.json"
+        self.resolved_config = path / "config.resolved.toml"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
 
@@ -57,8 +60,11 @@ class RunDir:
             UserError: it cannot be written.
         """
         try:
-            (self.path / "config.toml").write_bytes(source.read_bytes())
-            (self.path / "config.resolved.toml").write_text(to_toml(config), encoding="utf-8")
+            if (
+                source.resolve() != self.resolved_config.resolve()
+            ):  # a run that goes on by it keeps the one written by hand
+                (self.path / "config.toml").write_bytes(source.read_bytes())
+            self.resolved_config.write_text(to_toml(config), encoding="utf-8")
             write_json(self.path / "env.json", environment(info))
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
@@ -96,6 +102,18 @@ class RunDir:
         """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
         known = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
         write_json(self.status_file, {**known, "time": round(time.time(), 3)})
+
+    def has_nothing(self) -> bool:
+        """Whether the run in it has ended, failed or stopped, without a checkpoint or a row: there is nothing to lose."""
+        if self.status().get("state") not in (None, "failed", "stopped") or any(self.checkpoints.glob("step_*")):
+            return False
+        try:
+            with self.metrics.open(encoding="utf-8") as lines:
+                return all(isinstance(parse_line(line), Restart) for line in lines)
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError, PayloadError):  # what cannot be read may be worth something
+            return False
 
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""
@@ -150,11 +168,15 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     and is not done. A checkpoint's path goes on in the run it belongs to. Otherwise a new one, named by the time.
 
     Raises:
-        UserError: the directory given holds a run, and the run is not to be resumed.
+        UserError: the directory given holds a run that has logged or saved something, or still runs, and it is not to be
+            resumed.
     """
     if given is not None:
         run = RunDir(Path(given))
         if resume == "off" and run.metrics.exists():
+            if run.has_nothing():
+                logger.info("%s: the run in it ended before it logged a step; beginning anew", given)
+                return run
             raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
         return run
     parent = Path(config.run.dir)
@@ -171,6 +193,19 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
         count += 1
         path = parent / f"{config.run.name}-{stamp}-{count}"
     return RunDir(path)
+
+
+def how_to_go_on(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
+    """The command line that goes on with a run from the same working directory, with all its settings.
+
+    Only where it cannot be known, the options to add: included files are named relative to the first config, and of
+    several nodes each has a launcher of its own.
+    """
+    options = f"--resume auto --run-dir {shlex.quote(str(run_dir.path))}"
+    if any(source.include is not None for source in config.data.source) or world_size != local_world_size:
+        return f"the same command line and {options}"
+    ranks = f"--nproc {world_size} " if world_size > 1 else ""
+    return f"train {ranks}--config {shlex.quote(str(run_dir.resolved_config))} {options}"
 
 
 def _is_run_of(path: Path, name: str) -> bool:

@@ -13,10 +13,11 @@ import torch
 from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.errors import UserError
+from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.training import checkpoint as files
 from trainer.training.checkpoint import CheckpointError
 from trainer.training.drift import check_drift
-from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir
+from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, how_to_go_on
 from trainer.training.saver import num_bytes
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
@@ -174,6 +175,49 @@ def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
     assert first.path.parent == tmp_path / "runs"
     first.path.mkdir(parents=True)
     assert choose_run_dir(config, None, "off", now=1.7e9).path.name == first.path.name + "-2"
+
+
+def test_the_way_on_is_a_whole_command_line_where_it_can_be_known(config, tmp_path):
+    run = RunDir(tmp_path / "a b")
+    options = f"--resume auto --run-dir '{run.path}'"
+    whole = f"--config '{run.path}/config.resolved.toml' {options}"
+    assert how_to_go_on(run, config, 1, local_world_size=1) == f"train {whole}"
+    assert how_to_go_on(run, config, 2, local_world_size=2) == f"train --nproc 2 {whole}"
+    assert how_to_go_on(run, config, 4, local_world_size=2) == f"the same command line and {options}"
+    included = config.data.source[0].model_copy(update={"include": "other.toml"})
+    including = config.model_copy(update={"data": config.data.model_copy(update={"source": [included]})})
+    assert how_to_go_on(run, including, 1, local_world_size=1) == f"the same command line and {options}"
+
+
+RESTART_LINE = build_restart(0, checkpoint=None)
+
+
+@pytest.mark.parametrize(
+    ("state", "rows", "step", "is_anew"),
+    [
+        ("failed", [], None, True),
+        ("stopped", [], None, True),
+        (None, [], None, True),
+        ("failed", [RESTART_LINE], None, True),
+        ("running", [], None, False),
+        ("done", [], None, False),
+        ("failed", [RESTART_LINE, build_payload("train", 1, {"loss": 1.0})], None, False),
+        ("failed", [], 5, False),
+    ],
+)
+def test_a_directory_is_used_again_only_if_its_run_ended_with_nothing(config, tmp_path, state, rows, step, is_anew):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.metrics.write_text("".join(encode_payload(row) + "\n" for row in rows))
+    if state is not None:
+        run.write_status(state, reason="", step=0)
+    if step is not None:
+        make_checkpoint(run.checkpoints, step)
+    if is_anew:
+        assert choose_run_dir(config, str(run.path), "off").path == run.path
+    else:
+        with pytest.raises(UserError, match="holds a run already; add --resume auto"):
+            choose_run_dir(config, str(run.path), "off")
 
 
 def test_auto_goes_on_in_the_newest_unfinished_run_of_the_name(config, tmp_path):

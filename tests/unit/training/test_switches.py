@@ -9,6 +9,8 @@ import torch
 
 from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.config.load import load_config
+from trainer.errors import UserError
+from trainer.ledger import compiled_placement
 from trainer.metrics.payload_contract import validate_stream
 from trainer.training.main import train
 
@@ -64,6 +66,16 @@ def test_a_switch_that_only_watches_or_stores_changes_no_loss(corpus, baseline, 
     measured = train_once(corpus, tmp_path / "run", override)
     assert measured
     assert measured == {step: baseline[step] for step in measured}
+
+
+def test_that_the_ledger_s_loops_are_compiled_is_said_before_they_are(corpus, tmp_path, monkeypatch, caplog):
+    def interrupted():
+        raise UserError("here", "the test needs no more")
+
+    monkeypatch.setattr(compiled_placement, "compile_all", interrupted)
+    with pytest.raises(UserError, match="the test needs no more"):
+        train_once(corpus, tmp_path / "run", "ledger.index=compiled")
+    assert "compiling the ledger's loops: the first time on a machine this takes some 10 s" in caplog.text
 
 
 @pytest.mark.parametrize(
