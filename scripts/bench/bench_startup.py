@@ -1,8 +1,8 @@
 """How long until something happens: `train --help`, and from the launch to the first trained step on one rank.
 
 The way to the first step is cut at what the program itself can say: the import of torch (a process that does just that),
-the whole of `train check` (imports, config and the survey of the data), and the payload of step 1. Every number is the
-median of fresh processes, whose files the system has in memory already.
+that of everything the loop imports, and the payload of step 1. Every number is the median of fresh processes, whose
+files the system has in memory already.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(rounds: int) -> list[Figure]:
             "python alone": [sys.executable, "-c", "pass"],
             "train --help": [sys.executable, PROGRAM, "--help"],
             "import torch": [sys.executable, "-c", "import torch"],
-            "train check": [sys.executable, PROGRAM, "check", "--config", str(config)],
+            "import trainer": [sys.executable, "-c", "import trainer.training.main"],
         }
         times: dict[str, list[float]] = {name: [] for name in [*commands, "first step"]}
         for _ in range(rounds + 1):  # the first round fills the caches
@@ -73,8 +73,10 @@ def measure(rounds: int) -> list[Figure]:
         ),
         Figure("  of it python itself", median["python alone"], "s"),
         Figure("  of it importing torch", median["import torch"] - median["python alone"], "s"),
-        Figure("  of it config and data", median["train check"] - median["import torch"], "s"),
-        Figure("  of it model, optimizer, sinks, step 1", median["first step"] - median["train check"], "s"),
+        Figure(
+            "  of it importing the trainer and its other parts", median["import trainer"] - median["import torch"], "s"
+        ),
+        Figure("  of it config, data, model, sinks, step 1", median["first step"] - median["import trainer"], "s"),
     ]
 
 
