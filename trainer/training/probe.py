@@ -16,8 +16,8 @@ from trainer.training.microbatch import accepted_inputs
 from trainer.training.plan import Plan, build_model
 
 MAX_PARAMETERS = 50_000_000
-# Parameters times tokens: two seconds of one core. The row is as long as in training, since a model may need that length.
-MAX_WORK = 50_000_000_000
+# Parameters times tokens: under a second of one core. The row is as long as in training, since a model may need that length.
+MAX_WORK = 20_000_000_000
 MAX_LOGITS = 100_000_000
 
 _KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
