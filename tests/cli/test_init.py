@@ -93,7 +93,7 @@ KINDS = {
     "parquet": (parquet, "direct", "bytes", 0),
     "nested": (nested, "nested", "bytes", 0),
 }
-QUICK = ("text", "jsonl_tokens", "bin", "nested")
+QUICK = ("text", "jsonl_tokens", "nested")
 
 
 # Every kind is read, checked and trained on; the ones that differ most in what is written stand in the short suite.
