@@ -17,6 +17,8 @@ from trainer.ledger.placement import Entries, NoRoomError, Placed, check_distinc
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+FIRST_SIZE = 64  # of the rings; a power of 2
+
 
 class CompiledPlacement:
     """See `trainer.ledger.placement.Placement`, and `trainer.ledger.kernels` for what lies where.
@@ -49,9 +51,10 @@ class CompiledPlacement:
             kernels.TABLE_SHIFT: 64 - bits,
         }.items():
             self._a[at] = value
-        self._queue = np.zeros((4096, 2), np.int64)
-        self._ghosts = np.zeros((4096, 3), np.int64)
-        self._log = np.zeros((1024 if keep_undo else 0, 3), np.int64)
+        # They grow as they are used.
+        self._queue = np.zeros((FIRST_SIZE, 2), np.int64)
+        self._ghosts = np.zeros((FIRST_SIZE, 3), np.int64)
+        self._log = np.zeros((0, 3), np.int64)
         self._mark = 0
         self._set_free(np.arange(capacity - 1, -1, -1))
         self._open: list[_Begin] = []
@@ -245,8 +248,8 @@ def compile_all() -> None:
 
 
 def _grown(ring: Ints, head: int, tail: int, num_more: int) -> Ints:
-    """A ring with room for `num_more` entries and as many again; an entry's position, modulo the size, is kept."""
-    grown = np.zeros((1 << int(2 * (tail - head + num_more)).bit_length(), ring.shape[1]), np.int64)
+    """A ring with room for `num_more` entries, twice as large at least; an entry's position, modulo the size, is kept."""
+    grown = np.zeros((1 << (tail - head + num_more).bit_length(), ring.shape[1]), np.int64)
     positions = np.arange(head, tail)
     grown[positions & (len(grown) - 1)] = ring[positions & (len(ring) - 1)]
     return grown

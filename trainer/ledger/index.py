@@ -155,11 +155,6 @@ class GroupIndex:
             self.recency.rebuild()
         self._journal.commit()
 
-    def clear(self) -> None:
-        """Empty the index, with nothing left to undo."""
-        none = np.empty(0, np.int64)
-        self.place(none, none, none, np.arange(self.capacity - 1, -1, -1))
-
     def tidy(self) -> None:
         """Drop outdated entries where they are the greater part: O(1) per store. Call it where a step has become final."""
         if self.ghosts.is_littered:
