@@ -74,10 +74,9 @@ def arguments_of(path: Path, sets: list[str]) -> list[str]:
     return ["--config", str(path), *(part for each in sets for part in ("--set", each))]
 
 
-def fuzz(base, capsys, count: int, seen: Counter[int]) -> None:
-    directory, text = base
-
-    @settings(
+def generated(count: int) -> settings:
+    """That many examples, the same each time, as they come."""
+    return settings(
         max_examples=count,
         deadline=None,
         database=None,
@@ -85,6 +84,12 @@ def fuzz(base, capsys, count: int, seen: Counter[int]) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+
+
+def fuzz(base, capsys, count: int, seen: Counter[int]) -> None:
+    directory, text = base
+
+    @generated(count)
     @given(examples(text))
     def attempt(example: tuple[bytes, list[str]]) -> None:
         data, sets = example
@@ -121,14 +126,7 @@ def test_mutated_configs_as_real_processes(base):
     codes: Counter[int] = Counter()
     kept: list[tuple[bytes, list[str]]] = []
 
-    @settings(
-        max_examples=PROCESSES * 2,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @generated(PROCESSES * 2)
     @given(examples(text))
     def collect(example: tuple[bytes, list[str]]) -> None:
         if not any("\0" in each for each in example[1]):  # no command line holds one

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -28,12 +26,13 @@ from trainer.training.drift import check_drift
 from trainer.training.loop import run_loop
 from trainer.training.plan import Plan, begin_from_weights, make_plan
 from trainer.training.probe import what_breaks_it
-from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir, how_to_go_on
+from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir
 from trainer.training.run_state import Run
 from trainer.training.saver import SaveError
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.sinks import make_sinks, wandb_id
 from trainer.training.step_end import NonFiniteError
+from trainer.training.words import announce, conclude
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)
@@ -211,7 +210,7 @@ def _open_run(
             parts.tracker.log_restart(position.step, checkpoint=source)
             events.write({"event": "restart", "global_step": position.step, "checkpoint": source})
         run_dir.write_status("running", reason="", step=position.step, wandb_run_id=parts.wandb_run_id)
-        _announce(parts, run_dir)
+        announce(parts, run_dir)
     stack.callback(parts.tracker.close)
     run = build_run(
         parts, step=position.step, data_state=position.data_state, events=events, stop=stop, verdict=verdict
@@ -263,7 +262,7 @@ def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
             # The sinks first: who sees the state `done` may read the record.
             run.tracker.close()
             _leave_status(run, run_dir, state, reason)
-            _conclude(run, run_dir, state, reason)
+            conclude(run, run_dir, state, reason)
     return code
 
 
@@ -286,47 +285,3 @@ def _leave_status(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     except OSError as error:
         # The reason itself is said on stderr: what ended the run must not be hidden behind a second failure.
         logger.error("%s cannot be written: %s", run_dir.status_file, error.strerror)
-
-
-def _announce(parts: Parts, run_dir: RunDir) -> None:
-    facts = parts.plan.facts
-    count = sum(p.numel() for p in parts.model.parameters())
-    logger.info(
-        "%s: %s parameters, %d rank(s) on %s%s, run directory %s",
-        parts.plan.config.run.name,
-        f"{count:,}",
-        facts.world_size,
-        parts.device,
-        f", up to {facts.tokens_per_step:,} tokens a step" if facts.tokens_per_step else "",
-        run_dir.path,
-    )
-
-
-def _conclude(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
-    """The last words: what happened, where it is, and what to look at."""
-    lines = [f"{state} at step {run.step} of {run.config.train.steps}: {reason}"]
-    if run.first_loss is not None and run.last_loss is not None:
-        change = f"loss {run.first_loss:.4f} -> {run.last_loss:.4f} ({run.last_loss / run.first_loss:.0%} of the first)"
-        if run.first_step:
-            change = f"since step {run.first_step}: {change}"
-        eval_loss = run.last_eval.get("loss")
-        lines.append(change + (f", held out {eval_loss:.4f}" if eval_loss is not None else ""))
-    lines.append(f"the run is in {run_dir.path}")
-    lines.append("  metrics.jsonl   every logged number; events.jsonl: what happened besides")
-    if checkpoint.complete_checkpoints(run_dir.checkpoints):
-        lines.append(f"  checkpoints/    {_way_on(run, run_dir, state)}")
-    if run.config.metrics.wandb.mode == "offline":
-        lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
-    lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
-    for number, line in enumerate(lines):
-        logger.log(logging.ERROR if state == "failed" and number == 0 else logging.INFO, "%s", line)
-    sys.stderr.flush()
-
-
-def _way_on(run: Run, run_dir: RunDir, state: str) -> str:
-    ranks = run.info.world_size
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks if ranks == 1 else 0))
-    command = how_to_go_on(run_dir, run.config, ranks, local_world_size=local)
-    if state == FINISHED:
-        return f"go on beyond step {run.step} with: {command} --steps {2 * run.config.train.steps}"
-    return f"go on with: {command}"

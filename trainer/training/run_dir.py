@@ -18,6 +18,7 @@ import torch
 
 from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
+from trainer.data.corpus.manifest import MANIFEST_NAME
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
@@ -168,11 +169,13 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     and is not done. A checkpoint's path goes on in the run it belongs to. Otherwise a new one, named by the time.
 
     Raises:
-        UserError: the directory given holds a run that has logged or saved something, or still runs, and it is not to be
-            resumed.
+        UserError: the directory given holds a corpus; or a run that has logged or saved something, or still runs, and it
+            is not to be resumed.
     """
     if given is not None:
         run = RunDir(Path(given))
+        if (run.path / MANIFEST_NAME).exists():
+            raise UserError("--run-dir", f"{given} holds a corpus", "name a directory of its own, such as runs/NAME")
         if resume == "off" and run.metrics.exists():
             if run.has_nothing():
                 logger.info("%s: the run in it ended before it logged a step; beginning anew", given)

@@ -324,3 +324,14 @@ def test_what_a_save_says_it_needs_is_about_what_its_file_takes(tmp_path):
     files.write_tensors(tmp_path / "x.pt", value)
     size = (tmp_path / "x.pt").stat().st_size
     assert size / 1.1 < num_bytes(value) < size * 1.1
+
+
+@pytest.mark.parametrize("resume", ["off", "auto"])
+def test_a_run_does_not_begin_inside_a_corpus(config, tmp_path, resume):
+    """A mistyped --run-dir would, and whoever builds the corpus anew would take the run for a part of it."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="holds a corpus"):
+        choose_run_dir(config, str(corpus), resume)
+    assert [path.name for path in corpus.iterdir()] == ["manifest.json"]
