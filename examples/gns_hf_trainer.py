@@ -22,7 +22,7 @@ try:
 except ImportError:
     sys.exit("this example needs transformers and accelerate: pip install 'trainer[hf]'")
 
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 
 class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]

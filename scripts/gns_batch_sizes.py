@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.build import build
 
 SEQ_LEN = 64

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.config.docs import render_config_markdown, render_config_schema
 from trainer.diagnostics.docs import render_diagnosis_markdown
-from trainer.metrics.catalog_docs import render_catalog_markdown
+from trainer.metrics.catalog.docs import render_catalog_markdown
 from trainer.metrics.payload_schema import json_schema
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

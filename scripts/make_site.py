@@ -53,7 +53,8 @@ def modules_of(package: str) -> list[str]:
     path = ROOT / "trainer" / package.replace(".", "/")
     if path.with_suffix(".py").exists():
         return [f"trainer.{package}"]
-    return [f"trainer.{package}.{file.stem}" for file in sorted(path.glob("[!_]*.py")) if has_public_names(file)]
+    files = sorted(path.rglob("[!_]*.py"))
+    return [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if has_public_names(file)]
 
 
 def page_of(package: str) -> str:

@@ -34,7 +34,7 @@ import torch
 from bench_table import Figure, print_figures, ratio_figure
 from torch import Tensor, nn
 
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.build import build
 
 VOCAB = 256

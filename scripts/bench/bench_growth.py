@@ -24,8 +24,8 @@ from bench_loop import write_corpus
 from bench_metrics import make_tracker
 from bench_table import Figure, print_figures
 
-from trainer.data.layout import discover_direct
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.streams.layout import discover_direct
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
 

@@ -33,15 +33,15 @@ from bench_table import Figure, print_figures, ratio_figure
 from trainer.config.load import load_config
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
-from trainer.training.assembly import autocast_context, make_blend, state_width, wrap_ddp
-from trainer.training.build import build_parts, build_run
 from trainer.training.loop import run_loop
-from trainer.training.microbatch import IGNORED, MicroBatch, accepted_inputs, split
-from trainer.training.optimizer import build_optimizer, lr_at, set_lr
-from trainer.training.plan import Plan, build_model, make_plan
 from trainer.training.run_dir import RunDir
+from trainer.training.setup.assembly import autocast_context, make_blend, state_width, wrap_ddp
+from trainer.training.setup.build import build_parts, build_run
+from trainer.training.setup.plan import Plan, build_model, make_plan
+from trainer.training.setup.sinks import make_sinks
 from trainer.training.signals import StopRequest
-from trainer.training.sinks import make_sinks
+from trainer.training.step.microbatch import IGNORED, MicroBatch, accepted_inputs, split
+from trainer.training.step.optimizer import build_optimizer, lr_at, set_lr
 
 LOG_INTERVAL = 10
 GOALS = {"cpu": 0.97, "cuda": 0.99}

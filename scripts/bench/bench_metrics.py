@@ -21,7 +21,7 @@ import torch
 from bench_table import Figure, print_figures
 
 from trainer.metrics.aggregate import SumCount, Value
-from trainer.metrics.catalog import CATALOG
+from trainer.metrics.catalog.lookup import CATALOG
 from trainer.metrics.payload_contract import parse_payload
 from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
 from trainer.metrics.sinks.jsonl import JsonlSink

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, write_tiny_config
 from trainer.diagnostics.diagnose import diagnose
-from trainer.diagnostics.rules import RULES
+from trainer.diagnostics.rules.all_rules import RULES
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.runs.load import load_run

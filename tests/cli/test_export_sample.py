@@ -13,7 +13,7 @@ from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.cli.sample_run import Request, run_sample
 from trainer.errors import UserError
 from trainer.model.generate import Draw
-from trainer.training.saved_model import load_model
+from trainer.training.export.saved_model import load_model
 
 CPU = torch.device("cpu")
 SAMPLES = '\n[sample]\nevery = 2\nprompt = "the "\ntokens = 20\n\n[checkpoint]\nevery = 3\n'

@@ -15,7 +15,7 @@ from tests.unit.data.megatron_writer import write_megatron
 from trainer.cli.init_config import init_config
 from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.training.plan import make_plan
+from trainer.training.setup.plan import make_plan
 
 TEXT = "".join(
     (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("config.md", "training/METRICS_LOSSES.md")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, make_corpus, read_rows, run, write_tiny_config
-from trainer.metrics.catalog import lookup
+from trainer.metrics.catalog.lookup import lookup
 
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 ROOTS = {

@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.preview.picture import check_picture
 from trainer.preview.summary import make_preview
 from trainer.preview.terminal import print_preview
-from trainer.training.plan import make_plan
+from trainer.training.setup.plan import make_plan
 
 FADING = 'weight={schedule="linear",points={0=3.0,6=0.0}}'
 

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import CASES, Case, Norms, differences, make_net, separate_backwards
 from tests.support.gns_loop import measured, run_window
-from trainer.metrics.gns_hooks import GradientNoiseScale
-from trainer.metrics.noise_scale import Absent, Window
+from trainer.metrics.noise_scale.estimate import Absent, Window
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
 

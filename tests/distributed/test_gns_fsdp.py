@@ -13,8 +13,8 @@ from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import CASES, Case, Net, differences, make_net, separate_backwards
 from tests.support.gns_loop import measured, run_window
 from trainer.errors import UserError
-from trainer.metrics.gns_hooks import GradientNoiseScale
-from trainer.metrics.noise_scale import Window
+from trainer.metrics.noise_scale.estimate import Window
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
 

@@ -19,8 +19,8 @@ from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import CASES, make_net
 from tests.support.gns_loop import run_window
 from tests.support.noise_windows import mean_and_error
-from trainer.metrics import noise_scale
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
 

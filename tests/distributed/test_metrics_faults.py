@@ -23,7 +23,7 @@ import torch, torch.distributed as dist
 from pathlib import Path
 from trainer.model.build import build as build_ours
 from trainer.model.protocol import ModelOutput
-import trainer.training.step_details as step_details
+import trainer.training.step.details as step_details
 
 RANK = os.environ.get("RANK", "0")
 FOLDER = Path(__file__).parent
@@ -175,9 +175,9 @@ def test_a_logging_step_costs_two_collectives_and_another_step_one(tmp_path):
     assert logged == 4, "steps 1, 2, 4 and the last"
     for rank in range(2):
         calls = [tuple(call) for call in notes(tmp_path, "collectives", rank)]
-        steps = [index for index, (_, caller) in enumerate(calls) if caller == "trainer.training.step"]
+        steps = [index for index, (_, caller) in enumerate(calls) if caller == "trainer.training.step.step"]
         inside = Counter(calls[steps[0] : steps[-1] + 2])
         assert inside == {
-            ("all_reduce", "trainer.training.step"): STEPS,
+            ("all_reduce", "trainer.training.step.step"): STEPS,
             ("all_gather", "trainer.metrics.rank_reduction"): logged,
         }

@@ -15,9 +15,9 @@ from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
 from trainer.model.build import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
-from trainer.training.microbatch import MicroBatch
-from trainer.training.step import StepSettings, TrainStep
-from trainer.training.step_details import StepDetails, detail_keys
+from trainer.training.step.details import StepDetails, detail_keys
+from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.step import StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 16, 9, 13
 LENGTHS = [9, 1, 7, 3, 9, 0, 5, 2, 9, 9, 0, 0, 4, 1, 6, 8]

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.gloo import run_on_ranks
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.build import build
 from trainer.objective.compose import Objective
-from trainer.training.microbatch import Carry, MicroBatch
-from trainer.training.step import StepOutcome, StepSettings, TrainStep
-from trainer.training.step_details import StepDetails
+from trainer.training.step.details import StepDetails
+from trainer.training.step.microbatch import Carry, MicroBatch
+from trainer.training.step.step import StepOutcome, StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
 CPU = torch.device("cpu")

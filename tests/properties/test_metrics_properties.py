@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.metrics.aggregate import CounterLedger, SumCount, Value, WindowAggregator
-from trainer.metrics.catalog import CATALOG, lookup
+from trainer.metrics.catalog.lookup import CATALOG, lookup
 from trainer.metrics.payload_contract import (
     PayloadError,
     build_payload,

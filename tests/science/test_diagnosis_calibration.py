@@ -12,7 +12,7 @@ from tests.support.metric_streams import healthy_scenario, write_run
 from tests.support.real_runs import REAL_RUNS, machine_rules
 from tests.support.runs import ROOT
 from trainer.diagnostics.diagnose import diagnose
-from trainer.diagnostics.rules import RULES
+from trainer.diagnostics.rules.all_rules import RULES
 from trainer.runs.load import load_run
 
 HEALTHY_RUNS = 40

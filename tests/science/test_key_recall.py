@@ -20,13 +20,13 @@ from trainer.config.load import load_config
 from trainer.data.corpus.key_recall import REVEALED, build_key_recall
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.training.build import build_parts, build_run
 from trainer.training.loop import next_window
-from trainer.training.microbatch import MicroBatch
-from trainer.training.optimizer import lr_at
-from trainer.training.plan import make_plan
 from trainer.training.run_dir import RunDir
+from trainer.training.setup.build import build_parts, build_run
+from trainer.training.setup.plan import make_plan
 from trainer.training.signals import StopRequest
+from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.optimizer import lr_at
 
 CONFIG = ROOT / "train_configs" / "key_recall.toml"
 FALSE = "ledger/false_evictions/stale"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainer.metrics.noise_scale import Absent, Window
+from trainer.metrics.noise_scale.estimate import Absent, Window
 
 VOCAB = 40
 TOKENS = 3  # a row

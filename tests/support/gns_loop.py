@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gns_cases import KAPPA0, Case, Norms, loss_sum, micro_batch
-from trainer.metrics import noise_scale
-from trainer.metrics.gns_hooks import GradientNoiseScale
-from trainer.metrics.noise_scale import Absent, Window
+from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.estimate import Absent, Window
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 
 def make_model() -> nn.Module:

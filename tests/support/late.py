@@ -12,8 +12,8 @@ import pytest
 from tests.support.fault_runs import row_differences
 from tests.support.faulty_model import Fault
 from tests.support.ranks import checkpoint_differences
-from trainer.training import assembly
-from trainer.training.step import TrainStep
+from trainer.training.setup import assembly
+from trainer.training.step.step import TrainStep
 
 
 @dataclass

@@ -29,9 +29,9 @@ from trainer.data import (
     discover_nested,
 )
 from trainer.ledger import Ledger
-from trainer.metrics import noise_scale
-from trainer.metrics.catalog import lookup
-from trainer.metrics.noise_scale import NoiseScaleAverage, estimate
+from trainer.metrics.catalog.lookup import lookup
+from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 
 Rows = dict[int, dict[str, float]]

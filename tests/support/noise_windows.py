@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from trainer.metrics import noise_scale
-from trainer.metrics.noise_scale import Window, estimate
+from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.estimate import Window, estimate
 
 DIM = 20
 MEAN = [0.5] * DIM

@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from trainer.config.load import load_config, to_toml
-from trainer.training.plan import make_plan
-from trainer.training.probe import try_forward
+from trainer.training.setup.plan import make_plan
+from trainer.training.setup.probe import try_forward
 
 
 def run_check(config_path: str, overrides: list[str], *, world_size: int, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.errors import UserError, UserErrors
-from trainer.training.checkpoint import LATEST, MARKER, CheckpointError, read_state, step_of, verify
+from trainer.training.checkpointing.checkpoint import LATEST, MARKER, CheckpointError, read_state, step_of, verify
 
 WIDTH = 110  # where stdout is no terminal
 

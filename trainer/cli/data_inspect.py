@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.data_build import progress_bar
-from trainer.data.documents import ReadOptions
-from trainer.data.layout import discover
-from trainer.data.survey import Survey, survey
+from trainer.data.formats.documents import ReadOptions
+from trainer.data.inspection.survey import Survey, survey
+from trainer.data.inspection.verify import verify
+from trainer.data.streams.layout import discover
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
-from trainer.data.verify import verify
 from trainer.errors import UserErrors
 
 NUM_TOP_IDS = 10

@@ -61,7 +61,7 @@ def _is_own(directory: Path) -> bool:
 
 
 def _export_weights(run_dir: str, out: Path, step: int | None) -> None:
-    from trainer.training.export import export_model
+    from trainer.training.export.export import export_model
 
     saved = export_model(Path(run_dir), out, step=step)
     typer.echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)

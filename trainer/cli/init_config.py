@@ -17,12 +17,12 @@ from trainer.cli.counts import counted
 from trainer.cli.data_build import progress_bar
 from trainer.cli.starter import Starter, render_starter
 from trainer.config.docs import render_config_schema
-from trainer.data.documents import ReadOptions
-from trainer.data.guess import Guess, Look, guess, look
-from trainer.data.layout import Discovery, Stream, discover
-from trainer.data.own_format import is_import_path
-from trainer.data.sizing import Sizes, choose_sizes
-from trainer.data.survey import Survey, survey
+from trainer.data.formats.documents import ReadOptions
+from trainer.data.formats.own_format import is_import_path
+from trainer.data.inspection.guess import Guess, Look, guess, look
+from trainer.data.inspection.sizing import Sizes, choose_sizes
+from trainer.data.inspection.survey import Survey, survey
+from trainer.data.streams.layout import Discovery, Stream, discover
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 

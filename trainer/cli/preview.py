@@ -14,7 +14,7 @@ from trainer.config.load import load_config
 from trainer.preview.advice import advise
 from trainer.preview.picture import check_picture, draw
 from trainer.preview.summary import make_preview
-from trainer.training.plan import make_plan
+from trainer.training.setup.plan import make_plan
 
 WIDTH = 120  # where stdout is no terminal
 

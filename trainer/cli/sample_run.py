@@ -14,7 +14,7 @@ import typer
 from trainer.data.text_stream import TextStream, prompt_ids
 from trainer.errors import UserError
 from trainer.model.generate import Draw, GenerationError, generate
-from trainer.training.saved_model import SavedModel, load_model
+from trainer.training.export.saved_model import SavedModel, load_model
 
 DEFAULT_LENGTH = 200
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.cli.counts import counted
-from trainer.data.sizing import Sizes
+from trainer.data.inspection.sizing import Sizes
 
 TIE_FROM_VOCABULARY = 8192  # ids from which on one embedding for both ends saves most of a small model
 

@@ -1,6 +1,6 @@
 """Rules that involve more than one table, or the world size; and what follows from a config, in numbers.
 
-Checked before the process group starts. Rules that need the data itself are in `trainer.training.sources`.
+Checked before the process group starts. Rules that need the data itself are in `trainer.training.setup.sources`.
 """
 
 from __future__ import annotations

@@ -5,22 +5,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.documents import ReadOptions, TokenTable, table_from_pieces
-from trainer.data.formats import open_documents
-from trainer.data.layout import Stream, discover_direct, discover_nested
-from trainer.data.schedule import (
+from trainer.data.blending.weights import (
     ConstantWeight,
     ScheduledWeight,
     WeightSpec,
     compose_weights,
     first_all_zero,
 )
+from trainer.data.formats.documents import ReadOptions, TokenTable, table_from_pieces
+from trainer.data.formats.registry import open_documents
+from trainer.data.streams.layout import Stream, discover_direct, discover_nested
 from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from trainer.data.blend import BlendDataset, BlendSource
+    from trainer.data.blending.blend import BlendDataset, BlendSource
     from trainer.data.loader import LoadedBatch, Loader
-    from trainer.data.mixing import StreamMixingDataset
+    from trainer.data.mixing.dataset import StreamMixingDataset
 
 __all__ = [
     "BlendDataset",
@@ -48,11 +48,11 @@ __all__ = [
 
 # What needs torch is imported when it is asked for: to look at files takes a quarter of the time without.
 _NEEDING_TORCH = {
-    "BlendDataset": "blend",
-    "BlendSource": "blend",
+    "BlendDataset": "blending.blend",
+    "BlendSource": "blending.blend",
     "LoadedBatch": "loader",
     "Loader": "loader",
-    "StreamMixingDataset": "mixing",
+    "StreamMixingDataset": "mixing.dataset",
 }
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from trainer.diagnostics.outcome import Outcome, Severity
-from trainer.diagnostics.rule import Rule
-from trainer.diagnostics.rules import RULES
+from trainer.diagnostics.rules.all_rules import RULES
+from trainer.diagnostics.rules.rule import Rule
 from trainer.runs.load import Run
 
 DIAGNOSIS_VERSION: Final = 1

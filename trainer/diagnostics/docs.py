@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.diagnostics.rules import RULES
+from trainer.diagnostics.rules.all_rules import RULES
 
 _HEAD = """\
 # Diagnosis

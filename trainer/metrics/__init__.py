@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from trainer.metrics.aggregate import CounterLedger, SumCount, WindowAggregator
     from trainer.metrics.best_effort import BestEffort, Diagnostics, SkipBatch
-    from trainer.metrics.catalog import CATALOG, UnknownMetric, lookup
-    from trainer.metrics.gns_hooks import GradientNoiseScale
+    from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, lookup
     from trainer.metrics.logger import format_metrics, get_logger
+    from trainer.metrics.noise_scale.hooks import GradientNoiseScale
     from trainer.metrics.rank_reduction import MetricPlan, reduce_loss_metrics, reduce_over_ranks
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
 
 _HOMES: Final = {
     "BestEffort": "best_effort",
-    "CATALOG": "catalog",
+    "CATALOG": "catalog.lookup",
     "CounterLedger": "aggregate",
     "Diagnostics": "best_effort",
-    "GradientNoiseScale": "gns_hooks",
+    "GradientNoiseScale": "noise_scale.hooks",
     "MetricPlan": "rank_reduction",
     "MetricsTracker": "tracker",
     "SkipBatch": "best_effort",
     "StepMetrics": "tracker",
     "SumCount": "aggregate",
-    "UnknownMetric": "catalog",
+    "UnknownMetric": "catalog.lookup",
     "WindowAggregator": "aggregate",
     "format_metrics": "logger",
     "get_logger": "logger",
-    "lookup": "catalog",
+    "lookup": "catalog.lookup",
     "reduce_loss_metrics": "rank_reduction",
     "reduce_over_ranks": "rank_reduction",
 }

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.metrics.catalog import lookup
-from trainer.metrics.catalog_spec import WindowReduction
+from trainer.metrics.catalog.lookup import lookup
+from trainer.metrics.catalog.spec import WindowReduction
 
 Scalar = float | torch.Tensor
 

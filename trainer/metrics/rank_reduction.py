@@ -17,8 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from trainer.metrics.aggregate import Scalar, SumCount, Value
-from trainer.metrics.catalog import WORST_SUFFIX, lookup
-from trainer.metrics.catalog_spec import RankReduction
+from trainer.metrics.catalog.lookup import WORST_SUFFIX, lookup
+from trainer.metrics.catalog.spec import RankReduction
 
 _MEANS = ("mean", "weighted_mean")
 _Matrix = NDArray[np.float64]

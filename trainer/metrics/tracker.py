@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from trainer.metrics.aggregate import CounterLedger, Scalar, Value
-from trainer.metrics.catalog import EVAL_PREFIX, UnknownMetric, is_known
+from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known
 from trainer.metrics.logger import get_logger
 from trainer.metrics.memory import MemoryStats, read_memory
 from trainer.metrics.mfu import compute_mfu, resolve_peak_tflops

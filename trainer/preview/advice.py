@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trainer.config.base import ScheduleTable
 from trainer.config.schema import RunConfig
 from trainer.preview.summary import LedgerView, ModalityView, Preview, SourceView
-from trainer.training.plan import Plan
+from trainer.training.setup.plan import Plan
 
 SPARE_LEDGER = 4  # capacities above this many times what is needed are waste,
 SPARE_MEGABYTES = 64.0  # where the ledger takes at least this much memory

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from trainer.config.rules import mixing_of
-from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.blending.blend import BlendDataset, BlendSource
 from trainer.data.keyed import IntArray
 from trainer.preview.counted import CountedMixing, Tally
 from trainer.preview.shapes import SourceShape
-from trainer.training.plan import Plan
-from trainer.training.sources import Source
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source
 
 MAX_COUNTED = 200_000
 """Batches, over all ranks that are counted: some seconds. Beyond, a run is told in expectation."""

@@ -13,15 +13,15 @@ from functools import cached_property
 import numpy as np
 
 from trainer.config.rules import mixing_of
-from trainer.data.documents import ReadOptions
-from trainer.data.groups import GroupTable
+from trainer.data.formats.documents import ReadOptions
 from trainer.data.keyed import IntArray
-from trainer.data.lanes import assign_lanes, cut_slices
-from trainer.data.open_stream import OpenStream
-from trainer.data.opener import CutOptions, StreamOpener
+from trainer.data.streams.groups import GroupTable
+from trainer.data.streams.lanes import assign_lanes, cut_slices
+from trainer.data.streams.open_stream import OpenStream
+from trainer.data.streams.opener import CutOptions, StreamOpener
 from trainer.errors import UserError
-from trainer.training.plan import Plan
-from trainer.training.sources import Source
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source
 
 
 @dataclass(frozen=True)

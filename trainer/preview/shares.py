@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.blending.weights import WeightSpec, positions, zero_batches
 from trainer.data.keyed import IntArray
-from trainer.data.schedule import WeightSpec, positions, zero_batches
 
 CHUNK = 1 << 16  # batches worked out together
 FloatArray = npt.NDArray[np.float64]

@@ -12,8 +12,8 @@ from trainer.preview.counted import Tally
 from trainer.preview.forecast import Forecast, count_run
 from trainer.preview.shapes import SourceShape, StreamShape, source_shape
 from trainer.preview.shares import ZeroSpan, expected_batches, first_zero, sample_points, shares_at
-from trainer.training.optimizer import lr_at
-from trainer.training.plan import Plan
+from trainer.training.setup.plan import Plan
+from trainer.training.step.optimizer import lr_at
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from trainer.metrics.catalog import CATALOG, EVAL_PREFIX, WORST_SUFFIX, UnknownMetric, family, lookup
-from trainer.metrics.catalog_spec import Band
+from trainer.metrics.catalog.lookup import CATALOG, EVAL_PREFIX, WORST_SUFFIX, UnknownMetric, family, lookup
+from trainer.metrics.catalog.spec import Band
 from trainer.report.curves import Curve, make_curve
 from trainer.runs.load import Run
 

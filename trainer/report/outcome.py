@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from trainer.metrics.catalog import UnknownMetric, lookup
+from trainer.metrics.catalog.lookup import UnknownMetric, lookup
 from trainer.runs.load import Run
 
 # "At the end" is the last tenth of a run's logged rows, and never more of them than this: of a run with few rows, a

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from trainer.metrics.catalog import UnknownMetric, family, lookup
+from trainer.metrics.catalog.lookup import UnknownMetric, family, lookup
 from trainer.report.charts import Chart, Columns, Line, Reference, Style, variant_of
 from trainer.report.curves import Curve, make_curve, running_total
 

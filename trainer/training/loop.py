@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.errors import UserError
-from trainer.training.microbatch import masked_copy, split
-from trainer.training.optimizer import lr_at
 from trainer.training.run_state import Run, TakenStep, Window, count_on, unlogged
+from trainer.training.step.microbatch import masked_copy, split
+from trainer.training.step.optimizer import lr_at
 from trainer.training.step_end import end_step, evaluate, stopped_by
 
 

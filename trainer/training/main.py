@@ -18,21 +18,21 @@ from trainer.distributed.agree import from_main_rank, mistakes_together
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
-from trainer.metrics.events import EventWriter
 from trainer.metrics.logger import add_log_file, get_logger
-from trainer.training import checkpoint
-from trainer.training.build import Parts, build_parts, build_run
-from trainer.training.drift import check_drift
+from trainer.metrics.sinks.events import EventWriter
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.resume_checks import check_drift
+from trainer.training.checkpointing.saver import SaveError
 from trainer.training.loop import run_loop
-from trainer.training.plan import Plan, begin_from_weights, make_plan
-from trainer.training.probe import what_breaks_it
+from trainer.training.messages import announce, conclude
 from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir
 from trainer.training.run_state import Run
-from trainer.training.saver import SaveError
+from trainer.training.setup.build import Parts, build_parts, build_run
+from trainer.training.setup.plan import Plan, begin_from_weights, make_plan
+from trainer.training.setup.probe import what_breaks_it
+from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest, say_stopping
-from trainer.training.sinks import make_sinks, wandb_id
 from trainer.training.step_end import NonFiniteError
-from trainer.training.words import announce, conclude
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)

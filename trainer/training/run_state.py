@@ -12,18 +12,18 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Watchdog
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import WindowAggregator
-from trainer.metrics.events import EventWriter
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.rank_reduction import MetricPlan
+from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
-from trainer.training.evaluation import Evaluator
-from trainer.training.microbatch import MicroBatch
+from trainer.training.checkpointing.saver import Saver
+from trainer.training.evaluation.evaluator import Evaluator
+from trainer.training.evaluation.sampler import Sampler
 from trainer.training.progress import Progress
-from trainer.training.sampler import Sampler
-from trainer.training.saver import Saver
 from trainer.training.signals import StopRequest
-from trainer.training.step import TrainStep
+from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.step import TrainStep
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from trainer.metrics.aggregate import Value
 from trainer.metrics.logger import get_logger
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.metrics.spikes import SpikeDetector
-from trainer.training.evaluation import Evaluator
-from trainer.training.optimizer import lr_at
+from trainer.training.evaluation.evaluator import Evaluator
 from trainer.training.run_state import Run, TakenStep, Window, unlogged
-from trainer.training.step import StepOutcome
+from trainer.training.step.optimizer import lr_at
+from trainer.training.step.step import StepOutcome
 
 logger = get_logger(__name__)
 

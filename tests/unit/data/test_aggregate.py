@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
-from trainer.data.aggregate import REDUCTIONS, MetricsMerger, pool_ops, reduce_over_ranks
-from trainer.data.layout import discover_nested
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.mixing.reduction import REDUCTIONS, MetricsMerger, pool_ops, reduce_over_ranks
+from trainer.data.streams.layout import discover_nested
 from trainer.data.tokenizer import BytesTokenizer
 
 A = "stream_mixing/active/"

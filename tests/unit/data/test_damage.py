@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
-from trainer.data.documents import ReadOptions
-from trainer.data.layout import Stream
-from trainer.data.survey import open_stream, token_chunks
+from trainer.data.formats.documents import ReadOptions
+from trainer.data.inspection.survey import open_stream, token_chunks
+from trainer.data.inspection.verify import verify
+from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import BytesTokenizer
-from trainer.data.verify import verify
 from trainer.errors import UserError
 
 SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documents of uint16 in 12 bytes

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.cli.init_config import sample_streams
-from trainer.data.guess import guess_dtype
-from trainer.data.holdout import held_out
-from trainer.data.layout import Stream
-from trainer.data.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
+from trainer.data.inspection.guess import guess_dtype
+from trainer.data.inspection.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
+from trainer.data.streams.holdout import held_out
+from trainer.data.streams.layout import Stream
 
 DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.groups import build_groups, group_ids
-from trainer.data.holdout import check_split, documents_of, held_out
-from trainer.data.layout import discover_direct, discover_nested
+from trainer.data.streams.groups import build_groups, group_ids
+from trainer.data.streams.holdout import check_split, documents_of, held_out
+from trainer.data.streams.layout import discover_direct, discover_nested
 from trainer.errors import UserError
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.layout import Stream
 from trainer.data.loader import Loader
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.streams.layout import Stream
 
 Write = Callable[..., list[Stream]]
 Make = Callable[..., StreamMixingDataset]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.layout import Stream
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.streams.layout import Stream
 from trainer.errors import UserError
 
 Write = Callable[..., list[Stream]]

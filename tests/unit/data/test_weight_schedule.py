@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.schedule import (
+from trainer.data.blending.weights import (
     ConstantWeight,
     ScheduledWeight,
     compose_weights,

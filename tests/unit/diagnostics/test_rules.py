@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainer.diagnostics.outcome import Outcome
-from trainer.diagnostics.rules import RULES
-from trainer.metrics.catalog import is_known
+from trainer.diagnostics.rules.all_rules import RULES
+from trainer.metrics.catalog.lookup import is_known
 from trainer.metrics.payload_contract import Restart
 from trainer.runs.load import Run
 from trainer.runs.table import RowTable

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.runs import ROOT
 from trainer.config.load import load_config
-from trainer.diagnostics.rules import RULES
+from trainer.diagnostics.rules.all_rules import RULES
 from trainer.diagnostics.smoke_matrix import (
     CASES,
     RECALL_LOSS,

@@ -14,7 +14,7 @@ import torch
 from trainer.errors import UserError
 from trainer.ledger import Ledger
 from trainer.ledger.compiled_placement import CompiledPlacement
-from trainer.training.assembly import wants_compiled
+from trainer.training.setup.assembly import wants_compiled
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from tests.support.gns_windows import make_model
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.metrics.aggregate import CounterLedger, SumCount, WindowAggregator
-from trainer.metrics.catalog import UnknownMetric
+from trainer.metrics.catalog.lookup import UnknownMetric
 
 
 def test_a_gauge_present_on_one_of_32_micro_steps_keeps_its_value() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tests.support.gns_windows import loss_sum, make_model, micro, rows, window
 from trainer.errors import UserError
-from trainer.metrics import noise_scale
-from trainer.metrics.gns_hooks import GradientNoiseScale
-from trainer.metrics.noise_scale import Absent, Window
+from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.estimate import Absent, Window
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 
 def gradient_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.gns_windows import loss_sum, micro, rows, window
-from trainer.metrics import noise_scale
-from trainer.metrics.gns_hooks import GradientNoiseScale
-from trainer.metrics.noise_scale import Window
+from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.estimate import Window
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 
 def test_a_micro_batch_without_tokens_carries_no_weight(model: nn.Module, gns: GradientNoiseScale) -> None:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from trainer.metrics.catalog import CATALOG, UnknownMetric, family, is_known, lookup
-from trainer.metrics.catalog_docs import render_catalog_markdown
+from trainer.metrics.catalog.docs import render_catalog_markdown
+from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, family, is_known, lookup
 
 KEY_LIST = """
 loss accuracy grad_norm lr tokens_per_sec tokens_in_step tokens_seen mfu step_time_sec perplexity bits_per_byte

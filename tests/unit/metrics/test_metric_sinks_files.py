@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from trainer.metrics.display import display_key
-from trainer.metrics.events import EventWriter
 from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
+from trainer.metrics.sinks.display import display_key
+from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.sinks.stdout import StdoutSink, resolve_stdout_mode
 

@@ -25,8 +25,8 @@ from tests.support.noise_windows import (
     weighted_sum,
     window_of,
 )
-from trainer.metrics import noise_scale
-from trainer.metrics.noise_scale import NoiseScaleAverage, Window, estimate
+from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window, estimate
 
 LAYOUTS = [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2)]
 
@@ -160,5 +160,5 @@ def test_an_estimate_is_never_clamped() -> None:
 
 
 def test_the_arithmetic_needs_no_torch() -> None:
-    program = "import sys, trainer.metrics.noise_scale; sys.exit('torch' in sys.modules)"
+    program = "import sys, trainer.metrics.noise_scale.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=False).returncode == 0

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.noise_windows import B_SIMPLE, Micro, constant_window, even_window, ragged_window, sums_of, window_of
 from trainer.errors import UserError
-from trainer.metrics import noise_scale
-from trainer.metrics.noise_scale import Absent, NoiseScaleAverage, estimate
-from trainer.metrics.pair_average import PairAverage
+from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale.average import PairAverage
+from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, estimate
 
 
 def averaged(ranks_of: Callable[[random.Random], list[list[Micro]]], steps: int = 1000) -> dict[str, float]:

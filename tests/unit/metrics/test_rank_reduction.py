@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
 from trainer.metrics.aggregate import SumCount, Value
-from trainer.metrics.catalog import UnknownMetric
+from trainer.metrics.catalog.lookup import UnknownMetric
 from trainer.metrics.rank_reduction import MetricPlan, reduce_loss_metrics, reduce_over_ranks
 
 PLAN = MetricPlan.from_keys(

@@ -9,8 +9,8 @@ import torch
 
 from trainer.metrics.best_effort import BestEffort
 from trainer.objective.compose import Objective
-from trainer.training.microbatch import MicroBatch
-from trainer.training.step_details import StepDetails, detail_keys
+from trainer.training.step.details import StepDetails, detail_keys
+from trainer.training.step.microbatch import MicroBatch
 
 TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])
 LOGITS = torch.tensor([[[0.0, 2.0, 0.0]] * 3, [[3.0, 0.0, 1.0]] * 3], dtype=torch.float64)

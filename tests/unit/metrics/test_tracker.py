@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.metrics.catalog import UnknownMetric
+from trainer.metrics.catalog.lookup import UnknownMetric
 from trainer.metrics.payload_contract import Restart, encode_payload, parse_line, parse_payload
 from trainer.metrics.tracker import MetricsTracker, StepMetrics
 

@@ -10,7 +10,7 @@ from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.preview.advice import Advice, advise
 from trainer.preview.summary import Preview, make_preview
-from trainer.training.plan import make_plan
+from trainer.training.setup.plan import make_plan
 
 FAULTS = {
     "ledger.stale_threshold": ["ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=1", "train.steps=40"],

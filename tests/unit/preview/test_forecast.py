@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
-from trainer.data.pool import EXHAUST_EVENTS
+from trainer.data.mixing.pool import EXHAUST_EVENTS
 from trainer.distributed.env import RankInfo
 from trainer.preview.forecast import Forecast, count_run
 from trainer.preview.shapes import SourceShape, source_shape
-from trainer.training.assembly import make_blend
-from trainer.training.plan import Plan, make_plan
+from trainer.training.setup.assembly import make_blend
+from trainer.training.setup.plan import Plan, make_plan
 
 MODES = [
     (),

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
-from trainer.data.groups import build_groups
-from trainer.data.schedule import ConstantWeight, ScheduledWeight
+from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
+from trainer.data.streams.groups import build_groups
 from trainer.errors import UserError
 from trainer.preview.forecast import count_run
 from trainer.preview.shapes import group_tokens, source_shape
 from trainer.preview.shares import expected_batches, first_zero, sample_points
 from trainer.preview.summary import _source_view, make_preview, wait_bound
-from trainer.training.plan import Plan, make_plan
+from trainer.training.setup.plan import Plan, make_plan
 
 
 def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:

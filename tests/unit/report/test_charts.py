@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.metrics.catalog import CATALOG
+from trainer.metrics.catalog.lookup import CATALOG
 from trainer.report.charts import Columns, chart_id, group_order, variant_of
 from trainer.report.encode import encode_charts
 from trainer.report.names import with_distinct_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
-from trainer.training.checkpoint import find
+from trainer.training.checkpointing.checkpoint import find
 
 
 def test_a_checkpoint_that_is_not_there_is_called_so(tmp_path):

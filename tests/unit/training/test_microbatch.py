@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.errors import UserError
-from trainer.training.microbatch import accepted_inputs, masked_copy, split
+from trainer.training.step.microbatch import accepted_inputs, masked_copy, split
 
 
 def batch(**more: object) -> dict[str, object]:

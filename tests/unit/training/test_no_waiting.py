@@ -26,18 +26,18 @@ from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.gns_hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.build import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training import loop
 from trainer.training.main import train
-from trainer.training.microbatch import Carry, MicroBatch
 from trainer.training.run_state import Run
-from trainer.training.settle import HEAD, HostCopy
 from trainer.training.signals import STOP_SIGNALS
-from trainer.training.step import StepSettings, TrainStep
-from trainer.training.step_details import StepDetails
+from trainer.training.step.details import StepDetails
+from trainer.training.step.microbatch import Carry, MicroBatch
+from trainer.training.step.settle import HEAD, HostCopy
+from trainer.training.step.step import StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
 META = torch.device("meta")

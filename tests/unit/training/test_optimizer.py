@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.config.schema import OptimizerTable, SchedulerTable
 from trainer.model.build import build
-from trainer.training.optimizer import build_optimizer, lr_at
+from trainer.training.step.optimizer import build_optimizer, lr_at
 
 
 @pytest.mark.parametrize(

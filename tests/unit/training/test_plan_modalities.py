@@ -7,7 +7,7 @@ import pytest
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.training.plan import make_plan
+from trainer.training.setup.plan import make_plan
 
 
 def plan(tmp_path, *overrides: str) -> None:

@@ -14,11 +14,11 @@ from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
-from trainer.training import checkpoint as files
-from trainer.training.checkpoint import CheckpointError
-from trainer.training.drift import check_drift
+from trainer.training.checkpointing import checkpoint as files
+from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.checkpointing.resume_checks import check_drift
+from trainer.training.checkpointing.saver import num_bytes
 from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, how_to_go_on
-from trainer.training.saver import num_bytes
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.runs import make_corpus
 from trainer.config.load import load_config
-from trainer.data.schedule import ConstantWeight, ScheduledWeight
+from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
-from trainer.training.plan import make_plan
-from trainer.training.sources import Source, resolve_sources
+from trainer.training.setup.plan import make_plan
+from trainer.training.setup.sources import Source, resolve_sources
 
 HEAD = "[train]\nsteps = 10\nmicro_batches = 2\n"
 SCHEDULE = '{ schedule = "linear", points = { 0 = 4.0, 10 = 2.0 } }'

@@ -180,7 +180,7 @@ def test_evaluation_never_changes_training(corpus, baseline, tmp_path):
 
 def test_a_step_with_a_bad_number_is_skipped_and_training_goes_on(corpus, tmp_path, monkeypatch):
     """A gradient that is infinite once: the weights of that step stay, the next step trains."""
-    from trainer.training.step import TrainStep
+    from trainer.training.step.step import TrainStep
 
     original, seen = TrainStep.conclude, []
 
@@ -201,7 +201,7 @@ def test_a_step_with_a_bad_number_is_skipped_and_training_goes_on(corpus, tmp_pa
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run(corpus, tmp_path, monkeypatch):
-    from trainer.training.step import TrainStep
+    from trainer.training.step.step import TrainStep
 
     original = TrainStep.conclude
 

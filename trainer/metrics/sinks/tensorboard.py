@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
-from trainer.metrics.display import display_key
-from trainer.metrics.events import SAMPLE
 from trainer.metrics.payload_contract import RESTART
+from trainer.metrics.sinks.display import display_key
+from trainer.metrics.sinks.events import SAMPLE
 
 
 class TensorboardSink:

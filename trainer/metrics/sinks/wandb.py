@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
-from trainer.metrics.display import display_key
-from trainer.metrics.events import SAMPLE
 from trainer.metrics.logger import get_logger
+from trainer.metrics.sinks.display import display_key
+from trainer.metrics.sinks.events import SAMPLE
 
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]

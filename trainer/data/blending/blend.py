@@ -1,0 +1,286 @@
+"""BlendDataset: micro-batches from several sources, by weights that may follow a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from trainer.data.blending.weights import WeightSpec, positions
+from trainer.data.keyed import BLOCK, KeyedUniforms
+from trainer.data.mixing.collate import Batch
+from trainer.data.mixing.reduction import MetricsMerger, ReduceOp, reduce_over_ranks
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+MAX_SHARE_ERROR = "blend/max_share_error"
+SHARE_PREFIX = "blend/share/"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class BlendSource:
+    """One source: its name, an iterable of micro-batch dicts, and its raw weight (they need not add up to anything)."""
+
+    name: str
+    dataset: Iterable[Batch]
+    weight: WeightSpec
+
+
+class BlendDataset:
+    """An iterator of micro-batches, each from one source.
+
+    The source of batch i is a pure function of (seed, names, i), the weights at i, and which sources still have data;
+    all ranks choose the same. A source with weight zero is never picked. Sources that end are left out from then on; when
+    all have ended (or those that have not stay at zero for ever), iteration stops.
+
+    A source needs no more than `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: training
+    with it works, and resuming after it gave a batch is refused with a UserError, for what it would give is unknown.
+
+    Args:
+        sources: names must be unique.
+        seed: of the choices.
+        micro_batches: micro-batches per optimizer step; batch i belongs to step `i // micro_batches + 1`.
+        per_source: also report `blend/share/<name>`.
+
+    Raises:
+        UserError: no sources, a name that occurs twice; while iterating: a batch at which all weights are zero.
+    """
+
+    def __init__(
+        self, sources: Sequence[BlendSource], *, seed: int, micro_batches: int = 1, per_source: bool = False
+    ) -> None:
+        if not sources:
+            raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
+        names = [source.name for source in sources]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError("data.source", f"two sources are called {twice[0]!r}", "give each a name of its own")
+        if micro_batches < 1:
+            raise UserError("micro_batches", f"must be >= 1, got {micro_batches}")
+        self.sources = list(sources)
+        self._micro_batches = micro_batches
+        self._per_source = per_source
+        self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in sources]
+        self._names = names
+        self._seed = seed
+        self._uniforms = KeyedUniforms("blend", seed, *names)  # the names: a nested blend draws its own numbers
+        self._batch_index = 0
+        self._ended = [False] * len(sources)
+        self._counts = [0] * len(sources)
+        self._first = 0  # the batch at which the table of choices begins
+        self._choices: list[int] = []
+        self._expected = [[0.0] * len(sources)]  # batches each source was to give before each of those, and after
+        self._errors = [0.0]  # the largest difference of those to what the sources gave, before each, and after
+        self._undrained: set[int] = set()
+        datasets = [source.dataset for source in sources]
+        self._drains = [getattr(d, "drain_step_metrics", None) if hasattr(d, "metric_ops") else None for d in datasets]
+        self._ops = self.metric_ops
+        self._merger = MetricsMerger(self._ops, len(sources))
+        self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
+        self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro-batch; `dataset_labels` is filled with the source's name where the source has none.
+
+        Raises:
+            StopIteration: no source has data that will ever be weighted.
+            UserError: all weights are zero at this batch.
+        """
+        while True:
+            at = self._batch_index - self._first
+            if at >= len(self._choices):
+                self._choose(self._expected[at])
+                at = 0
+            chosen = self._choices[at]
+            if chosen < 0:
+                self._stop_or_refuse()
+            self._unsaved.add(chosen)
+            try:
+                batch = next(self._iterators[chosen])
+            except StopIteration:
+                self._ended[chosen] = True
+                self._choose(self._expected[at])
+                continue
+            break
+        self._counts[chosen] += 1
+        self._batch_index += 1
+        self._undrained.add(chosen)
+        if "dataset_labels" not in batch:
+            batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
+        return batch
+
+    def _choose(self, expected: list[float]) -> None:
+        """Work out the choices from the next batch to the end of its block, -1 where all weights are zero.
+
+        A choice is a pure function of the batch index and of which sources have data: when one ends this is done anew.
+        `expected` is what each source was to give up to here.
+        """
+        self._first = self._batch_index
+        block, offset = divmod(self._first, BLOCK)
+        batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)
+        weights = np.zeros((len(batches), len(self.sources)))
+        for i, source in enumerate(self.sources):
+            if not self._ended[i]:
+                xs = positions(source.weight.unit, batches, self._micro_batches)
+                weights[:, i] = source.weight.evaluate_many(xs)
+        sums = weights.sum(axis=1, keepdims=True)
+        shares = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
+        ends = shares.cumsum(axis=1)
+        totals = ends[:, -1:]
+        chosen = (ends <= self._uniforms.block(block)[offset:, None] * totals).sum(axis=1)
+        # The product may round up to the total itself: then it is the last source that has a weight.
+        chosen = np.where(chosen < len(self.sources), chosen, (ends < totals).sum(axis=1))
+        chosen = np.where(totals[:, 0] > 0, chosen, -1)
+        expected_counts = np.cumsum(np.vstack([expected, shares]), axis=0)
+        gives = chosen[:, None] == np.arange(len(self.sources))
+        counts = np.cumsum(np.vstack([self._counts, gives]), axis=0)
+        self._choices = chosen.tolist()
+        self._expected = expected_counts.tolist()
+        self._errors = np.abs(counts - expected_counts).max(axis=1).tolist()
+
+    def _expected_now(self) -> list[float]:
+        return self._expected[self._batch_index - self._first]
+
+    def _stop_or_refuse(self) -> NoReturn:
+        index = self._batch_index
+        alive = [source for source, ended in zip(self.sources, self._ended, strict=True) if not ended]
+        is_over = len(alive) < len(self.sources)
+        for source in alive:
+            zero_from = source.weight.zero_from()
+            x = positions(source.weight.unit, index, self._micro_batches)
+            is_over = is_over and zero_from is not None and x >= zero_from
+        if is_over:
+            raise StopIteration
+        raise UserError(
+            "data.source",
+            f"at batch {index} the weight of every source that still has data is zero "
+            f"({', '.join(source.name for source in alive)})",
+            "keep at least one weight above zero at every batch",
+        )
+
+    def _state_of(self, index: int) -> Mapping[str, Any] | None:
+        state_dict = getattr(self.sources[index].dataset, "state_dict", None)
+        return None if state_dict is None else state_dict()
+
+    @property
+    def metric_ops(self) -> dict[str, ReduceOp]:
+        """Every key that `drain_step_metrics` can return, and how it is reduced over ranks."""
+        ops: dict[str, ReduceOp] = {MAX_SHARE_ERROR: "max"}
+        for source in self.sources:
+            ops.update(getattr(source.dataset, "metric_ops", {}))
+            if self._per_source:
+                ops[SHARE_PREFIX + source.name] = "max"  # ranks choose alike
+        return ops
+
+    def drain_step_metrics(self) -> dict[str, float]:
+        """The sources' pools merged key by key, and how well the shares so far match the weights; {} before any batch.
+
+        `blend/max_share_error` is the largest difference, over the sources, between the share of batches a source gave
+        and the share it was expected to give (the mean of its probability at each batch). A source takes part in the
+        pool's metrics if it has `drain_step_metrics` and `metric_ops`.
+        """
+        if not self._batch_index:
+            return {}
+        for index in self._undrained:
+            drain = self._drains[index]
+            if drain is not None:
+                self._merger.update(index, drain())
+        self._undrained.clear()
+        metrics = self._merger.merged()
+        error = self._errors[self._batch_index - self._first] / self._batch_index
+        # A source that is a blend has an error of its own.
+        if error > metrics.get(MAX_SHARE_ERROR, -1.0):
+            metrics[MAX_SHARE_ERROR] = error
+        if self._per_source:
+            for name, count in zip(self._names, self._counts, strict=True):
+                metrics[SHARE_PREFIX + name] = count / self._batch_index
+        return metrics
+
+    def aggregate_step_metrics(
+        self,
+        local: Mapping[str, float],
+        world_size: int,
+        device: torch.device | str,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, float]:
+        """Reduce drained metrics over ranks; every rank must call it, also with {}. See `reduce_over_ranks`."""
+        return reduce_over_ranks(local, self._ops, world_size=world_size, device=device, group=group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain python; a snapshot that later batches do not change. Only states of sources that moved are made anew."""
+        for index in self._unsaved:
+            self._states[index] = self._state_of(index)
+        self._unsaved.clear()
+        return {
+            "version": VERSION,
+            "seed": self._seed,
+            "batch_index": self._batch_index,
+            "names": self._names,
+            "ended": self._ended.copy(),
+            "counts": self._counts.copy(),
+            "expected": self._expected_now().copy(),
+            "sources": self._states.copy(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where a run stopped; weights may have changed since, and sources may have been added.
+
+        Args:
+            state: this rank's state, or those of all ranks in rank order; see `StreamMixingDataset.load_state_dict`.
+
+        Raises:
+            UserError: naming what does not fit: another seed, a source that is gone, or one that gave batches and
+                cannot be resumed.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        own = states[0]
+        if own.get("version") != VERSION or "names" not in own:
+            raise UserError(
+                "data.source",
+                "the saved state is not one of a blend of this version",
+                "resume with the version that saved it",
+            )
+        if own["seed"] != self._seed:
+            problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
+            raise UserError("run.seed", problem, f"set it to {own['seed']}")
+        gone = [name for name in own["names"] if name not in self._names]
+        if gone:
+            raise UserError("data.source", f"the saved state has a source {gone[0]!r}, which is gone", "put it back")
+        self._batch_index = self._first = own["batch_index"]
+        self._choices = []
+        self._undrained.clear()
+        self._merger = MetricsMerger(self._ops, len(self.sources))
+        self._expected = [[0.0] * len(self.sources)]
+        for index, name in enumerate(self._names):
+            self._counts[index], self._ended[index] = 0, False
+            if name in own["names"]:
+                self._load_source(index, own["names"].index(name), states)
+        self._errors = [max(abs(c - e) for c, e in zip(self._counts, self._expected[0], strict=True))]
+        self._iterators = [iter(source.dataset) for source in self.sources]
+        self._undrained.update(range(len(self.sources)))  # what each pool saw last is part of the merged metrics
+        self._unsaved = set(range(len(self.sources)))
+
+    def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]]) -> None:
+        dataset = self.sources[index].dataset
+        parts = [state["sources"][saved] for state in states]
+        self._counts[index] = states[0]["counts"][saved]
+        self._expected[0][index] = states[0]["expected"][saved]
+        self._ended[index] = all(state["ended"][saved] for state in states)
+        load = getattr(dataset, "load_state_dict", None)
+        if parts[0] is not None and load is not None:
+            load(parts[0] if len(parts) == 1 else parts)
+        elif self._counts[index]:
+            raise UserError(
+                self._names[index],
+                f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed",
+                "give its dataset state_dict and load_state_dict, or start without this checkpoint",
+            )

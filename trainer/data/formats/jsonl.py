@@ -1,0 +1,66 @@
+"""JSON lines: a document a line, as `text` (tokenised here) or as `tokens` (ids)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable, table_from_pieces
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import UserError
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(where, f"is not JSON ({error})", "write one JSON object a line") from error
+    if not isinstance(record, dict):
+        raise UserError(where, f"is a JSON {type(record).__name__}, not an object", 'write {"text": "..."}')
+    return record
+
+
+def _tokens(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> TokenArray:
+    if ("text" in record) == ("tokens" in record):
+        have = "both text and tokens" if "text" in record else "neither text nor tokens"
+        raise UserError(where, f"has {have}", "give each line exactly one of the two fields")
+    if "text" in record:
+        if not isinstance(record["text"], str):
+            raise UserError(where, f"text must be a string, got {type(record['text']).__name__}")
+        try:
+            return tokenizer.encode(record["text"])
+        except UnicodeEncodeError as error:
+            raise UserError(where, "text has half of a surrogate pair", "write the text as UTF-8") from error
+    ids = record["tokens"]
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise UserError(where, "tokens must be a list of whole numbers")
+    wrong = next((i for i in ids if not 0 <= i < tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise UserError(
+            where,
+            f"token id {wrong} is outside the vocabulary of {tokenizer.vocab_size} ids ({tokenizer.name})",
+            "use the tokenizer that made the file",
+        )
+    return np.array(ids, dtype=np.int64)
+
+
+def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a JSON lines file, tokenised into memory; blank lines are no documents.
+
+    Raises:
+        UserError: with path and line number, for anything but an object with one of the two fields.
+    """
+    pieces = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}: line {number}"
+                pieces.append(_tokens(_parse(line, where), options.tokenizer, where))
+    if not pieces:
+        raise UserError(str(path), "has no documents, only blank lines", "remove the file")
+    return table_from_pieces(pieces, options.tokenizer.vocab_size)

@@ -1,0 +1,68 @@
+"""Stream formats of one's own: a function `(path, options) -> TokenTable`, named by import path."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.formats.documents import ReadOptions, TokenTable
+from trainer.data.formats.id_bounds import IdBounds
+from trainer.errors import UserError
+from trainer.import_path import resolve_target
+
+
+def is_import_path(format: str) -> bool:
+    """Whether a format's name is `package.module:function`."""
+    return ":" in format
+
+
+def find_loader(format: str) -> Any:
+    """The function behind an import path.
+
+    Raises:
+        UserError: it cannot be imported, or does not take a path and options.
+    """
+    load = resolve_target(format, "format")
+    try:
+        inspect.signature(load).bind(Path(), None)
+    except TypeError as error:
+        raise UserError("format", f"{format} cannot be called with (path, options): {error}", _FIX) from error
+    except ValueError:  # a function written in C may have no signature to look at
+        pass
+    return load
+
+
+def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
+    """Read a file with a function of the user's, and check what it gave before anything is trained on it.
+
+    Ids are held against the vocabulary here, since only formats of ours are known to have done so.
+
+    Raises:
+        UserError: it gave no TokenTable, or one whose parts do not fit together, or an id outside the vocabulary.
+    """
+    table = find_loader(format)(path, options)
+    where = f"{path} (read by {format})"
+    if not isinstance(table, TokenTable):
+        raise UserError(where, f"the format gave a {type(table).__name__}", _FIX)
+    tokens = np.asarray(table.tokens)
+    starts, lengths = np.asarray(table.starts), np.asarray(table.lengths)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise UserError(where, f"tokens are {tokens.dtype} {list(tokens.shape)}, not integers [N]", _FIX)
+    if starts.ndim != 1 or starts.shape != lengths.shape or {starts.dtype.kind, lengths.dtype.kind} - set("iu"):
+        problem = f"starts are {starts.dtype} {list(starts.shape)}, lengths {lengths.dtype} {list(lengths.shape)}"
+        raise UserError(where, problem, "give both as integers [number of documents]")
+    starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
+    outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens)))
+    if outside.size:
+        at = int(outside[0])
+        problem = f"document {at} is [{starts[at]}, {starts[at] + lengths[at]}) of {len(tokens)} tokens"
+        raise UserError(where, problem, "documents must lie within the tokens")
+    bounds = table.bounds or IdBounds.of(path, options.tokenizer).check_sample(tokens)
+    return replace(table, tokens=tokens, starts=starts, lengths=lengths, bounds=bounds)
+
+
+_FIX = "write it as trainer.data.formats.own_format says: (path, options) -> TokenTable"

@@ -1,0 +1,100 @@
+"""Parquet (extra `parquet`, pyarrow): a document a row, in a column `text` (tokenised here) or `tokens` (lists of ids)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable, table_from_pieces
+from trainer.data.formats.id_bounds import IdBounds
+from trainer.errors import UserError
+
+COLUMNS = ("text", "tokens")
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            str(path), "needs the package pyarrow, which is not installed", "run: pip install 'trainer[parquet]'"
+        ) from error
+    return pyarrow, pyarrow.parquet
+
+
+def _column(path: Path, schema: Any, types: Any) -> str:
+    """The one column of documents, of a type that holds them."""
+    found = [name for name in COLUMNS if name in schema.names]
+    if len(found) != 1:
+        have = "both columns text and tokens" if found else "neither a column text nor a column tokens"
+        columns = ", ".join(schema.names) or "none"
+        raise UserError(str(path), f"has {have} (its columns: {columns})", "give it exactly one of the two")
+    kind = schema.field(found[0]).type
+    if found == ["text"]:
+        fits, wanted = types.is_string(kind) or types.is_large_string(kind), "strings"
+    else:
+        is_list = types.is_list(kind) or types.is_large_list(kind)
+        fits, wanted = is_list and types.is_integer(kind.value_type), "lists of whole numbers"
+    if not fits:
+        raise UserError(str(path), f"its column {found[0]} must hold {wanted}, got {kind}", "write the file again")
+    return found[0]
+
+
+def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[TokenArray]:
+    try:
+        return [options.tokenizer.encode(text) for text in array.to_pylist()]
+    except UnicodeDecodeError as error:
+        rows = f"rows {first_row} to {first_row + len(array) - 1}"
+        raise UserError(str(path), f"a text in {rows} is not UTF-8 ({error.reason})", "write the file again") from error
+
+
+def _tokens(path: Path, array: Any, first_row: int, bounds: IdBounds) -> list[TokenArray]:
+    values = array.flatten()
+    if values.null_count:
+        raise UserError(str(path), f"a list from row {first_row} on has a null token", "write the ids of every token")
+    ids = values.to_numpy(zero_copy_only=False)
+    if bounds.is_broken_by(ids):
+        place = int(np.flatnonzero((ids < 0) | (ids >= bounds.vocab_size))[0])
+        ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
+        row = first_row + int(np.searchsorted(ends, place, side="right"))
+        problem = f"row {row}: token id {int(ids[place])} is outside the vocabulary of {bounds.vocab_size} ids"
+        raise UserError(str(path), f"{problem} ({bounds.tokenizer})", "use the tokenizer that made the file")
+    cuts = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))[:-1]
+    pieces: list[TokenArray] = np.split(ids, cuts)
+    return pieces
+
+
+def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a Parquet file, read into memory.
+
+    Raises:
+        UserError: pyarrow is not installed, no readable Parquet file, the column is missing or of another type, nulls,
+            ids beyond the vocabulary.
+    """
+    pyarrow, parquet = _pyarrow(path)
+    pieces: list[TokenArray] = []
+    rows = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            column = _column(path, file.schema_arrow, pyarrow.types)
+            for batch in file.iter_batches(columns=[column]):
+                array = batch.column(0)
+                if array.null_count:
+                    row = rows + array.is_null().to_pylist().index(True)
+                    raise UserError(str(path), f"row {row}: {column} is null", "leave such rows out")
+                if column == "text":
+                    pieces += _texts(path, array, rows, options)
+                else:
+                    pieces += _tokens(path, array, rows, IdBounds.of(path, options.tokenizer))
+                rows += len(array)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow says the same of a damaged file in many ways
+        reason = " ".join(str(error).split())
+        raise UserError(str(path), f"is not a readable Parquet file ({reason})", "write the file again") from error
+    if not pieces:
+        raise UserError(str(path), "has no rows", "remove the file")
+    return table_from_pieces(pieces, options.tokenizer.vocab_size)

@@ -1,0 +1,94 @@
+"""Flat arrays of token ids, mapped from the disk: `.npy`, and headerless `.bin` of a given dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable
+from trainer.data.formats.id_bounds import IdBounds
+from trainer.data.keyed import IntArray
+from trainer.errors import UserError
+
+CHUNK = 1 << 22  # tokens looked at together while a file is scanned
+
+
+def _scan(tokens: TokenArray, eod: int, bounds: IdBounds) -> IntArray:
+    """Where documents end (behind each end-of-document id); checks every id on the way."""
+    ends = []
+    for start in range(0, len(tokens), CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        bounds.check(chunk, start)
+        ends.append(np.flatnonzero(chunk == eod) + (start + 1))
+    found = np.concatenate(ends).astype(np.int64)
+    return found if len(found) and found[-1] == len(tokens) else np.append(found, len(tokens))
+
+
+def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
+    """Without an end-of-document id the file is one document and is not read; with one it has to be read through."""
+    if not len(mapped):
+        raise UserError(str(path), "has no tokens", "remove the file")
+    # As a plain ndarray: slicing the memmap subclass costs several times as much.
+    tokens, bounds = np.asarray(mapped), IdBounds.of(path, options.tokenizer)
+    if options.eod is None:
+        length = np.array([len(tokens)], dtype=np.int64)
+        return TokenTable(tokens, np.zeros(1, np.int64), length, bounds.check_sample(tokens))
+    ends = _scan(tokens, options.eod, bounds)
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+    return TokenTable(tokens, starts, ends - starts)
+
+
+def _check_dtype(dtype: np.dtype[Any], key: str) -> None:
+    if dtype.kind not in "iu":
+        raise UserError(key, f"must be a dtype of whole numbers, got {dtype}", 'use "uint16", or what wrote the file')
+    if not dtype.isnative:
+        raise UserError(key, f"is big-endian ({dtype.str})", "write the ids little-endian: array.astype('<u2')")
+
+
+def load_npy(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a 1-D integer `.npy`; a document keeps its end-of-document id as its last token.
+
+    Raises:
+        UserError: no `.npy` file, truncated, another shape or dtype, ids beyond the vocabulary.
+    """
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy evaluates the header: a damaged one fails in many ways
+        reason = " ".join(str(error).split())
+        raise UserError(str(path), f"is not a readable .npy array ({reason})", "write the file again") from error
+    if not isinstance(tokens, np.ndarray):
+        raise UserError(str(path), "is an archive of arrays (.npz), not one array", "save one array with numpy.save")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise UserError(
+            str(path),
+            f"must be a 1-D array of whole numbers, got {tokens.dtype} of shape {tokens.shape}",
+            "save the ids of all documents one after another",
+        )
+    _check_dtype(tokens.dtype, str(path))
+    return _table(path, tokens, options)
+
+
+def load_bin(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a headerless array of `options.dtype`.
+
+    Raises:
+        UserError: no or no integer dtype, a size that is not a multiple of it, ids beyond the vocabulary.
+    """
+    if options.dtype is None:
+        raise UserError(str(path), "a headerless token file needs a dtype", 'set dtype = "uint16", or what wrote it')
+    try:
+        dtype = np.dtype(options.dtype)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise UserError("dtype", f"no such dtype: {options.dtype!r}", 'set it to "uint16", for example') from error
+    _check_dtype(dtype, "dtype")
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise UserError(
+            str(path),
+            f"ends in the middle of a token: {size} bytes are no multiple of {dtype.itemsize} ({dtype}), "
+            f"the last whole token ends at byte offset {size - size % dtype.itemsize}",
+            "write the file again, or set the dtype that wrote it",
+        )
+    return _table(path, np.memmap(path, dtype=dtype, mode="r"), options)

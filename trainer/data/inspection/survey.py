@@ -1,0 +1,167 @@
+"""What streams hold, counted: documents, tokens, groups and cells by modality, and how often each token id occurs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.corpus.documents import Progress
+from trainer.data.formats.documents import Documents, ReadOptions, TokenArray
+from trainer.data.formats.registry import format_name, open_documents
+from trainer.data.keyed import IntArray
+from trainer.data.streams.groups import build_groups
+from trainer.data.streams.layout import Stream
+from trainer.data.tokenizer import Tokenizer
+
+CHUNK = 1 << 20  # tokens counted together
+
+
+@dataclass(frozen=True)
+class StreamFacts:
+    """What one stream holds. `empty_documents` have no token and are never read; `padding_share` is of the cells' tokens."""
+
+    stream: str
+    modality: str
+    format: str
+    documents: int
+    empty_documents: int
+    tokens: int
+    groups: int
+    cells: int
+    padding_share: float
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a list of streams holds.
+
+    Args:
+        streams: one entry a stream.
+        counts: how often each id occurs, int64 [vocab_size].
+    """
+
+    streams: list[StreamFacts]
+    counts: IntArray = field(repr=False)
+
+    def total(self, seq_len: int, modality: str | None = None) -> dict[str, float]:
+        """The facts of one modality, or of all, added up."""
+        chosen = [facts for facts in self.streams if modality in (None, facts.modality)]
+        names = ("documents", "empty_documents", "tokens", "groups", "cells")
+        totals: dict[str, float] = {"streams": len(chosen)}
+        totals.update({name: sum(getattr(facts, name) for facts in chosen) for name in names})
+        totals["padding_share"] = _padding(int(totals["tokens"]), int(totals["cells"]), seq_len)
+        return totals
+
+    @property
+    def modalities(self) -> list[str]:
+        """All labels, sorted."""
+        return sorted({facts.modality for facts in self.streams})
+
+    def type_counts(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Tokens of each type; empty if the tokenizer knows none."""
+        table = tokenizer.token_type_table
+        if table is None:
+            return {}
+        by_type = np.bincount(table, weights=self.counts, minlength=len(tokenizer.token_type_names))
+        return dict(zip(tokenizer.token_type_names, by_type.astype(np.int64).tolist(), strict=True))
+
+    def top_ids(self, number: int) -> list[tuple[int, int]]:
+        """(id, occurrences) of the most frequent ids; of equally frequent ones the smaller id first."""
+        order = np.argsort(-self.counts, kind="stable")[:number]
+        return [(int(i), int(self.counts[i])) for i in order if self.counts[i]]
+
+
+def _padding(tokens: int, cells: int, seq_len: int) -> float:
+    return 1.0 - tokens / (cells * seq_len) if cells else 0.0
+
+
+def open_stream(stream: Stream, options: ReadOptions, format: str) -> Documents:
+    """The documents of a stream."""
+    return open_documents(
+        stream.path,
+        format=format,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        eod=options.eod,
+        text_split=options.text_split,
+    )
+
+
+def token_chunks(documents: Documents) -> Iterator[TokenArray]:
+    """Every token of every document once, some documents at a time.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    waiting: list[TokenArray] = []
+    num_waiting = 0
+    for document, length in enumerate(documents.lengths.tolist()):
+        for start in range(0, length, CHUNK):
+            waiting.append(documents.read(document, start, min(start + CHUNK, length)))
+            num_waiting += len(waiting[-1])
+            if num_waiting >= CHUNK:
+                yield np.concatenate(waiting)
+                waiting, num_waiting = [], 0
+    if waiting:
+        yield np.concatenate(waiting)
+
+
+def survey(
+    streams: Sequence[Stream],
+    options: ReadOptions,
+    *,
+    format: str,
+    seq_len: int,
+    max_group_cells: int,
+    pack: bool,
+    report: Progress | None = None,
+) -> Survey:
+    """Read every stream once and count what is in it.
+
+    Args:
+        streams: from `discover_nested` or `discover_direct`.
+        options, format: how files are read.
+        seq_len, max_group_cells, pack: how documents would be cut; see `build_groups`.
+        report: called with (streams done, streams, the next one's path).
+
+    Raises:
+        UserError: for the first file that cannot be read or is damaged.
+    """
+    found = []
+    counts = np.zeros(options.tokenizer.vocab_size, dtype=np.int64)
+    for number, stream in enumerate(streams):
+        if report is not None:
+            report(number, len(streams), stream.relative_path)
+        documents = open_stream(stream, options, format)
+        lengths = documents.lengths
+        groups = build_groups(
+            lengths,
+            np.arange(len(lengths)),
+            namespace="",
+            relative_path=stream.relative_path,
+            seq_len=seq_len,
+            max_group_cells=max_group_cells,
+            pack=pack,
+        )
+        for chunk in token_chunks(documents):
+            counts += np.bincount(chunk.astype(np.intp, copy=False), minlength=len(counts))
+        tokens, cells = int(lengths.sum()), int(groups.cell_offsets[-1])
+        facts = StreamFacts(
+            stream=stream.relative_path,
+            modality=stream.modality,
+            format=format_name(Path(stream.path), format),
+            documents=len(lengths),
+            empty_documents=int((lengths == 0).sum()),
+            tokens=tokens,
+            groups=groups.num_groups,
+            cells=cells,
+            padding_share=_padding(tokens, cells, seq_len),
+        )
+        found.append(facts)
+        documents.close()
+    if report is not None:
+        report(len(streams), len(streams), "done")
+    return Survey(found, counts)

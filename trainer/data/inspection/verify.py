@@ -1,0 +1,96 @@
+"""Reading everything once, to find every damaged file before a run does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.corpus.documents import Progress
+from trainer.data.corpus.manifest import MANIFEST_NAME, StreamEntry, read_manifest
+from trainer.data.formats.documents import ReadOptions
+from trainer.data.inspection.survey import open_stream, token_chunks
+from trainer.data.streams.layout import Stream
+from trainer.errors import UserError
+
+READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was read, and one error for each file that is damaged; `is_hashed`: a manifest's hashes were compared."""
+
+    streams: int
+    documents: int
+    tokens: int
+    errors: list[UserError]
+    is_hashed: bool
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _compare(path: Path, entry: StreamEntry | None) -> None:
+    """Raise UserError unless the file is what the manifest says."""
+    again = "build the corpus again, or remove manifest.json"
+    if entry is None:
+        raise UserError(str(path), f"is not in {MANIFEST_NAME}", again)
+    try:
+        size = path.stat().st_size
+        found = _sha256(path) if size == entry.file_bytes else ""
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({error.strerror or error})", again) from error
+    if size != entry.file_bytes:
+        raise UserError(str(path), f"has {size} bytes, {MANIFEST_NAME} says {entry.file_bytes}", again)
+    if found != entry.sha256:
+        raise UserError(str(path), f"its sha256 is {found}, {MANIFEST_NAME} says {entry.sha256}", again)
+
+
+def verify(
+    streams: Sequence[Stream],
+    options: ReadOptions,
+    *,
+    format: str,
+    root: Path | None = None,
+    report: Progress | None = None,
+) -> Verdict:
+    """Read every stream from beginning to end.
+
+    Args:
+        streams: from `discover_nested` or `discover_direct`.
+        options, format: how files are read.
+        root: of a NESTED layout; if it has the manifest of a corpus, sizes and hashes are compared too.
+        report: called with (streams done, streams, the next one's path).
+
+    Raises:
+        UserError: the manifest itself is damaged. What is wrong with streams is in the verdict.
+    """
+    entries: dict[str, StreamEntry] | None = None
+    if root is not None and (root / MANIFEST_NAME).exists():
+        manifest = read_manifest(root)
+        entries = {entry.path: entry for each in manifest.modalities.values() for entry in each}
+    errors: list[UserError] = []
+    num_documents = num_tokens = 0
+    for number, stream in enumerate(streams):
+        if report is not None:
+            report(number, len(streams), stream.relative_path)
+        try:
+            if entries is not None:
+                _compare(Path(stream.path), entries.pop(stream.relative_path, None))
+            documents = open_stream(stream, options, format)
+            num_tokens += sum(len(chunk) for chunk in token_chunks(documents))
+            num_documents += documents.num_documents
+            documents.close()
+        except UserError as error:
+            errors.append(error)
+    absent = f"is in {MANIFEST_NAME}, but not here"
+    errors += [UserError(f"{root}/{path}", absent, "build the corpus again") for path in sorted(entries or ())]
+    if report is not None:
+        report(len(streams), len(streams), "done")
+    return Verdict(len(streams), num_documents, num_tokens, errors, entries is not None)

@@ -1,0 +1,40 @@
+"""Renders the catalog as the Markdown page for people (docs/training/METRICS_LOSSES.md is made from it)."""
+
+from __future__ import annotations
+
+from trainer.metrics.catalog.lookup import CATALOG
+from trainer.metrics.catalog.spec import MetricSpec
+
+_HEAD = """# Metrics and losses
+
+Made from `trainer/metrics/catalog/lookup.py` by `make docs`; edit the catalog, not this page.
+
+Every key of a payload's `metrics` is listed here. In evaluation the same key carries `eval_` in front (`eval_loss`).
+A part in angle brackets stands for a name (`objective/<name>`: `objective/token_ce`). Keys depend on features: one that
+is off, or a number that is not known (MFU on an unknown device), is absent rather than zero. Backends show keys without
+a namespace under `train/` and `eval/` (`loss` as `train/loss`, `eval_loss` as `eval/loss`) and the others as they are.
+
+*Window* says how the values of several micro-steps become one and *ranks* how those of several ranks do.
+`weighted_mean` adds up sums and counts before it divides. `sum_and_worst` gives the total under the key and the
+largest rank's value under `<key>_max`. Counters count since the last logged step.
+"""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _row(spec: MetricSpec) -> str:
+    how = f"{spec.kind}; window {spec.window}, ranks {spec.ranks}"
+    cells = (f"`{spec.name}`", spec.unit or "-", how, spec.description, spec.healthy, spec.pathological)
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def render_catalog_markdown() -> str:
+    """The whole page, ending in one newline; the same catalog always gives the same text."""
+    parts = [_HEAD]
+    for group in dict.fromkeys(spec.group for spec in CATALOG):
+        rows = [_row(spec) for spec in CATALOG if spec.group == group]
+        head = ["| key | unit | kind and reduction | meaning | healthy | pathological |", "|---|---|---|---|---|---|"]
+        parts.append("\n".join([f"## {group}", "", *head, *rows, ""]))
+    return "\n".join(parts).rstrip() + "\n"

@@ -1,0 +1,244 @@
+"""Arithmetic of the gradient noise scale: floats in, floats out, no torch.
+
+`B_simple = tr(Sigma) / |G|^2` (McCandlish et al. 2018, appendix A.1) says at which batch size the noise of the
+gradient equals its signal. Three square norms of one window are enough, each with its noise factor V (the square
+norm's mean is `|G|^2 + tr(Sigma) * V`):
+
+- small: the micro-batches' gradients, `Q1`, `V1`;
+- middle: each rank's sum over its window (on one rank: the first half of the window), `Q2`, `V2`;
+- big: the gradient that the optimizer gets, `Q3`, `V3`.
+
+A micro-batch enters with its factor kappa, by which its *mean* loss was multiplied before the backward, and with
+`v = sum(w^2) / sum(w)^2` over its examples' weights w: the inverse of Kish's effective sample size. `Q1` and `Q2` are
+means weighted by kappa. With even kappas that is the plain mean; with uneven ones both are unbiased, but only the
+weighted one keeps `V1 >= V2 >= V3`, so that no window divides by a difference near zero or of the wrong sign.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.errors import UserError
+from trainer.metrics.noise_scale.average import MIN_PAIRS, PairAverage
+
+# Places in the vector of sums. Every one adds up over ranks, so one SUM all-reduce makes the window's vector.
+KAPPA = 0  # sum of kappa over micro-batches
+SMALL_SQUARE = 1  # sum of kappa * |h / kappa|^2, h the gradient of one micro-batch as the leaf's hook sees it
+SMALL_NOISE = 2  # sum of kappa * v
+BIG_NOISE = 3  # sum of kappa^2 * v
+MIDDLE_KAPPA = 4  # K, the sum of kappa over the micro-batches of this rank's middle group
+MIDDLE_SQUARE = 5  # K * |A / K|^2, A the gradient accumulated over the middle group, before any reduction
+MIDDLE_NOISE = 6  # K * sum of (kappa / K)^2 * v over the middle group
+TOKENS = 7  # sum of the examples' weights where those are tokens, else 0
+RANKS = 8  # 1 from every rank
+FAULTS = 9  # micro-batches whose norm cannot be trusted (see `trainer.metrics.noise_scale.hooks`)
+NUM_SUMS = 10
+
+MIN_SPREAD = 1e-3  # 1 - V_big / V_small below which two batch sizes count as one
+CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON has not
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one optimizer step says. `tr_sigma` and `grad_sq` are unbiased and never clamped: each may be negative."""
+
+    tr_sigma: float
+    """Estimate of tr(Sigma), per example."""
+    grad_sq: float
+    """Estimate of |G|^2."""
+    between: float | None
+    """tr(Sigma) from the middle groups against the big batch; None where the layout has no middle."""
+    within: float | None
+    """tr(Sigma) from the micro-batches against their middle groups."""
+    small_noise: float
+    """V1; 1 / V1 is the effective number of examples of a micro-batch."""
+    big_noise: float
+    """V3; 1 / V3 is the effective number of examples of the whole step."""
+    num_tokens: float
+    """Tokens of the step over all ranks, 0 if unknown."""
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Why a window gives no estimate. `is_fault` tells a bad window from a layout in which none can exist."""
+
+    reason: str
+    is_fault: bool
+
+
+def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None) -> Window | Absent:
+    """The estimates of one window.
+
+    Args:
+        sums: the vector of sums, `NUM_SUMS` long, summed over ranks.
+        grad_sq: square norm of the gradient that the optimizer gets, before clipping.
+        grad_factor: c, where that gradient is c times the gradient of the weighted mean loss. None: the sum of kappa
+            over the number of ranks, which is what DDP's average leaves. 1.0 if the loop has divided by it, as
+            `GradScaler.unscale_` does with kappa = scale / m.
+
+    S = (Q1 - Q3) / (V1 - V3) and G2 = (V1 Q3 - V3 Q1) / (V1 - V3) solve the two equations E[Q] = G2 + S V.
+    """
+    assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
+    if sums[FAULTS] > 0.0:
+        return Absent("a micro-batch's norm could not be measured (the rank's log says why)", is_fault=True)
+    if not all(math.isfinite(value) for value in (*sums, grad_sq)):
+        return Absent("a gradient of the window was not finite", is_fault=True)
+    kappa = sums[KAPPA]
+    factor = kappa / sums[RANKS] if grad_factor is None else grad_factor
+    if kappa <= 0.0 or factor <= 0.0 or sums[BIG_NOISE] <= 0.0:
+        return Absent("no micro-batch of the window had a token to train on", is_fault=True)
+    q_small, v_small = sums[SMALL_SQUARE] / kappa, sums[SMALL_NOISE] / kappa
+    q_big, v_big = grad_sq / factor / factor, sums[BIG_NOISE] / kappa / kappa
+    if 1.0 - v_big / v_small < MIN_SPREAD:
+        return Absent(
+            "one micro-batch made the whole step, so there is only one batch size to look at; "
+            "halve the micro-batch and accumulate two",
+            is_fault=False,
+        )
+    spread = v_small - v_big
+    between, within = _middle(sums, q_small, v_small, q_big, v_big)
+    return Window(
+        tr_sigma=(q_small - q_big) / spread,
+        grad_sq=(v_small * q_big - v_big * q_small) / spread,
+        between=between,
+        within=within,
+        small_noise=v_small,
+        big_noise=v_big,
+        num_tokens=sums[TOKENS],
+        world_size=round(sums[RANKS]),
+    )
+
+
+def _middle(
+    sums: Sequence[float], q_small: float, v_small: float, q_big: float, v_big: float
+) -> tuple[float, float] | tuple[None, None]:
+    """tr(Sigma) between and within the middle groups, or nothing where a difference of noise factors is not there."""
+    if sums[MIDDLE_KAPPA] <= 0.0:
+        return None, None
+    q_middle = sums[MIDDLE_SQUARE] / sums[MIDDLE_KAPPA]
+    v_middle = sums[MIDDLE_NOISE] / sums[MIDDLE_KAPPA]
+    if 1.0 - v_middle / v_small < MIN_SPREAD or 1.0 - v_big / v_middle < MIN_SPREAD:
+        return None, None
+    return (q_middle - q_big) / (v_middle - v_big), (q_small - q_middle) / (v_small - v_middle)
+
+
+class NoiseScaleAverage:
+    """The noise scale over many windows: averages of S and of |G|^2 first, their ratio last.
+
+    Args:
+        ema: weight of the past, in (0, 1); about `(1 + ema) / (1 - ema)` windows count.
+
+    Raises:
+        UserError: `ema` outside (0, 1).
+    """
+
+    GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "token_weight", "skipped", "drained")
+
+    def __init__(self, ema: float = 0.95) -> None:
+        if not 0.0 < ema < 1.0:
+            raise UserError("gns.ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
+        self._ema = ema
+        self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
+        self._consistency = PairAverage(ema)  # x = between, y = within
+        self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window that gave an estimate
+        self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
+        self.skipped = 0.0  # since the start
+        self.drained = 0.0  # of those, the ones that `drain_metrics` has handed out
+        self._absent: str | None = "no window has been seen"
+
+    def update(self, window: Window | Absent) -> None:
+        """Take one window. A fault is counted and changes no average."""
+        if isinstance(window, Absent):
+            self.skipped += float(window.is_fault)
+            self._absent = window.reason
+            return
+        self._absent = None
+        self._noise.update(window.tr_sigma, window.grad_sq)
+        if window.between is not None and window.within is not None:
+            self._consistency.update(window.between, window.within)
+        self.small_noise, self.big_noise = window.small_noise, window.big_noise
+        self.world_size = float(window.world_size)
+        if window.num_tokens > 0.0:
+            fresh = 1.0 - self._ema
+            self.token_sum = self._ema * self.token_sum + fresh * window.num_tokens * window.big_noise
+            self.token_weight = self._ema * self.token_weight + fresh
+
+    @property
+    def reason(self) -> str | None:
+        """Why `gns/b_simple` is absent; None where it is there."""
+        if self._noise.ratio() is not None:
+            return None
+        if self._noise.count < MIN_PAIRS:
+            return self._absent or f"{self._noise.count:.0f} of the {MIN_PAIRS} windows it takes have been seen"
+        return (
+            "the average of |G|^2 is within 2 standard errors of 0: the batch is too small to see the gradient's mean"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """What is known, by the names of the catalog, without what is not; `gns/skipped` since the start."""
+        values = {"gns/skipped": self.skipped}
+        if self._noise.count == 0.0:
+            return values
+        values["gns/tr_sigma"] = self._noise.mean_x
+        values["gns/grad_sq"] = self._noise.mean_y
+        values["gns/b_small"] = 1.0 / self.small_noise
+        values["gns/b_big"] = 1.0 / self.big_noise
+        values.update(self._consistency_values())
+        ratio = self._noise.ratio()
+        if ratio is not None:
+            values.update(self._from_ratio(*ratio))
+        return values
+
+    def drain_metrics(self) -> dict[str, float]:
+        """`metrics`, with `gns/skipped` counted since the last drain: what a logging step reports."""
+        values = {**self.metrics(), "gns/skipped": self.skipped - self.drained}
+        self.drained = self.skipped
+        return values
+
+    def _from_ratio(self, b_simple: float, error: float) -> dict[str, float]:
+        micro_examples = self.world_size / self.small_noise  # of one micro-step over all ranks
+        gns_mu = b_simple / micro_examples
+        values = {
+            "gns/b_simple": b_simple,
+            "gns/b_simple_se": error,
+            "gns/gns_mu": gns_mu,
+            "gns/Bsimple_from_mu": gns_mu * micro_examples,
+        }
+        if self.token_weight > 0.0:
+            values["gns/b_simple_tokens"] = b_simple * self.token_sum / self.token_weight
+        if b_simple > 0.0:
+            values["gns/batch_ratio"] = 1.0 / self.big_noise / b_simple
+        return values
+
+    def _consistency_values(self) -> dict[str, float]:
+        """Between over within and its error; the cap where within vanishes beside a between that is surely there."""
+        ratio = self._consistency.ratio()
+        if ratio is not None:
+            value = max(min(ratio[0], CONSISTENCY_CAP), -CONSISTENCY_CAP)
+            return {"gns/consistency": value, "gns/consistency_se": ratio[1]}
+        moments = self._consistency.covariance()
+        if moments is None:
+            return {}
+        between, within = self._consistency.mean_x, self._consistency.mean_y
+        is_between_sure = between > 2.0 * math.sqrt(moments[0])
+        is_capped = is_between_sure and abs(within) * CONSISTENCY_CAP < between
+        return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Plain floats: two averages and the gauges."""
+        return {
+            "noise": self._noise.state_dict(),
+            "consistency": self._consistency.state_dict(),
+            "gauges": {name: float(getattr(self, name)) for name in self.GAUGES},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self._noise.load_state_dict(state["noise"])
+        self._consistency.load_state_dict(state["consistency"])
+        for name in self.GAUGES:
+            setattr(self, name, float(state["gauges"][name]))
+        self._absent = None

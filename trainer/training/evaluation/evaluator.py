@@ -1,0 +1,112 @@
+"""Evaluation on held-out documents, with a ledger of its own that is thrown away; it never changes training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.distributed.agree import gather_from_ranks
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
+from trainer.objective.compose import Objective
+from trainer.training.step.details import StepDetails
+from trainer.training.step.microbatch import split
+
+BITS_PER_NAT = 1 / math.log(2)
+
+
+class Evaluator:
+    """Runs evaluations, each over the same micro-batches.
+
+    Args:
+        model: the model itself, without DDP: evaluation reduces nothing but its sums.
+        batches: makes an iterator of this rank's held-out micro-batches, on the device, always the same ones.
+        make_ledger: an empty ledger for one evaluation; None for a model without state.
+        details: makes the collector of sums.
+        plan: keys that the collector can hold.
+        autocast: the precision's context.
+        is_bytes: the tokens are bytes, so that bits per byte are known.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        accepted: frozenset[str] | None,
+        objective: Objective,
+        batches: Callable[[], Iterator[dict[str, Any]]],
+        make_ledger: Callable[[], Ledger] | None,
+        details: Callable[[bool], StepDetails],
+        plan: MetricPlan,
+        autocast: Callable[[], AbstractContextManager[None]],
+        is_bytes: bool,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._accepted = accepted
+        self._objective = objective
+        self._batches = batches
+        self._make_ledger = make_ledger
+        self._details = details
+        self._plan = plan
+        self._autocast = autocast
+        self._is_bytes = is_bytes
+        self._world_size = world_size
+        self._device = device
+        self.is_due = False
+        """An evaluation is due after the last finished step, or was cut short; a resumed run begins with it."""
+
+    @torch.no_grad()
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Evaluate; the same numbers on every rank, without the prefix `eval_`. Empty if no rank had a document.
+
+        Empty too, and `is_due`, on all ranks when `should_stop` says so on any of them: each asks it between micro-batches,
+        which hold no collective, and they agree at the end.
+        """
+        details = self._details(True)
+        ledger = self._make_ledger() if self._make_ledger is not None else None
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            for step, batch in enumerate(self._batches(), start=1):
+                if should_stop():
+                    break
+                self._evaluate(step, batch, ledger, details)
+        finally:
+            self._model.train(was_training)
+        self.is_due = any(gather_from_ranks(should_stop(), world_size=self._world_size))
+        if self.is_due:
+            return {}
+        reduced = reduce_over_ranks(details.values(), self._plan, device=self._device, world_size=self._world_size)
+        return self._named(reduced)
+
+    def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None, details: StepDetails) -> None:
+        micro = split(batch, self._accepted)
+        state = None
+        if ledger is not None and micro.carry is not None:
+            ledger.begin_step(step)
+            state = ledger.lookup(micro.carry.group_ids, micro.carry.cell_index)
+        with self._autocast():
+            output = self._model(**micro.inputs, state=state)
+            result = self._objective(output.logits, micro.targets, meta=micro.meta)
+        if ledger is not None and micro.carry is not None and output.state is not None:
+            carry = micro.carry
+            ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
+        details.add(micro, result)
+
+    def _named(self, reduced: dict[str, float]) -> dict[str, float]:
+        cross_entropy = reduced.get("objective/token_ce")
+        if cross_entropy is None:
+            return {}
+        # Beyond 700 exp overflows a float64, and such a model has learnt nothing anyway.
+        if cross_entropy < 700:
+            reduced["perplexity"] = math.exp(cross_entropy)
+        if self._is_bytes:
+            reduced["bits_per_byte"] = cross_entropy * BITS_PER_NAT
+        return reduced

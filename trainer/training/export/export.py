@@ -1,0 +1,79 @@
+"""A run's newest model as a directory of safetensors, config, tokenizer and model card."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.config.load import to_toml
+from trainer.data.tokenizer import load_tokenizer
+from trainer.errors import UserError
+from trainer.model.weights import WEIGHTS_FILE, save_weights
+from trainer.runs.load import load_run
+from trainer.training.export.model_card import render_card
+from trainer.training.export.saved_model import CONFIG_FILE, SavedCheckpoint, read_checkpoint
+
+
+def export_model(run_dir: Path, out: Path, *, step: int | None) -> SavedCheckpoint:
+    """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, `tokenizer.json` into `out`.
+
+    All is written beside `out` first, so that `out` is whole or absent.
+
+    Raises:
+        UserError: no checkpoint, a missing tokenizer or package, or `out` cannot be written.
+    """
+    saved = read_checkpoint(run_dir, step)
+    config = saved.config
+    tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
+    staging = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        staging.mkdir(parents=True)
+        metadata = {
+            "format": "pt",
+            "step": str(saved.step),
+            "tokenizer": tokenizer.name,
+            "run": run_dir.absolute().name,
+        }
+        save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
+        (staging / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+        if config.data.tokenizer.endswith(".json"):
+            shutil.copyfile(config.data.tokenizer, staging / "tokenizer.json")
+        card = render_card(
+            saved,
+            last_results(run_dir, saved.step),
+            parameters=num_parameters(saved),
+            vocab_size=tokenizer.vocab_size,
+            name=config.run.name,
+            out=str(out),
+        )
+        (staging / "README.md").write_text(card, encoding="utf-8")
+        shutil.rmtree(out, ignore_errors=True)
+        staging.rename(out)
+    except OSError as error:
+        raise UserError(str(out), f"cannot be written: {error.strerror}", "choose another --out") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return saved
+
+
+def num_parameters(saved: SavedCheckpoint) -> int:
+    """Weights in the checkpoint, tensors that share memory counted once."""
+    owners = {tensor.data_ptr(): tensor.numel() for tensor in saved.weights.values() if tensor.numel()}
+    return sum(owners.values())
+
+
+def last_results(run_dir: Path, step: int) -> Mapping[str, float]:
+    """The last value of each key that was logged at `step` or before; empty if the run has no record."""
+    try:
+        run = load_run(run_dir)
+    except UserError:
+        return {}
+    found: dict[str, float] = {}
+    for key in run.keys:
+        steps, values = run.column(key)
+        upto = [value for at, value in zip(steps, values, strict=True) if at <= step]
+        if upto:
+            found[key] = upto[-1]
+    return found

@@ -1,0 +1,73 @@
+"""The model card that lies beside exported weights: what the model is, what it was trained on, and how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.training.export.saved_model import SavedCheckpoint
+
+SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
+_USE = """\
+## Use
+
+Sample from it, or go on from these weights in a run of your own:
+
+```
+train sample {out} --prompt "Once" --bytes 200
+train --config x.toml --set model.weights={out}
+```
+
+In Python:
+
+```python
+import torch
+from trainer.training.export.saved_model import load_model
+
+saved = load_model("{out}", step=None, device=torch.device("cpu"))
+tokens = torch.tensor([[saved.tokenizer.bos_id, *saved.tokenizer.encode("Once")]])
+logits, state = saved.model(tokens=tokens, state=None)  # [B, T, V]; the state to go on from
+```
+"""
+
+
+def render_card(
+    saved: SavedCheckpoint, results: Mapping[str, float], *, parameters: int, vocab_size: int, name: str, out: str
+) -> str:
+    """README.md of an exported model.
+
+    Args:
+        results: the last logged value of each key.
+        name: the run's.
+        out: the directory, as the commands in the card name it.
+    """
+    config, environment = saved.config, saved.state.get("environment", {})
+    rows: list[tuple[str, Any]] = [
+        ("parameters", f"{parameters:,}"),
+        ("built by", f"`{config.model.target}`, dim {config.model.dim}, {config.model.num_layers} layers"),
+        ("tokenizer", f"`{config.data.tokenizer}`, {vocab_size:,} ids, the one that begins a document included"),
+        ("trained for", f"{saved.step:,} of {config.train.steps:,} steps in cells of {config.data.seq_len} tokens"),
+        ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),
+        ("data", ", ".join(f"{source.name}" for source in config.data.source)),
+        ("precision", config.train.precision),
+        ("torch", environment.get("packages", {}).get("torch", "unknown")),
+    ]
+    rows += [(f"`{key}`", f"{results[key]:.4f}") for key in SHOWN_RESULTS if key in results]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return f"""\
+---
+library_name: trainer
+tags: [language-model, recurrent]
+---
+# {name}
+
+A causal language model with recurrent state, exported after step {saved.step:,} by `train export`. The whole config is in
+`config.toml`; the values below are the last that the run logged up to that step.
+
+| | |
+|---|---|
+{table}
+
+What the data may be used for, and so what this model may, is for whoever publishes it to say here.
+
+{_USE.format(out=out)}"""

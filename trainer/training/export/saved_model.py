@@ -1,0 +1,114 @@
+"""A trained model taken out of its run's directory (or out of what `train export` wrote), ready to be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import UserError
+from trainer.model.weights import WEIGHTS_FILE, load_weights
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.setup.plan import build_model
+
+CONFIG_FILE = "config.toml"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A whole checkpoint: where it lies, its state.json, the config it was trained with, and the weights on the CPU."""
+
+    path: Path
+    state: dict[str, Any]
+    config: RunConfig
+    weights: dict[str, Tensor]
+
+    @property
+    def step(self) -> int:
+        """The last step before it was saved."""
+        return int(self.state["step"])
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model with its weights, in evaluation mode, and the tokenizer that it was trained with."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    config: RunConfig
+    step: int | None
+
+
+def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckpoint:
+    """The checkpoint after `step`, or the newest whole one.
+
+    Raises:
+        UserError: no run, no such checkpoint, a damaged one, or one of another version's config.
+    """
+    directory = Path(run_dir) / "checkpoints"
+    names = [path.name for path in checkpoint.complete_checkpoints(directory)]
+    if not names:
+        problem = "has no whole checkpoint" if Path(run_dir).is_dir() else "is no directory"
+        raise UserError(str(run_dir), problem, "name the directory of a run that has saved one (runs/<name>-<time>)")
+    wanted = checkpoint.checkpoint_name(step) if step is not None else "auto"
+    if step is not None and wanted not in names:
+        have = ", ".join(str(checkpoint.step_of(Path(name))) for name in reversed(names))
+        raise UserError("--step", f"{run_dir} has no checkpoint after step {step}", f"use one of {have}")
+    found = checkpoint.find(directory, str(directory / wanted) if step is not None else "auto")
+    assert found is not None
+    path, state = found
+    try:
+        weights = checkpoint.read_tensors(path / checkpoint.MODEL_FILE)["model"]
+        config = RunConfig.model_validate(state["config"])
+    except (CheckpointError, KeyError) as error:
+        raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None
+    except ValidationError as error:
+        first = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(
+            str(path), f"was made by another version: {first} of its config is unknown here", "use that version"
+        ) from None
+    return SavedCheckpoint(path, state, config, weights)
+
+
+def load_model(
+    directory: str | Path, *, step: int | None, device: torch.device, tokenizer: str | None = None
+) -> SavedModel:
+    """The model of a run's checkpoint, or of an exported directory.
+
+    Args:
+        directory: a run's, or one that `train export --format safetensors` has written.
+        step: which checkpoint; None: the newest.
+        tokenizer: path of the tokenizer.json, if it has moved since.
+
+    Raises:
+        UserError: nothing usable is there, or the weights do not fit the model.
+    """
+    if (Path(directory) / WEIGHTS_FILE).is_file():
+        config = load_config(Path(directory) / CONFIG_FILE)
+        own = Path(directory) / "tokenizer.json"
+        words = _tokenizer(config, tokenizer or (str(own) if own.is_file() else None))
+        model = build_model(config.model, words.vocab_size)
+        metadata = load_weights(model, directory, key=str(directory))
+        found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
+        return SavedModel(model.to(device).eval(), words, config, found)
+    saved = read_checkpoint(directory, step)
+    words = _tokenizer(saved.config, tokenizer)
+    model = build_model(saved.config.model, words.vocab_size)
+    try:
+        model.load_state_dict(saved.weights)
+    except RuntimeError as error:
+        problem = f"does not fit the model: {str(error).splitlines()[-1].strip()}"
+        raise UserError(str(saved.path), problem, "give the tokenizer that it was trained with (--tokenizer)") from None
+    return SavedModel(model.to(device).eval(), words, saved.config, saved.step)
+
+
+def _tokenizer(config: RunConfig, given: str | None) -> Tokenizer:
+    return load_tokenizer(given or config.data.tokenizer, vocab_size=config.data.vocab_size)

@@ -1,0 +1,158 @@
+"""What a run will be, found out before the process group starts: sources, tokenizer, vocabulary, rules."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer.config.rules import Facts, check_rules
+from trainer.config.schema import ModelTable, RunConfig
+from trainer.data.text_stream import prompt_ids
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import UserError
+from trainer.import_path import resolve_target, told
+from trainer.metrics.logger import get_logger
+from trainer.model.weights import check_fit, load_weights, read_weights
+from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a run that needs no process group."""
+
+    config: RunConfig
+    sources: list[Source]
+    tokenizer: Tokenizer
+    facts: Facts
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model, the one that begins a document included."""
+        return self.tokenizer.vocab_size
+
+    def num_parameters(self) -> int:
+        """Trained parameters, counted without making them."""
+        return sum(p.numel() for p in self._weightless_model().parameters() if p.requires_grad)
+
+    def state_width(self) -> int:
+        """Numbers in one group's recurrent state; 0 for a model without."""
+        width = self._weightless_model().state_width
+        assert isinstance(width, int)
+        return width
+
+    def check_weights(self) -> None:
+        """Refuse what `begin_from_weights` would, without making the model.
+
+        Raises:
+            UserError: as `begin_from_weights`.
+        """
+        path = self.config.model.weights
+        if path is not None:
+            check_fit(self._weightless_model(), read_weights(path)[0], key="model.weights", path=path)
+
+    def _weightless_model(self) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                return build_model(self.config.model, self.vocab_size)
+        except UserError:
+            # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
+            with torch.random.fork_rng(devices=[]):
+                return build_model(self.config.model, self.vocab_size)
+
+
+def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
+    """Check all that can be checked now.
+
+    Raises:
+        UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
+    """
+    sources = resolve_sources(config, config_path)
+    facts = check_rules(config, leaf_tables(sources), world_size)
+    _check_modalities(config, sources)
+    tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
+    resolve_target(config.model.target, "model.target")
+    if config.sample.every:
+        prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
+    coord = config.objective.coord
+    if coord is not None and coord.first_token + coord.num_bins > tokenizer.vocab_size:
+        last = coord.first_token + coord.num_bins - 1
+        problem = f"its last bin is token {last}, beyond the vocabulary of {tokenizer.vocab_size}"
+        raise UserError("objective.coord", problem, "lower first_token or num_bins")
+    return Plan(config, sources, tokenizer, facts)
+
+
+def begin_from_weights(plan: Plan, model: nn.Module) -> None:
+    """Put the weights that `[model] weights` names into the model of a run that begins; nothing if it names none.
+
+    Raises:
+        UserError: they cannot be read, or do not fit.
+    """
+    path = plan.config.model.weights
+    if path is None:
+        return
+    metadata = load_weights(model, path)
+    logger.info("beginning with the weights of %s", path)
+    trained_with = metadata.get("tokenizer", plan.tokenizer.name)
+    if trained_with != plan.tokenizer.name:
+        text = "%s was trained with the tokenizer %s, this run has %s: its ids may mean other tokens"
+        logger.warning(text, path, trained_with, plan.tokenizer.name)
+
+
+def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
+    """Refuse batch sizes for modalities that no stream has: they would change nothing.
+
+    Data of the user's own, by `target`, have no streams, and no say in this.
+    """
+    sources = [source for source in sources if source.table.target is None]
+    if not sources:
+        return
+    everywhere = sorted({stream.modality for source in sources for stream in source.streams})
+    asked = [("data.mixing", config.data.mixing.batch_size_by_modality, everywhere)]
+    for source in sources:
+        own = source.table.mixing.batch_size_by_modality
+        if own is not None:
+            there = sorted({stream.modality for stream in source.streams})
+            asked.append((f"source {source.name}: mixing", own, there))
+    for table, sizes, known in asked:
+        unknown = sorted(sizes.keys() - set(known))
+        if unknown:
+            problem = (
+                f"no stream has the modality {', '.join(map(repr, unknown))}; there are {', '.join(known) or 'none'}"
+            )
+            raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
+
+
+def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
+    """The model that `[model]` names.
+
+    Raises:
+        UserError: the target does not take the arguments, fails, or gives no module with `state_width`.
+    """
+    target = resolve_target(table.target, "model.target")
+    given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **table.args}
+    try:
+        inspect.signature(target).bind(**given)
+    except ValueError:  # something written in C may have no signature to look at
+        pass
+    except TypeError as error:
+        problem = f"cannot call {table.target} with vocab_size, dim, num_layers and the keys of args: {error}"
+        raise UserError("model.args", problem, "see its signature") from error
+    try:
+        model = target(**given)
+    except UserError:
+        raise
+    except Exception as error:  # what the user's own function does may raise anything
+        raise UserError("model.target", f"{table.target} fails: {told(error)}", "mend it there") from error
+    width = getattr(model, "state_width", None)
+    if not isinstance(model, nn.Module) or not isinstance(width, int):
+        problem = f"{table.target} gave a {type(model).__name__} without state_width"
+        raise UserError("model.target", problem, "return a module as trainer.model.protocol.SequenceModel describes it")
+    if width < 0:
+        raise UserError("model.target", f"{table.target} gave a model with state_width {width}", "set it to 0 or more")
+    return model

@@ -1,0 +1,97 @@
+"""The sources of the blend: included files resolved, weights multiplied, streams found. All before the process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.base import ScheduleTable, Weight
+from trainer.config.data_tables import SourceTable
+from trainer.config.load import load_dataset_file
+from trainer.config.schema import RunConfig
+from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
+from trainer.data.streams.layout import Stream, discover_direct, discover_nested
+from trainer.errors import UserError
+
+MAX_INCLUDE_DEPTH = 16
+
+
+@dataclass(frozen=True)
+class Source:
+    """One leaf of the blend."""
+
+    name: str
+    """Names on the way down, joined by `.`."""
+    table: SourceTable
+    weight: WeightSpec
+    streams: list[Stream]
+    """Empty for a target."""
+
+
+def resolve_sources(config: RunConfig, config_path: Path) -> list[Source]:
+    """Every leaf source, with its weight and streams.
+
+    Raises:
+        UserError: an included file has mistakes or includes itself, two schedules lie on one path, a source has no
+            streams, or all weights are zero at some time of the run.
+    """
+    leaves: list[Source] = []
+    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),))
+    num_batches = config.train.steps * config.train.micro_batches
+    gap = first_all_zero(
+        [leaf.weight for leaf in leaves], micro_batches=config.train.micro_batches, num_batches=num_batches
+    )
+    if gap is not None:
+        first, last = gap
+        until = "the end" if last is None or last >= num_batches - 1 else f"batch {last}"
+        problem = f"all weights are zero from batch {first} to {until} (the run has {num_batches} batches a rank)"
+        raise UserError("data.source.weight", problem, "give a source a weight above 0 there", where=str(config_path))
+    return leaves
+
+
+def leaf_tables(sources: list[Source]) -> list[SourceTable]:
+    """The tables of the leaves under their full names, as the rules of the config want them."""
+    return [source.table.model_copy(update={"name": source.name}) for source in sources]
+
+
+def _collect(
+    tables: list[SourceTable],
+    path: Path,
+    prefix: str,
+    outer: WeightSpec,
+    leaves: list[Source],
+    including: tuple[Path, ...],
+) -> None:
+    for table in tables:
+        name = f"{prefix}{table.name}"
+        own = weight_spec(table.weight, f"{name}.weight")
+        weight = compose_weights(outer, own, path_a=f"the weight of {prefix.rstrip('.')}", path_b=f"{name}.weight")
+        if table.include is None:
+            leaves.append(Source(name, table, weight, _streams(table, name, path)))
+            continue
+        included = path.parent / table.include
+        if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
+            raise UserError(f"{name}.include", f"{table.include} includes itself", "break the circle", where=str(path))
+        nested = load_dataset_file(included).source
+        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()))
+
+
+def weight_spec(weight: Weight, path: str) -> WeightSpec:
+    """A config's weight as the value that the blend evaluates."""
+    if isinstance(weight, ScheduleTable):
+        return ScheduledWeight(weight.schedule, weight.points, scale=weight.scale, unit=weight.unit, path=path)
+    return ConstantWeight(float(weight), path)
+
+
+def _streams(table: SourceTable, name: str, path: Path) -> list[Stream]:
+    try:
+        if table.root is not None:
+            return discover_nested(table.root, table.modalities, format=table.format)
+        if table.paths is not None:
+            return discover_direct(table.paths, format=table.format)
+    except UserError as error:
+        fix = error.fix
+        if table.root is not None and not Path(table.root).exists():
+            fix = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
+        raise UserError(f"source {name}: {error.key}", error.problem, fix, where=str(path)) from None
+    return []
