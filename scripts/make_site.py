@@ -26,7 +26,6 @@ PACKAGES = (
     "errors",
     "import_path",
     "metrics",
-    "metrics.sinks",
     "runs",
     "config",
     "data",
