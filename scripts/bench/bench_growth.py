@@ -27,7 +27,7 @@ from bench_table import Figure, print_figures
 from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.streams.layout import discover_direct
 from trainer.data.tokenizer import IdsTokenizer
-from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
+from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
 
 PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
 SEQ_LEN, ROWS, VOCAB = 64, 8, 50_000
@@ -203,7 +203,7 @@ def over_keys(sizes: Sequence[int], repeats: int) -> Points:
     points: Points = []
     for size in sizes:
         keys = [f"token_type/t{number}/loss" for number in range(size)]
-        plan = MetricPlan.from_keys(keys)
+        plan = rank_operations(keys)
         tracker = make_tracker(1)
         spent = []
         for step in range(1, repeats + 1):

@@ -23,7 +23,7 @@ from bench_table import Figure, print_figures
 from trainer.metrics.aggregate import SumCount, Value
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.metrics.payload_contract import parse_payload
-from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
+from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.sinks.stdout import StdoutSink
 from trainer.metrics.tracker import MetricsTracker
@@ -89,9 +89,9 @@ def logged_us(repeats: int) -> float:
 def reduced_us(repeats: int) -> float:
     """Reducing 60 keys on one rank."""
     keys = counter_and_gauge_keys(NUM_KEYS)
-    plan = MetricPlan.from_keys(keys)
+    plan = rank_operations(keys)
     sums = SumCount(torch.tensor(3.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64))
-    weighted = dict.fromkeys((key for key, how in plan.entries if how == "weighted_mean"), sums)
+    weighted = dict.fromkeys((key for key, how in plan.items() if how == "weighted_mean"), sums)
     local: dict[str, Value] = {**dict.fromkeys(keys, 1.0), **weighted}
 
     def reduce(_: int) -> float:

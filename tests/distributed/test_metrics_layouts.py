@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
+from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
 from trainer.model.build import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
@@ -71,7 +71,7 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         window.append(MicroBatch({"tokens": data["tokens"][part]}, data["targets"][part], None, extras))
     step.forward_backward(1, window, will_log=True)
     outcome = step.conclude(lr=1.0, stop=False, saved=False)
-    plan = MetricPlan.from_keys(detail_keys(("token_ce", "z_loss", "coord"), TYPES, ("left", "right"), ()))
+    plan = rank_operations(detail_keys(("token_ce", "z_loss", "coord"), TYPES, ("left", "right"), ()))
     reduced = reduce_over_ranks(outcome.details.values(), plan, device="cpu", world_size=world)
     assert reduced["loss"] == pytest.approx(outcome.loss, rel=1e-12), "both ways to the loss agree"
     return {**reduced, "loss": outcome.loss, "grad_norm": outcome.grad_norm, "tokens_in_step": float(outcome.tokens)}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.metrics.aggregate import CounterLedger, WindowAggregator
-from trainer.metrics.rank_reduction import MetricPlan, _combine, _pack
+from trainer.metrics.aggregate import UnloggedCounters, WindowAggregator
+from trainer.metrics.rank_reduction import _combine, _pack, rank_operations
 from trainer.metrics.tracker import MetricsTracker
 
 settings.register_profile("pipeline", derandomize=True, max_examples=120, deadline=None)
@@ -23,7 +23,7 @@ COUNTER, POOL_COUNTER, FLAG, WEIGHTED = (
     "loss_spike",
     "accuracy",
 )
-PLAN = MetricPlan.from_keys([GAUGE, LEAST, SUMMED, COUNTER, POOL_COUNTER, FLAG, WEIGHTED])
+PLAN = rank_operations([GAUGE, LEAST, SUMMED, COUNTER, POOL_COUNTER, FLAG, WEIGHTED])
 numbers = st.floats(-1e3, 1e3)
 counts = st.integers(0, 9).map(float)
 report = st.fixed_dictionaries(
@@ -57,8 +57,8 @@ def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dic
     def seen(rank: list[list[Report]], key: str, first: int) -> list[Any]:
         return [micro[key] for micros in rank[first : step + 1] for micro in micros if key in micro]
 
-    now = {key: [seen(rank, key, step) for rank in reports] for key in PLAN.keys}
-    window = {key: [seen(rank, key, since) for rank in reports] for key in PLAN.keys}
+    now = {key: [seen(rank, key, step) for rank in reports] for key in PLAN}
+    window = {key: [seen(rank, key, since) for rank in reports] for key in PLAN}
     expected: dict[str, float] = {}
     means = [sum(values) / len(values) for values in now[GAUGE] if values]
     if means:
@@ -86,7 +86,7 @@ def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dic
 @given(runs())
 def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[list[Report]]], list[bool]]) -> None:
     reports, logs = run
-    ledgers = [CounterLedger() for _ in reports]
+    ledgers = [UnloggedCounters() for _ in reports]
     since = 0
     for step, is_logged in enumerate(logs):
         for rank, ledger in zip(reports, ledgers, strict=True):
@@ -95,8 +95,8 @@ def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[li
                 window.add(micro)
             ledger.add(window.drain())
         if is_logged:
-            packed = [_pack(ledger.drain(), PLAN.entries, "cpu").numpy() for ledger in ledgers]
-            logged = _combine(np.stack(packed), PLAN.entries)
+            packed = [_pack(ledger.drain(), PLAN, "cpu").numpy() for ledger in ledgers]
+            logged = _combine(np.stack(packed), PLAN)
             assert logged == pytest.approx(brute_force(reports, since, step), rel=1e-9, abs=1e-9)
             since = step + 1
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.metrics.aggregate import CounterLedger, SumCount, Value, WindowAggregator
+from trainer.metrics.aggregate import SumCount, UnloggedCounters, Value, WindowAggregator
 from trainer.metrics.catalog.lookup import CATALOG, lookup
 from trainer.metrics.payload_contract import (
     PayloadError,
@@ -25,7 +25,7 @@ from trainer.metrics.payload_contract import (
     validate_stream,
 )
 from trainer.metrics.payload_schema import json_schema
-from trainer.metrics.rank_reduction import MetricPlan, _combine, _pack
+from trainer.metrics.rank_reduction import _combine, _pack, rank_operations
 from trainer.metrics.smoothing import Ema
 
 settings.register_profile("metrics", derandomize=True, max_examples=150, deadline=None)
@@ -199,7 +199,7 @@ def test_a_window_equals_its_definition(micros: list[dict[str, Any]]) -> None:
 @profile
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=30))
 def test_counters_are_never_lost_whenever_one_logs(steps: list[tuple[int, bool]]) -> None:
-    ledger, reported = CounterLedger(("ledger/cold_starts",)), 0.0
+    ledger, reported = UnloggedCounters(("ledger/cold_starts",)), 0.0
     for count, logs in steps:
         ledger.add({"ledger/cold_starts": float(count)} if count else {})
         if logs:
@@ -208,14 +208,14 @@ def test_counters_are_never_lost_whenever_one_logs(steps: list[tuple[int, bool]]
     assert reported == sum(count for count, _ in steps)
 
 
-PLAN = MetricPlan.from_keys(spec.name for spec in CATALOG if not spec.is_pattern)
+PLAN = rank_operations(spec.name for spec in CATALOG if not spec.is_pattern)
 rank_values = st.lists(
-    st.dictionaries(st.sampled_from(PLAN.keys), finite, max_size=12), min_size=1, max_size=5
+    st.dictionaries(st.sampled_from(sorted(PLAN)), finite, max_size=12), min_size=1, max_size=5
 )  # fmt: skip
 
 
 def combine(ranks: list[dict[str, Value]]) -> dict[str, float]:
-    return _combine(np.stack([_pack(local, PLAN.entries, "cpu").numpy() for local in ranks]), PLAN.entries)
+    return _combine(np.stack([_pack(local, PLAN, "cpu").numpy() for local in ranks]), PLAN)
 
 
 @profile
@@ -223,7 +223,7 @@ def combine(ranks: list[dict[str, Value]]) -> dict[str, float]:
 def test_a_reduction_equals_its_definition_in_any_order_of_ranks(ranks: list[dict[str, float]], random: Any) -> None:
     reduced = combine(list(ranks))  # type: ignore[arg-type]
     expected: dict[str, float] = {}
-    for key, operation in PLAN.entries:
+    for key, operation in PLAN.items():
         values = [local[key] for local in ranks if key in local]
         if not values:
             continue

@@ -10,21 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from trainer.metrics.aggregate import CounterLedger, SumCount, WindowAggregator
+    from trainer.metrics.aggregate import SumCount, UnloggedCounters, WindowAggregator
     from trainer.metrics.best_effort import BestEffort, Diagnostics, SkipBatch
     from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, lookup
     from trainer.metrics.logger import format_metrics, get_logger
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-    from trainer.metrics.rank_reduction import MetricPlan, reduce_loss_metrics, reduce_over_ranks
+    from trainer.metrics.rank_reduction import Reporter, reduce_loss_metrics, reduce_over_ranks
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
 
 _HOMES: Final = {
     "BestEffort": "best_effort",
     "CATALOG": "catalog.lookup",
-    "CounterLedger": "aggregate",
+    "UnloggedCounters": "aggregate",
     "Diagnostics": "best_effort",
     "GradientNoiseScale": "noise_scale.hooks",
-    "MetricPlan": "rank_reduction",
+    "Reporter": "rank_reduction",
     "MetricsTracker": "tracker",
     "SkipBatch": "best_effort",
     "StepMetrics": "tracker",
@@ -41,15 +41,15 @@ _HOMES: Final = {
 __all__ = [
     "CATALOG",
     "BestEffort",
-    "CounterLedger",
     "Diagnostics",
     "GradientNoiseScale",
-    "MetricPlan",
     "MetricsTracker",
+    "Reporter",
     "SkipBatch",
     "StepMetrics",
     "SumCount",
     "UnknownMetric",
+    "UnloggedCounters",
     "WindowAggregator",
     "format_metrics",
     "get_logger",

@@ -42,22 +42,13 @@ def _larger(a: Scalar, b: Scalar, sign: int) -> Scalar:
     return max(a, b) if sign > 0 else min(a, b)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     """Running aggregate of one key."""
 
     how: WindowReduction
     total: Scalar
     count: Scalar
-
-    def merge(self, total: Scalar, count: Scalar) -> None:
-        if self.how in ("mean", "weighted_mean", "sum"):
-            self.total = self.total + total
-            self.count = self.count + count
-        elif self.how == "last":
-            self.total = total
-        else:
-            self.total = _larger(self.total, total, 1 if self.how == "max" else -1)
 
     def value(self) -> Value:
         if self.how == "weighted_mean":
@@ -94,10 +85,13 @@ class WindowAggregator:
             else:
                 total, count = value, 1.0
             total, count = _detached(total), _detached(count)
-            if key in self._entries:
-                self._entries[key].merge(total, count)
-            else:
+            entry = self._entries.get(key)
+            if entry is None or how == "last":
                 self._entries[key] = _Entry(how, total, count)
+            elif how in ("max", "min"):
+                entry.total = _larger(entry.total, total, 1 if how == "max" else -1)
+            else:
+                entry.total, entry.count = entry.total + total, entry.count + count
 
     def result(self) -> dict[str, Value]:
         """The aggregates so far; weighted means still as `SumCount`."""
@@ -118,7 +112,7 @@ class WindowAggregator:
         return result
 
 
-class CounterLedger:
+class UnloggedCounters:
     """Keeps what was counted on steps that did not log, so that the next one that does reports it.
 
     Counters add up and flags stay raised; of any other key only the latest step's value is handed on. Counters that

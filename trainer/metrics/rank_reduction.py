@@ -1,15 +1,14 @@
-"""Puts the values of all ranks together, every key of a logged step in one collective.
+"""Combines the values of all ranks: every key of a logged step in one collective.
 
-The plan (keys, order, operations) comes from the config and is the same on all ranks; a rank without a value
-contributes the identity. The collective is one all-gather of a float64 vector, two numbers a key, from which every rank
-computes the same minima, maxima, sums and means.
+The catalog says how each key combines; the keys are the same on all ranks, and a rank without a value contributes the
+identity. The collective is one all-gather of a float64 vector, two numbers per key, from which every rank computes the same
+minima, maxima, sums and means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,39 +21,35 @@ from trainer.metrics.catalog.spec import RankReduction
 
 _MEANS = ("mean", "weighted_mean")
 _Matrix = NDArray[np.float64]
+Operations = Mapping[str, RankReduction]
 
 
-@dataclass(frozen=True)
-class MetricPlan:
-    """Keys in a fixed order with the operation of each."""
-
-    entries: tuple[tuple[str, RankReduction], ...]
-
-    @classmethod
-    def from_keys(cls, keys: Iterable[str]) -> Self:
-        """The plan of these keys, with the catalog's operations.
-
-        The order is the sorted one, so that ranks agree however they collect their keys.
-
-        Raises:
-            UnknownMetric: a key is not in the catalog.
-        """
-        return cls(tuple((key, lookup(key).ranks) for key in sorted(set(keys))))
+class Reporter(Protocol):
+    """A part of a run that has metrics of its own."""
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys in their order."""
-        return tuple(key for key, _ in self.entries)
+    def metric_keys(self) -> tuple[str, ...]:
+        """Every key that it can report, the same on all ranks."""
+
+    def drain_metrics(self) -> Mapping[str, Value]:
+        """This rank's values since the last drain, some of the keys; starts anew."""
 
 
-def _pack(
-    local: Mapping[str, Value], entries: Sequence[tuple[str, RankReduction]], device: torch.device | str
-) -> torch.Tensor:
+def rank_operations(keys: Iterable[str]) -> Operations:
+    """Key -> how it combines over ranks, sorted, so that ranks agree on the order however they collect their keys.
+
+    Raises:
+        UnknownMetric: a key is not in the catalog.
+    """
+    return {key: lookup(key).ranks for key in sorted(set(keys))}
+
+
+def _pack(local: Mapping[str, Value], operations: Operations, device: torch.device | str) -> torch.Tensor:
     """The vector [2K] float64: for each key its value (or sum) and its count; count 0 where the rank has none."""
-    unplanned = sorted(local.keys() - {key for key, _ in entries})
-    if unplanned:
-        raise KeyError(f"not in the plan of the reduction: {', '.join(unplanned)}")
-    numbers = np.zeros(2 * len(entries))
+    unknown = sorted(local.keys() - operations.keys())
+    if unknown:
+        raise KeyError(f"not among the keys of the reduction: {', '.join(unknown)}")
+    numbers = np.zeros(2 * len(operations))
     places: list[int] = []
     tensors: list[torch.Tensor] = []
 
@@ -65,7 +60,7 @@ def _pack(
         else:
             numbers[place] = scalar
 
-    for index, (key, _) in enumerate(entries):
+    for index, key in enumerate(operations):
         value = local.get(key)
         if value is not None:
             total, count = value if isinstance(value, tuple) else SumCount(value, 1.0)
@@ -86,7 +81,7 @@ def _gather(vector: torch.Tensor, group: dist.ProcessGroup | None, world_size: i
     return torch.stack(gathered).cpu().numpy()
 
 
-def _combine(gathered: _Matrix, entries: Sequence[tuple[str, RankReduction]]) -> dict[str, float]:
+def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
     values, counts = gathered[:, 0::2], gathered[:, 1::2]  # [W, K] each
     present = counts != 0
     totals = np.where(present, values, 0.0).sum(0)
@@ -94,7 +89,7 @@ def _combine(gathered: _Matrix, entries: Sequence[tuple[str, RankReduction]]) ->
     least = np.where(present, values, np.inf).min(0)
     most = np.where(present, values, -np.inf).max(0)
     reduced: dict[str, float] = {}
-    for index, (key, operation) in enumerate(entries):
+    for index, (key, operation) in enumerate(operations.items()):
         if not present[:, index].any():
             continue
         if operation in _MEANS:
@@ -110,9 +105,19 @@ def _combine(gathered: _Matrix, entries: Sequence[tuple[str, RankReduction]]) ->
     return reduced
 
 
+def _reduce(
+    local: Mapping[str, Value],
+    operations: Operations,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    world_size: int,
+) -> dict[str, float]:
+    return _combine(_gather(_pack(local, operations, device), group, world_size), operations)
+
+
 def reduce_over_ranks(
     local: Mapping[str, Value],
-    plan: MetricPlan,
+    keys: Iterable[str],
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str,
@@ -122,7 +127,7 @@ def reduce_over_ranks(
 
     Args:
         local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count.
-        plan: the same on every rank.
+        keys: all keys that any rank may have, the same on every rank.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
 
     Returns:
@@ -130,10 +135,10 @@ def reduce_over_ranks(
         counters that ask for it. A NaN on any rank makes the result NaN; a key that no rank has is absent.
 
     Raises:
-        KeyError: a local key is not in the plan.
+        KeyError: a local key is not among `keys`.
+        UnknownMetric: a key is not in the catalog.
     """
-    gathered = _gather(_pack(local, plan.entries, device), group, world_size)
-    return _combine(gathered, plan.entries)
+    return _reduce(local, rank_operations(keys), group, device, world_size)
 
 
 def reduce_loss_metrics(
@@ -159,10 +164,10 @@ def reduce_loss_metrics(
     counts = counts or {}
     totals = frozenset(sum_keys or ())
     names = sorted(values.keys() | counts.keys() | totals)
-    entries: list[tuple[str, RankReduction]] = [(name, "sum_and_worst" if name in totals else "mean") for name in names]
+    operations: dict[str, RankReduction] = {name: "sum_and_worst" if name in totals else "mean" for name in names}
     local: dict[str, Value] = dict.fromkeys(totals, 0.0)
     for name, value in values.items():
         # A mean over nothing may be NaN: its count 0 leaves it out.
         is_weighted = name in counts and name not in totals
         local[name] = SumCount(value * counts[name], counts[name]) if is_weighted else value
-    return _combine(_gather(_pack(local, entries, device), group, world_size), entries)
+    return _reduce(local, operations, group, device, world_size)

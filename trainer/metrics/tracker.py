@@ -14,15 +14,15 @@ tracker.close()
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from trainer.metrics.aggregate import CounterLedger, Scalar, Value
+from trainer.metrics.aggregate import Scalar, UnloggedCounters, Value
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known
 from trainer.metrics.logger import get_logger
 from trainer.metrics.memory import MemoryStats, read_memory
@@ -32,7 +32,8 @@ from trainer.metrics.sinks.base import Sink
 from trainer.metrics.smoothing import Ema
 
 logger = get_logger(__name__)
-_SMOOTHED = ("loss", "tokens_per_sec", "mfu", "step_time")
+# MFU is tokens_per_sec times a constant, and so is its average.
+_SMOOTHED = ("loss", "tokens_per_sec", "step_time")
 
 
 @dataclass(frozen=True)
@@ -53,31 +54,6 @@ class StepMetrics:
     reserved_gb: float | None
     total_gb: float | None
     mem_utilization: float | None
-
-
-@dataclass
-class _StepTimes:
-    """When a step began, and the seconds of its parts."""
-
-    start: float
-    parts: dict[str, float]
-
-
-class _Section:
-    """Adds the time spent inside to one part of the step."""
-
-    __slots__ = ("_began", "_clock", "_name", "_parts")
-
-    def __init__(self, name: str, parts: dict[str, float], clock: Callable[[], float]) -> None:
-        self._name = name
-        self._parts = parts
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        self._began = self._clock()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._parts[self._name] = self._parts.get(self._name, 0.0) + self._clock() - self._began
 
 
 def _read(value: Value) -> float:
@@ -132,10 +108,11 @@ class MetricsTracker:
         self._strict_keys = strict_keys
         self._clock = clock
         self._smoothed = {name: Ema(smoothing_alpha) for name in _SMOOTHED}
-        self._extra = CounterLedger(counters)
+        self._extra = UnloggedCounters(counters)
         self._tokens_seen: Scalar = 0
-        self._open: _StepTimes | None = None
-        self._held: _StepTimes | None = None
+        self._start = 0.0
+        # Of each step that was started and has not ended: part -> seconds.
+        self._open: deque[dict[str, float]] = deque()
         self._checked_keys: set[str] = set()
         self._sinks: list[Sink] = []
         self.init_backends(sinks)
@@ -152,32 +129,26 @@ class MetricsTracker:
         return step % self._log_interval == 0 or step == 1
 
     def start_step(self) -> None:
-        """Start the step's clock."""
-        self._open = _StepTimes(self._clock(), {})
+        """Start the step's clock.
 
-    def hold_step(self) -> None:
-        """The step's numbers come later: the next step may start, and `end_step` then is this one's.
-
-        The next one's clock starts anew when this one ends, so that no time counts twice.
-
-        Raises:
-            RuntimeError: no step was started, or one is held already.
+        A step may start before the one before it has ended, whose numbers come later: its clock then starts when that one
+        ends, so that no time counts twice.
         """
-        if self._open is None or self._held is not None:
-            raise RuntimeError("hold_step takes the one step that is open")
-        self._held, self._open = self._open, None
+        if not self._open:
+            self._start = self._clock()
+        self._open.append({})
 
     @property
-    def step_start(self) -> float | None:
-        """When the step that ends next began, by the tracker's clock; None between steps."""
-        times = self._held or self._open
-        return None if times is None else times.start
+    def step_start(self) -> float:
+        """When the clock of the step that ends next started, by the tracker's clock."""
+        return self._start
 
-    def section(self, name: str) -> AbstractContextManager[None]:
-        """Times a part of the last step that was started: `data`, `forward_backward` or `optimizer`; a part entered twice
-        adds up."""
-        times = self._open or self._held
-        return _Section(name, {} if times is None else times.parts, self._clock)
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Times a part of the step started last (`data`, `forward_backward`, `optimizer`); entered twice, it adds up."""
+        parts, began = self._open[-1] if self._open else {}, self._clock()
+        yield
+        parts[name] = parts.get(name, 0.0) + self._clock() - began
 
     def end_step(
         self,
@@ -208,28 +179,26 @@ class MetricsTracker:
             UnknownMetric: `strict_keys` is set and a key is not in the catalog.
             OSError: an essential sink could not write.
         """
-        times = self._held or self._open
-        if times is None:
+        if not self._open:
             raise RuntimeError("end_step without start_step")
         now = self._clock()
-        step_time = now - times.start
-        if self._held is None:
-            self._open = None
-        elif self._open is not None:
-            self._open.start = now
-        self._held = None
+        step_time, self._start = now - self._start, now
+        parts = self._open.popleft()
         tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None
         self._tokens_seen = self._tokens_seen + tokens_in_step
-        mfu = None if tokens_per_sec is None else self._mfu(tokens_per_sec)
         is_logged = force_log or self.will_log(step)
-        # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = read_memory(self._device) if is_logged else None
-        self._smooth(loss=loss, tokens_per_sec=tokens_per_sec, mfu=mfu, step_time=step_time)
-        self._extra.add(extra or {})
+        for name, sample in zip(_SMOOTHED, (loss, tokens_per_sec, step_time), strict=True):
+            if sample is not None:
+                self._smoothed[name].update(sample)
+        if extra:
+            self._extra.add(extra)
         if not is_logged:
             return None
+        # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
+        memory = read_memory(self._device)
+        mfu = None if tokens_per_sec is None else self._mfu(tokens_per_sec)
         metrics = _step_metrics(loss, grad_norm, lr, tokens_per_sec, mfu, step_time, memory)
-        self._emit("train", step, self._collect(metrics, tokens_in_step, times.parts))
+        self._emit("train", step, self._collect(metrics, tokens_in_step, parts))
         return metrics
 
     def _mfu(self, tokens_per_sec: Scalar) -> Scalar | None:
@@ -239,11 +208,6 @@ class MetricsTracker:
             num_devices=self._num_devices,
             peak_tflops=self._peak_tflops,
         )
-
-    def _smooth(self, **samples: Scalar | None) -> None:
-        for name, sample in samples.items():
-            if sample is not None:
-                self._smoothed[name].update(sample)
 
     def _collect(self, metrics: StepMetrics, tokens_in_step: Scalar, parts: Mapping[str, float]) -> dict[str, float]:
         """All values of a logged step by catalog key; what is unknown is left out."""
@@ -255,6 +219,9 @@ class MetricsTracker:
         found["tokens_seen"] = _read(self._tokens_seen)
         for name, average in self._smoothed.items():
             found[f"smoothed/{name}"] = average.read()
+        speed = found["smoothed/tokens_per_sec"]
+        mfu = None if speed is None else self._mfu(speed)
+        found["smoothed/mfu"] = None if mfu is None else _read(mfu)
         for part, seconds in parts.items():
             found[f"time/{part}_sec"] = seconds
             found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
@@ -302,8 +269,8 @@ class MetricsTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self._tokens_seen = state["tokens_seen"]
-        for name, value in state["smoothed"].items():
-            self._smoothed[name].load(value)
+        for name, average in self._smoothed.items():
+            average.load(state["smoothed"][name])
 
     def close(self) -> None:
         """Close the sinks, each of them even if one fails; the failure is raised then."""

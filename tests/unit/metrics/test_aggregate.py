@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainer.metrics.aggregate import CounterLedger, SumCount, WindowAggregator
+from trainer.metrics.aggregate import SumCount, UnloggedCounters, WindowAggregator
 from trainer.metrics.catalog.lookup import UnknownMetric
 
 
@@ -76,7 +76,7 @@ def test_keys_and_pairs_are_checked() -> None:
 
 
 def test_what_was_counted_on_silent_steps_is_in_the_next_drain() -> None:
-    ledger = CounterLedger()
+    ledger = UnloggedCounters()
     ledger.add({"ledger/cold_starts": 2.0, "grad_norm": 9.0, "loss_spike": 1.0})
     ledger.add({"ledger/cold_starts": torch.tensor(3.0), "loss_spike": 0.0})
     ledger.add({"grad_norm": 1.0})
@@ -87,14 +87,14 @@ def test_what_was_counted_on_silent_steps_is_in_the_next_drain() -> None:
 
 
 def test_a_gauge_of_an_earlier_step_is_not_reported_as_the_latest() -> None:
-    ledger = CounterLedger()
+    ledger = UnloggedCounters()
     ledger.add({"grad_norm": 9.0, "loss": SumCount(1.0, 2.0)})
     ledger.add({})
     assert ledger.drain() == {}
 
 
 def test_named_counters_are_reported_as_zero() -> None:
-    ledger = CounterLedger(("ledger/cold_starts",))
+    ledger = UnloggedCounters(("ledger/cold_starts",))
     assert ledger.drain() == {"ledger/cold_starts": 0.0}
     ledger.add({"ledger/cold_starts": 4.0})
     assert ledger.drain() == {"ledger/cold_starts": 4.0}

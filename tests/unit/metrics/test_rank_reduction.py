@@ -12,9 +12,9 @@ import torch.distributed as dist
 from tests.support.gloo import run_on_ranks
 from trainer.metrics.aggregate import SumCount, Value
 from trainer.metrics.catalog.lookup import UnknownMetric
-from trainer.metrics.rank_reduction import MetricPlan, reduce_loss_metrics, reduce_over_ranks
+from trainer.metrics.rank_reduction import rank_operations, reduce_loss_metrics, reduce_over_ranks
 
-PLAN = MetricPlan.from_keys(
+PLAN = rank_operations(
     [
         "loss",
         "grad_norm",
@@ -145,12 +145,12 @@ def test_infinities_survive() -> None:
 
 
 def test_the_plan_is_the_same_however_the_keys_are_collected() -> None:
-    assert MetricPlan.from_keys(reversed(PLAN.keys)) == PLAN
-    assert MetricPlan.from_keys([*PLAN.keys, "loss"]) == PLAN
+    assert rank_operations(reversed(list(PLAN))) == PLAN
+    assert rank_operations([*PLAN, "loss"]) == PLAN
     with pytest.raises(UnknownMetric, match="'nope'"):
-        MetricPlan.from_keys(["nope"])
+        rank_operations(["nope"])
 
 
 def test_a_key_outside_the_plan_is_refused() -> None:
-    with pytest.raises(KeyError, match="not in the plan of the reduction: lr"):
+    with pytest.raises(KeyError, match="not among the keys of the reduction: lr"):
         reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1)

@@ -285,19 +285,18 @@ def test_what_an_essential_sink_cannot_write_stops_the_run() -> None:
         Run(sinks=[Full()]).step(1)
 
 
-def test_a_held_step_ends_after_the_next_has_started_and_no_time_counts_twice() -> None:
+def test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice() -> None:
     run = Run(log_interval=1)
     numbers = {"grad_norm": 1.0, "lr": 1e-3, "tokens_in_step": 1000}
     run.tracker.start_step()
     with run.tracker.section("data"):
         run.clock.now += 1.0
-    run.tracker.hold_step()
-    held_since = run.tracker.step_start
+    began = run.tracker.step_start
     run.clock.now += 2.0
     run.tracker.start_step()
     with run.tracker.section("data"):
         run.clock.now += 4.0
-    assert run.tracker.step_start == held_since
+    assert run.tracker.step_start == began
     run.tracker.end_step(1, loss=1.0, **numbers)
     run.clock.now += 8.0
     run.tracker.end_step(2, loss=2.0, **numbers)
@@ -310,24 +309,12 @@ def test_a_held_step_ends_after_the_next_has_started_and_no_time_counts_twice() 
         run.tracker.end_step(3, loss=1.0, **numbers)
 
 
-def test_a_held_step_may_end_before_the_next_starts() -> None:
+def test_time_between_two_steps_belongs_to_neither() -> None:
     run = Run(log_interval=1)
     run.tracker.start_step()
     run.clock.now += 1.0
-    run.tracker.hold_step()
     run.clock.now += 2.0
     run.tracker.end_step(1, loss=1.0, grad_norm=1.0, lr=1e-3, tokens_in_step=1000)
     run.clock.now += 4.0
     run.step(2, seconds=0.5)
     assert [payload["metrics"]["step_time_sec"] for payload in run.sink.payloads] == [3.0, 0.5]
-
-
-def test_one_step_at_most_is_held() -> None:
-    run = Run()
-    with pytest.raises(RuntimeError, match="one step that is open"):
-        run.tracker.hold_step()
-    run.tracker.start_step()
-    run.tracker.hold_step()
-    run.tracker.start_step()
-    with pytest.raises(RuntimeError, match="one step that is open"):
-        run.tracker.hold_step()
