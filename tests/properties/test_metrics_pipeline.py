@@ -93,7 +93,7 @@ def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[li
             window = WindowAggregator()
             for micro in rank[step]:
                 window.add(micro)
-            ledger.add(window.drain())
+            ledger.add(window.drain_metrics())
         if is_logged:
             packed = [_pack(ledger.drain(), PLAN, "cpu").numpy() for ledger in ledgers]
             logged = _combine(np.stack(packed), PLAN)

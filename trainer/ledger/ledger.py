@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.ledger.counters import Counters
+from trainer.ledger.counters import COUNTER_KEYS, GAUGE_KEYS, Counters
 from trainer.ledger.eviction import WipeMode, check_settings
 from trainer.ledger.exchange import OwnerExchange, owner_of
 from trainer.ledger.pending import PendingRows
@@ -93,6 +93,7 @@ class Ledger:
         )
         if ownership not in get_args(Ownership):
             raise UserError("ledger.ownership", f"must be one of {', '.join(get_args(Ownership))}, got {ownership!r}")
+        self.exchange_sec = 0.0
         self._rank = rank
         self._world_size = world_size
         self._ownership = ownership
@@ -121,6 +122,11 @@ class Ledger:
             if is_shared
             else None
         )
+
+    @property
+    def metric_keys(self) -> tuple[str, ...]:
+        """Every key that `drain_metrics` returns."""
+        return (*COUNTER_KEYS, *GAUGE_KEYS)
 
     @property
     def ownership(self) -> Ownership:

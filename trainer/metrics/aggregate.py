@@ -6,7 +6,7 @@ is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,9 +64,13 @@ class WindowAggregator:
     """Aggregate of the values that the micro-steps of one optimizer step report.
 
     A key that some micro-steps lack is aggregated over those that reported it: a gauge present once with 1.0 stays 1.0.
+
+    Args:
+        metric_keys: the keys that can be added, for a window that is reduced over ranks (see `Reporter`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metric_keys: Iterable[str] = ()) -> None:
+        self.metric_keys = tuple(metric_keys)
         self._entries: dict[str, _Entry] = {}
 
     def add(self, values: Mapping[str, Input]) -> None:
@@ -105,7 +109,7 @@ class WindowAggregator:
         """Go on from a saved state."""
         self._entries = {key: _Entry(lookup(key).window, total, count) for key, (total, count) in state.items()}
 
-    def drain(self) -> dict[str, Value]:
+    def drain_metrics(self) -> dict[str, Value]:
         """The aggregates so far; starts anew."""
         result = self.result()
         self._entries = {}

@@ -1,4 +1,4 @@
-"""A whole run on this rank: plan, process group, resume, loop, end. `train()` is what the console program calls."""
+"""A run on this rank, from plan to end: process group, state, resume, loop. `train()` is what the console program calls."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.distributed.agree import from_main_rank, mistakes_together
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
-from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.metrics.logger import add_log_file, get_logger
-from trainer.metrics.sinks.events import EventWriter
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.resume_checks import check_drift
+from trainer.training.checkpointing.restore import restore
 from trainer.training.checkpointing.saver import SaveError
+from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.finish import NonFiniteError
 from trainer.training.loop import run_loop
-from trainer.training.messages import announce, conclude
-from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir
-from trainer.training.run_state import Run
-from trainer.training.setup.build import Parts, build_parts, build_run
+from trainer.training.messages import summarize
+from trainer.training.run import Run
+from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
+from trainer.training.setup.data import holdout_batches
+from trainer.training.setup.open_run import open_run
+from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan
 from trainer.training.setup.probe import what_breaks_it
-from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest, say_stopping
-from trainer.training.step_end import NonFiniteError
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)
@@ -41,7 +41,7 @@ VerdictMaker = Callable[[Path], Callable[[], str]]
 
 
 class RunFailed(Exception):
-    """Something unexpected ended this rank's run; it is logged. Other ranks may be in a collective: nobody waits for them."""
+    """Something unexpected ended this rank's run; it is logged. Other ranks may be in a collective: do not wait for them."""
 
 
 def train(
@@ -94,12 +94,14 @@ def _train_in_group(
     run_dir, found = _place(config, given, info)
     with ExitStack() as stack:
         with mistakes_together(world_size=info.world_size):
-            parts = build_parts(plan, info, device, run_dir)
-            stack.callback(parts.close)
-            position = _restore(parts, found, config)
-        if position.step >= config.train.steps and not position.state.get("evaluation_is_due"):
-            said = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to go on"
-            logger.info(said, run_dir.path, position.step, config.train.steps)
+            state = make_state(plan, info, device)
+            if state.gns is not None:
+                stack.callback(state.gns.close)
+            held_out = holdout_batches(plan, info, device)
+            position = _start(plan, state) if found is None else restore(*found, state, config, info, device)
+        if position.step >= config.train.steps and not position.evaluation_is_due:
+            text = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to continue"
+            logger.info(text, run_dir.path, position.step, config.train.steps)
             return 0
         with mistakes_together(world_size=info.world_size):
             if info.is_main:
@@ -108,24 +110,28 @@ def _train_in_group(
                 run_dir.describe(config, config_path, info)
                 checkpoint.discard_staging(run_dir.checkpoints)
                 for path in checkpoint.set_aside_after(run_dir.checkpoints, position.step):
-                    logger.warning("%s is of another branch of this run now; moved to %s", path.name, path)
+                    logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
         handler = add_log_file(run_dir.log_file(info.rank))
         stack.callback(handler.close)
-        verdict = verdict_of(run_dir.path) if verdict_of is not None else None
-        run = _open_run(parts, position, run_dir, stop, verdict, stack)
-        run.watchdog = start_watchdog(
+        run = open_run(
+            plan,
+            state,
+            position,
             info,
-            timeout_sec=config.distributed.timeout_sec,
-            log=run_dir.log_file(info.rank),
-            on_end=lambda reason: _leave_status(run, run_dir, "failed", reason),
+            device,
+            run_dir,
+            held_out=held_out,
+            source=found[0].name if found is not None else None,
+            wandb_run_id=found[1].get("wandb_run_id") if found is not None else None,
+            stop=stop,
+            verdict=verdict_of(run_dir.path) if verdict_of is not None else None,
+            stack=stack,
         )
-        if run.watchdog is not None:
-            stack.callback(run.watchdog.close)
         return _run_to_end(run, run_dir, plan)
 
 
 def _place(config: RunConfig, given: str | None, info: RankInfo) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None]:
-    """The run's directory and the checkpoint to go on from: rank 0 decides."""
+    """The run's directory and the checkpoint to resume from: rank 0 decides."""
     answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
     with mistakes_together(world_size=info.world_size):
         if info.is_main:
@@ -140,7 +146,7 @@ def _place(config: RunConfig, given: str | None, info: RankInfo) -> tuple[RunDir
 
 
 def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`auto` when torchrun has restarted the ranks (--max-restarts): they go on where they were, whatever the config says."""
+    """`auto` when torchrun has restarted the ranks (--max-restarts): they resume, whatever the config says."""
     restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if configured != "off" or restarts == "0":
         return configured
@@ -148,82 +154,16 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
     return "auto"
 
 
-class Position:
-    """Where a run goes on: a new one at step 0."""
-
-    def __init__(self, state: dict[str, Any] | None = None, data_state: Any = None, source: Path | None = None) -> None:
-        self.state = state or {}
-        self.step = int(self.state.get("step", 0))
-        self.data_state = data_state
-        self.source = source
-
-
-def _restore(parts: Parts, found: tuple[Path, dict[str, Any]] | None, config: RunConfig) -> Position:
-    """Load the checkpoint into the parts; a new run's position without one."""
-    if found is None:
-        if effective_resume(config.checkpoint.resume) == "auto":
-            logger.info("--resume auto: no checkpoint to go on from; starting at step 0")
-        begin_from_weights(parts.plan, parts.model)
-        return Position(data_state=parts.dataset.state_dict())
-    path, state = found
-    check_drift(state["config"], config)
-    data = parts.saver.restore(path, int(state["world_size"]))
-    parts.dataset.load_state_dict(data)
-    parts.tracker.load_state_dict(state["tracker"])
-    if parts.gns is not None and state["gns"] is not None:
-        parts.gns.load_state_dict(state["gns"])
-    # Absent in checkpoints that were made before spikes were looked for.
-    if parts.spikes is not None and state.get("spikes") is not None:
-        parts.spikes.load_state_dict(state["spikes"])
-    if parts.evaluator is not None:
-        parts.evaluator.is_due = bool(state.get("evaluation_is_due"))
-    parts.saver.last_saved = int(state["step"])
-    logger.info("going on after step %d from %s", state["step"], path)
-    if state["world_size"] != parts.info.world_size:
-        text = "it was saved on %d rank(s), now there are %d: a step has another number of tokens"
-        logger.warning(text, state["world_size"], parts.info.world_size)
-    return Position(state, parts.dataset.state_dict(), path)
-
-
-def _open_run(
-    parts: Parts,
-    position: Position,
-    run_dir: RunDir,
-    stop: StopRequest,
-    verdict: Callable[[], str] | None,
-    stack: ExitStack,
-) -> Run:
-    """Open the sinks (rank 0) and start reading."""
-    events: EventWriter | None = None
-    if parts.info.is_main:
-        events = EventWriter(run_dir.events)
-        stack.callback(events.close)
-        parts.events.writer = events
-        config = parts.plan.config
-        has_rows = run_dir.metrics.exists()
-        sinks = make_sinks(config, run_dir, wandb_run_id=position.state.get("wandb_run_id"), on_event=events.write)
-        parts.wandb_run_id = wandb_id(sinks)
-        parts.tracker.init_backends(sinks)
-        if has_rows or position.source is not None:
-            # Also without a checkpoint: the record of an earlier attempt goes on, and its steps come again.
-            source = position.source.name if position.source is not None else None
-            parts.tracker.log_restart(position.step, checkpoint=source)
-            events.write({"event": "restart", "global_step": position.step, "checkpoint": source})
-        run_dir.write_status("running", reason="", step=position.step, wandb_run_id=parts.wandb_run_id)
-        announce(parts, run_dir)
-    stack.callback(parts.tracker.close)
-    run = build_run(
-        parts, step=position.step, data_state=position.data_state, events=events, stop=stop, verdict=verdict
-    )
-    if parts.info.is_main:
-        run.keep_status = StatusKeeper(run_dir, parts.wandb_run_id)
-    stack.callback(run.loader.close)
-    stack.callback(run.progress.close)
-    return run
+def _start(plan: Plan, state: TrainState) -> Position:
+    """The position of a new run, with the weights that `[model] weights` names."""
+    if effective_resume(plan.config.checkpoint.resume) == "auto":
+        logger.info("--resume auto: no checkpoint found; starting at step 0")
+    begin_from_weights(plan, state.model)
+    return Position.of(state)
 
 
 def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
-    """Run the loop, and leave status.json with what became of it."""
+    """Run the loop, and record the outcome in status.json."""
     state, reason, code = "failed", "", EXIT_FAILED
     try:
         reason = run_loop(run)
@@ -234,7 +174,7 @@ def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
         reason = str(error)
         logger.error("%s", reason)
     except OSError as error:
-        reason = _told(error, run_dir)
+        reason = _describe(error, run_dir)
         if run.watchdog is not None:
             run.watchdog.tell(reason)
         every_rank_logger.error("%s", reason)
@@ -253,7 +193,7 @@ def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
         every_rank_logger.error("%s", frames if reason == own else reason)
         if run.watchdog is not None and reason != own:
             run.watchdog.write(frames)
-        if run.step == 0 and reason == own and (broken := what_breaks_it(plan)):
+        if run.position.step == 0 and reason == own and (broken := what_breaks_it(plan)):
             every_rank_logger.error("%s", broken)
         raise RunFailed from error
     finally:
@@ -261,27 +201,16 @@ def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
         if run.info.is_main:
             # The sinks first: who sees the state `done` may read the record.
             run.tracker.close()
-            _leave_status(run, run_dir, state, reason)
-            conclude(run, run_dir, state, reason)
+            run_dir.leave_status(run.info, state, reason=reason, step=run.position.step)
+            summarize(run, run_dir, state, reason)
     return code
 
 
-def _told(error: OSError, run_dir: RunDir) -> str:
-    """What a file that cannot be written or read means for a person."""
+def _describe(error: OSError, run_dir: RunDir) -> str:
+    """A file that cannot be written or read, as a message."""
     if error.filename is None:
         return f"{type(error).__name__}: {error}"
     text = f"{error.filename}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"
     return text
-
-
-def _leave_status(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
-    """Write the state that the run ends in (rank 0)."""
-    if not run.info.is_main:
-        return
-    try:
-        run_dir.write_status(state, reason=reason, step=run.step, wandb_run_id=run_dir.status().get("wandb_run_id"))
-    except OSError as error:
-        # The reason itself is said on stderr: what ended the run must not be hidden behind a second failure.
-        logger.error("%s cannot be written: %s", run_dir.status_file, error.strerror)

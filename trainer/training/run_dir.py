@@ -104,6 +104,16 @@ class RunDir:
         known = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
         write_json(self.status_file, {**known, "time": round(time.time(), 3)})
 
+    def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
+        """Write the state that the run ends in (rank 0; other ranks do nothing). A failure to write it is logged."""
+        if not info.is_main:
+            return
+        try:
+            self.write_status(state, reason=reason, step=step, wandb_run_id=self.status().get("wandb_run_id"))
+        except OSError as error:
+            # The reason itself goes to stderr: what ended the run must not be hidden behind a second failure.
+            logger.error("%s cannot be written: %s", self.status_file, error.strerror)
+
     def has_nothing(self) -> bool:
         """Whether the run in it has ended, failed or stopped, without a checkpoint or a row: there is nothing to lose."""
         if self.status().get("state") not in (None, "failed", "stopped") or any(self.checkpoints.glob("step_*")):
@@ -198,8 +208,8 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     return RunDir(path)
 
 
-def how_to_go_on(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
-    """The command line that goes on with a run from the same working directory, with all its settings.
+def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
+    """The command line that resumes a run from the same working directory, with all its settings.
 
     Only where it cannot be known, the options to add: included files are named relative to the first config, and of
     several nodes each has a launcher of its own.

@@ -33,13 +33,10 @@ class StopRequest:
     def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._on_first = on_first
         self._clock = clock
-        self._since: float | None = None
-        self.signal_name: str | None = None
-
-    @property
-    def requested(self) -> bool:
+        self._since = 0.0
+        self.requested = False
         """True from the first signal on."""
-        return self._since is not None
+        self.signal_name: str | None = None
 
     def install(self) -> None:
         """Handle the stop signals of this process, from its main thread."""
@@ -48,8 +45,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()
-        if self._since is None:
-            self._since = now
+        if not self.requested:
+            self._since, self.requested = now, True
             self.signal_name = signal.Signals(number).name
             self._on_first(self.signal_name)
         elif now - self._since > SAME_REQUEST_SEC:

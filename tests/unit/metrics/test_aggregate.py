@@ -29,13 +29,13 @@ def test_each_kind_is_put_together_in_its_own_way() -> None:
     window = WindowAggregator()
     window.add({"ledger/cold_starts": 2.0, "loss_spike": 1.0, "ledger/live_groups": 5.0, "loss": (6.0, 3.0)})
     window.add({"ledger/cold_starts": 3.0, "loss_spike": 0.0, "ledger/live_groups": 4.0, "loss": (1.0, 1.0)})
-    assert window.drain() == {
+    assert window.drain_metrics() == {
         "ledger/cold_starts": 5.0,
         "loss_spike": 1.0,
         "ledger/live_groups": 4.0,
         "loss": SumCount(7.0, 4.0),
     }
-    assert window.drain() == {}
+    assert window.drain_metrics() == {}
 
 
 def test_a_plain_number_of_a_weighted_mean_counts_once() -> None:

@@ -172,6 +172,11 @@ class BlendDataset:
         return None if state_dict is None else state_dict()
 
     @property
+    def metric_keys(self) -> tuple[str, ...]:
+        """Every key."""
+        return tuple(self.metric_ops)
+
+    @property
     def metric_ops(self) -> dict[str, ReduceOp]:
         """Every key that `drain_step_metrics` can return, and how it is reduced over ranks."""
         ops: dict[str, ReduceOp] = {MAX_SHARE_ERROR: "max"}

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainer.metrics.catalog.rows_gns import ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
 from trainer.metrics.noise_scale.leaves import find_leaves
@@ -213,6 +214,11 @@ class GradientNoiseScale:
     def metrics(self) -> dict[str, float]:
         """See `NoiseScaleAverage.metrics`."""
         return self._average.metrics()
+
+    @property
+    def metric_keys(self) -> tuple[str, ...]:
+        """Every key that `drain_metrics` can return; the values are the same on all ranks."""
+        return tuple(spec.name for spec in ROWS)
 
     def drain_metrics(self) -> dict[str, float]:
         """See `NoiseScaleAverage.drain_metrics`."""

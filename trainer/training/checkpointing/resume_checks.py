@@ -1,4 +1,4 @@
-"""Resuming under another config than the one that was saved: what breaks the run is refused, the rest is said."""
+"""Resuming with another config than the saved one: reject incompatible changes, warn about the rest."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
 
-# Another value of these gives other weights' shapes or other data; the data set itself refuses what changes its cells.
+# Changing these changes the shapes of weights or the data; the data set itself refuses what changes its cells.
 BREAKING = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "run.seed", "optimizer.name")
 # The checkpoint has weights of its own.
 HARMLESS = ("model.weights",)
-# These say where and how a run is done, not what it computes.
+# These say where and how a run is executed, not what it computes.
 SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", *HARMLESS)
 
 
-def check_drift(saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Compare the config of a checkpoint with the one that goes on.
+def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Compare the config of a checkpoint with that of the run that resumes from it.
 
     Raises:
         UserError: keys differ that the saved state does not fit.

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.rank_reduction import MetricPlan, reduce_over_ranks
+from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.objective.compose import Objective
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import split
@@ -27,8 +27,7 @@ class Evaluator:
         model: the model itself, without DDP: evaluation reduces nothing but its sums.
         batches: makes an iterator of this rank's held-out micro-batches, on the device, always the same ones.
         make_ledger: an empty ledger for one evaluation; None for a model without state.
-        details: makes the collector of sums.
-        plan: keys that the collector can hold.
+        details: collects the sums.
         autocast: the precision's context.
         is_bytes: the tokens are bytes, so that bits per byte are known.
     """
@@ -41,8 +40,7 @@ class Evaluator:
         objective: Objective,
         batches: Callable[[], Iterator[dict[str, Any]]],
         make_ledger: Callable[[], Ledger] | None,
-        details: Callable[[bool], StepDetails],
-        plan: MetricPlan,
+        details: StepDetails,
         autocast: Callable[[], AbstractContextManager[None]],
         is_bytes: bool,
         world_size: int,
@@ -54,22 +52,20 @@ class Evaluator:
         self._batches = batches
         self._make_ledger = make_ledger
         self._details = details
-        self._plan = plan
         self._autocast = autocast
         self._is_bytes = is_bytes
         self._world_size = world_size
         self._device = device
-        self.is_due = False
-        """An evaluation is due after the last finished step, or was cut short; a resumed run begins with it."""
 
     @torch.no_grad()
-    def run(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """Evaluate; the same numbers on every rank, without the prefix `eval_`. Empty if no rank had a document.
 
-        Empty too, and `is_due`, on all ranks when `should_stop` says so on any of them: each asks it between micro-batches,
-        which hold no collective, and they agree at the end.
+        None on all ranks when `should_stop` says so on any of them: each asks it between micro-batches, which hold no
+        collective, and they agree at the end.
         """
-        details = self._details(True)
+        details = self._details
+        details.drain_metrics()
         ledger = self._make_ledger() if self._make_ledger is not None else None
         was_training = self._model.training
         self._model.eval()
@@ -77,16 +73,17 @@ class Evaluator:
             for step, batch in enumerate(self._batches(), start=1):
                 if should_stop():
                     break
-                self._evaluate(step, batch, ledger, details)
+                self._evaluate(step, batch, ledger)
         finally:
             self._model.train(was_training)
-        self.is_due = any(gather_from_ranks(should_stop(), world_size=self._world_size))
-        if self.is_due:
-            return {}
-        reduced = reduce_over_ranks(details.values(), self._plan, device=self._device, world_size=self._world_size)
+        if any(gather_from_ranks(should_stop(), world_size=self._world_size)):
+            return None
+        reduced = reduce_over_ranks(
+            details.drain_metrics(), details.metric_keys, device=self._device, world_size=self._world_size
+        )
         return self._named(reduced)
 
-    def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None, details: StepDetails) -> None:
+    def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None) -> None:
         micro = split(batch, self._accepted)
         state = None
         if ledger is not None and micro.carry is not None:
@@ -98,7 +95,7 @@ class Evaluator:
         if ledger is not None and micro.carry is not None and output.state is not None:
             carry = micro.carry
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
-        details.add(micro, result)
+        self._details.add(micro, result)
 
     def _named(self, reduced: dict[str, float]) -> dict[str, float]:
         cross_entropy = reduced.get("objective/token_ce")

@@ -55,10 +55,6 @@ class Sampler:
         self._draw = Draw(table.temperature, table.top_k, seed)
         self._prompt = prompt_ids(tokenizer, table.prompt, "sample.prompt")
 
-    def is_due(self, step: int) -> bool:
-        """Whether the config asks for a sample after `step`."""
-        return step % self._table.every == 0
-
     def run(self, step: int) -> None:
         """Generate, and send the text."""
         text = self._guard.run(self._text)

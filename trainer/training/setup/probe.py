@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.import_path import shown_path, told
 from trainer.metrics.batch_extras import check_inputs
-from trainer.training.setup.assembly import autocast_context, state_width
+from trainer.training.setup.parts import autocast_context, state_width
 from trainer.training.setup.plan import Plan, build_model
 from trainer.training.step.microbatch import accepted_inputs
 

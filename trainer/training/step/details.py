@@ -11,59 +11,62 @@ import torch
 from torch import Tensor
 
 from trainer.metrics.aggregate import SumCount
-from trainer.metrics.best_effort import BestEffort, SkipBatch
+from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.compose import ObjectiveOutput
 from trainer.objective.token_types import TokenTypeMismatch, token_type_sums
 from trainer.training.step.microbatch import IGNORED, MicroBatch
 
 
 class StepDetails:
-    """Collects one step's sums.
+    """Collects the sums of a logged step or of an evaluation.
 
     Args:
-        is_enabled: False on steps that do not log: `add` does nothing.
-        token_types: names of the token types; empty if they are not wanted or not known.
-        token_type_guard: a failure there costs this diagnostic alone.
-        per_source: also losses by source and modality.
-        per_source_guard: as `token_type_guard`, for these.
-        planned: keys that the reduction over ranks has a place for; a label that a data set of one's own makes up is left
-            out. None: all of them are.
+        components: names of the loss's components.
+        token_types: names of the token types; empty: no losses by token type.
+        sources, modalities: labels whose losses are reported; other labels, which a data set of one's own may make up, are
+            left out.
+        diagnostics: guards losses by token type and by label: a failure there costs that diagnostic alone.
     """
 
     def __init__(
         self,
-        is_enabled: bool,
+        components: Iterable[str],
         *,
-        token_types: Sequence[str],
-        token_type_guard: BestEffort,
-        per_source: bool,
-        per_source_guard: BestEffort | None = None,
-        planned: Collection[str] | None = None,
+        token_types: Sequence[str] = (),
+        sources: Collection[str] = (),
+        modalities: Collection[str] = (),
+        diagnostics: Diagnostics | None = None,
     ) -> None:
-        self._is_enabled = is_enabled
+        diagnostics = diagnostics or Diagnostics()
         self._token_types = token_types
-        self._token_type_guard = token_type_guard
-        self._per_source = per_source
-        self._per_source_guard = per_source_guard or BestEffort("per_source")
-        self._planned = planned
+        self._labels = {"source": ("dataset_labels", sources), "modality": ("dataset_segments", modalities)}
+        self._token_type_guard = diagnostics.best_effort("token_type")
+        self._label_guard = diagnostics.best_effort("per_source")
         self._sums: dict[str, SumCount] = {}
+        self.metric_keys: tuple[str, ...] = (
+            "loss",
+            "accuracy",
+            *(f"objective/{name}" for name in components),
+            *(f"token_type/{name}/{what}" for name in token_types for what in ("loss", "accuracy")),
+            *(f"{kind}/{name}/loss" for kind, (_, names) in self._labels.items() for name in names),
+        )
 
     def add(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Take in one micro-batch."""
-        if not self._is_enabled:
-            return
         self._put("loss", result.loss_sum.detach(), result.num_tokens)
         for name, (total, count) in result.parts.items():
             self._put(f"objective/{name}", total, count)
         self._put("accuracy", result.num_correct, result.num_tokens)
         if self._token_types and "token_types" in micro.extras:
             self._token_type_guard.run(self._add_token_types, micro, result)
-        if self._per_source:
-            self._per_source_guard.run(self._add_sources, micro, result)
+        for kind, (extra, names) in self._labels.items():
+            if names and (labels := micro.extras.get(extra)):
+                self._label_guard.run(self._add_labels, kind, names, labels, micro, result)
 
-    def values(self) -> dict[str, SumCount]:
-        """The sums of the step, by catalog key."""
-        return self._sums
+    def drain_metrics(self) -> dict[str, SumCount]:
+        """The sums since the last drain, by catalog key."""
+        drained, self._sums = self._sums, {}
+        return drained
 
     def _put(self, key: str, total: Tensor, count: Tensor) -> None:
         before = self._sums.get(key)
@@ -81,30 +84,12 @@ class StepDetails:
             self._put(f"token_type/{name}/loss", sums.loss[index], sums.num_tokens[index])
             self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])
 
-    def _add_sources(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        self._add_labels("source", micro.extras.get("dataset_labels", ()), micro, result)
-        self._add_labels("modality", micro.extras.get("dataset_segments", ()), micro, result)
-
-    def _add_labels(self, kind: str, labels: Sequence[str], micro: MicroBatch, result: ObjectiveOutput) -> None:
-        if labels and len(labels) != len(micro.targets):
+    def _add_labels(
+        self, kind: str, names: Collection[str], labels: Sequence[str], micro: MicroBatch, result: ObjectiveOutput
+    ) -> None:
+        if len(labels) != len(micro.targets):
             raise SkipBatch(f"{len(labels)} labels for {len(micro.targets)} rows")
-        for name in sorted(set(labels)):
-            key = f"{kind}/{name}/loss"
-            if self._planned is None or key in self._planned:
-                rows = torch.tensor([label == name for label in labels], device=result.token_loss.device)
-                count = (micro.targets[rows] != IGNORED).sum()
-                self._put(key, result.token_loss[rows].sum(), count)
-
-
-def detail_keys(
-    components: Iterable[str], token_types: Iterable[str], sources: Iterable[str], modalities: Iterable[str]
-) -> list[str]:
-    """Every key that `StepDetails.values` can hold: the plan of the reduction, the same on all ranks."""
-    return [
-        "loss",
-        "accuracy",
-        *(f"objective/{name}" for name in components),
-        *(f"token_type/{name}/{what}" for name in token_types for what in ("loss", "accuracy")),
-        *(f"source/{name}/loss" for name in sources),
-        *(f"modality/{name}/loss" for name in modalities),
-    ]
+        for name in sorted(set(labels).intersection(names)):
+            rows = torch.tensor([label == name for label in labels], device=result.token_loss.device)
+            count = (micro.targets[rows] != IGNORED).sum()
+            self._put(f"{kind}/{name}/loss", result.token_loss[rows].sum(), count)

@@ -39,11 +39,8 @@ class MicroBatch:
     """None: the rows have no groups, the model starts from zero."""
     extras: dict[str, Any]
     """Registered batch extras, for monitoring alone."""
-
-    @property
-    def meta(self) -> str:
-        """What is needed to find the batch again."""
-        return str(self.extras.get("instability_meta_json", "{}"))
+    meta: str = "{}"
+    """What identifies the batch, as JSON."""
 
 
 def accepted_inputs(model: nn.Module) -> frozenset[str] | None:
@@ -74,7 +71,7 @@ def split(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBat
     carry = Carry(**{key: rest.pop(key) for key in CARRY_KEYS}) if given else None
     if accepted is not None:
         check_inputs(rest, accepted)
-    return MicroBatch(rest, targets, carry, extras)
+    return MicroBatch(rest, targets, carry, extras, meta=str(extras.get("instability_meta_json", "{}")))
 
 
 def masked_copy(batch: Mapping[str, Any]) -> dict[str, Any]:

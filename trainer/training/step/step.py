@@ -1,17 +1,17 @@
-"""One optimizer step: a window of micro-batches, one gradient, one decision that all ranks share.
+"""One optimizer step: accumulate a window of micro-batches, launch the update, finish when its numbers have arrived.
 
-Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks over the number of tokens, N:
-what one big batch on one rank would give. N is known only after the window, so every micro-batch is scaled by the same
-constant kappa0 (1 / the most tokens a rank's window can hold), DDP averages over the W ranks, and the gradient is divided by
-c = kappa0 N / W when it is clipped: one multiplication that clipping needs anyway, and no collective before the window.
+Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks, divided by their number of
+tokens N: what one big batch on one rank would give. The host knows its own share of N before the window, but N itself only
+after a collective. To save that one, each micro-batch is scaled by the same constant kappa (1 / the most tokens that a rank's
+window can hold), DDP averages over the W ranks, and the gradient is divided by c = kappa N / W when it is clipped, in the
+multiplication that clipping needs anyway.
 
-Collectives. Beside DDP's own there is one all-reduce a step: the noise scale's sums, the token and loss sums and the votes
-(stop, background save finished) travel together. A NaN on one rank is a NaN in the sum, so a bad number is seen by all.
+Collectives. Beside DDP's own there is one all-reduce per step: token and loss sums, the votes (stop, background save written)
+and the noise scale's sums travel together. A NaN on one rank is a NaN in the sum, so all ranks see it.
 
-Waiting. With `settles_late`, `queue` decides on the device whether the optimizer steps, and `settle` reads what became of
-it: at once, or after the next step's forward and backward are queued. In the latter case the device never runs out of work,
-and a step that turns out bad has changed no weight; what the next one has done by then is taken back. Otherwise the host
-decides in `settle`.
+Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
+loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
+then: a bad step changed no weight, and a step without tokens changed nothing.
 """
 
 from __future__ import annotations
@@ -19,77 +19,66 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Objective
-from trainer.training.checkpointing.generators import generator_states, set_generator_states
-from trainer.training.step.accumulation import Accumulator
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.microbatch import IGNORED, MicroBatch
+from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.optimizer import set_lr
-from trainer.training.step.settle import (
-    HEAD,
-    LOSS_SUM,
-    REFUSED,
-    SAVED,
-    STOP,
-    TOKENS,
-    HostCopy,
-    QueuedStep,
-    scale_gradients,
-    step_unless,
-    supports_found_inf,
-)
+
+# Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
+TOKENS, LOSS_SUM, STOP, SAVED = range(4)
+HEAD = 4
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What of the config a step needs."""
+    """Settings of a step."""
 
     micro_batches: int
     max_tokens_per_micro: int
     clip_grad_norm: float
-    can_roll_back: bool
-    """A rejected step is taken back out of the ledger, since another one may follow."""
-    settles_late: bool = False
-    """Steps of which nothing has to be known at once may be settled during the next one, if the optimizer takes a
-    `found_inf` and there is no loss scaling. The ledger must be one whose steps are confirmed."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step whose work is queued and whose numbers are on their way to the host."""
+
+    numbers: HostCopy
+    ready_at: float
+    """When this rank reached the backward that reduces the gradient over ranks, by the step's clock, without the time that
+    it had spent waiting in the ledger's exchanges."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did; the same on every rank but for `details`."""
+    """The result of a step, the same on every rank."""
 
     is_empty: bool
-    """No rank had a token: the data have ended, and nothing was changed."""
+    """No rank had a token: the data are exhausted, and nothing was changed."""
     is_finite: bool
-    """False: the step was rejected, and weights, optimizer and ledger are as before."""
+    """False: the step was skipped; weights and optimizer are as before."""
     loss: float
     """Token-weighted over all micro-batches and ranks, nats per token."""
     tokens: int
-    """Trained on in this step, over all ranks."""
+    """Target tokens over all ranks."""
     grad_norm: float
-    """Of the true gradient, before clipping."""
+    """Of the true gradient, before clipping; of a skipped step the squared norm as it was."""
     should_stop: bool
     """Some rank was asked to stop."""
     all_saved: bool
-    """Every rank's background save is written."""
-    is_later_undone: bool
-    """The window that was run since the step was queued is taken back, and to be run again if the run goes on."""
-    ready_at: float
-    """When this rank came to the backward that reduces the gradient over ranks, by the step's clock, less the time for which
-    the ledger's exchanges held it up until then."""
-    details: StepDetails = field(repr=False)
-    """Local sums for logging."""
+    """The background save of every rank is written."""
 
 
 class TrainStep:
@@ -99,13 +88,10 @@ class TrainStep:
         model: DDP around the model, or the model itself on a single rank.
         ledger: where recurrent states live; None for a model without state.
         gns: hooks of the noise scale; None if it is off.
-        scaler: loss scaling for fp16 (disabled otherwise).
+        scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
+            `launch` waits for the device.
         autocast: makes the context in which forward and loss run.
-        details: makes the collector of what is logged beside the loss.
         clock: monotonic seconds.
-
-    Raises:
-        ValueError: late settling with a ledger that would wait for the device.
     """
 
     def __init__(
@@ -121,174 +107,124 @@ class TrainStep:
         world_size: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
-        details: Callable[[bool], StepDetails],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if settings.settles_late and ledger is not None and not ledger.is_confirmed:
-            raise ValueError("to settle late, the ledger must be one whose steps are confirmed")
+        self._model = model
         self._ledger = ledger
+        self._objective = objective
         self._optimizer = optimizer
         self._gns = gns
         self._scaler = scaler
-        self._settings = settings
+        self._clip_grad_norm = settings.clip_grad_norm
         self._world_size = world_size
         self._device = device
+        self._autocast = autocast
+        self._clock = clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._decides_on_device = settings.settles_late and supports_found_inf(optimizer) and not scaler.is_enabled()
-        self._queued: QueuedStep | None = None
-        # The generators' states before the window that was begun since the last `queue`.
-        self._later: dict[str, Tensor] | None = None
+        self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
         self._kappa = 1.0 / (settings.micro_batches * settings.max_tokens_per_micro)
-        self._accumulator = Accumulator(
-            model=model,
-            ledger=ledger,
-            objective=objective,
-            gns=gns,
-            scaler=scaler,
-            kappa=self._kappa,
-            device=device,
-            autocast=autocast,
-            details=details,
-            clock=clock,
-        )
+        self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self._ready_at = 0.0
 
-    @property
-    def settles_late(self) -> bool:
-        """Whether the next step may begin before this one is settled."""
-        return self._decides_on_device
-
-    def forward_backward(self, step: int, window: Sequence[MicroBatch], *, will_log: bool) -> None:
-        """Accumulate the gradient of `window`; the step before may still have to be settled.
+    def accumulate(self, step: int, window: Sequence[MicroBatch], *, details: StepDetails | None) -> None:
+        """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
 
         Args:
             step: global step, for the ledger's clock.
-            window: `micro_batches` of this rank.
-            will_log: collect what is logged beside the loss.
+            details: collects what is logged beside the loss; None on steps that do not log.
         """
-        if self._queued is not None:
-            self._later = generator_states(self._device)
-        self._sums = self._accumulator.run(step, window, will_log=will_log)
+        if self._ledger is not None:
+            self._ledger.begin_step(step)
+        if self._gns is not None:
+            self._gns.begin_window(len(window))
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._tokens = torch.zeros_like(self._loss_sum)
+        exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
+        for index, micro in enumerate(window):
+            is_last = index == len(window) - 1
+            carry = micro.carry if self._ledger is not None else None
+            state = None
+            if self._ledger is not None and carry is not None:
+                state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
+            with self._no_sync_unless(is_last):
+                with self._autocast():
+                    output = self._model(**micro.inputs, state=state)
+                    result = self._objective(output.logits, micro.targets, meta=micro.meta)
+                if is_last:
+                    exchanged = 0.0 if self._ledger is None else self._ledger.exchange_sec
+                    self._ready_at = self._clock() - (exchanged - exchanged_before)
+                self._backward(micro, result.loss_sum, is_last=is_last)
+            if self._ledger is not None and carry is not None and output.state is not None:
+                self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
+            if details is not None:
+                details.add(micro, result)
+            self._loss_sum += result.loss_sum.detach()
+            self._tokens += result.num_tokens
 
-    def conclude(self, *, lr: float, stop: bool, saved: bool) -> StepOutcome:
-        """`queue` and `settle` in one."""
-        self.queue(lr=lr, stop=stop, saved=saved)
-        return self.settle()
+    def _no_sync_unless(self, is_last: bool) -> AbstractContextManager[None]:
+        """DDP reduces the gradient in the window's last backward alone."""
+        if is_last or not isinstance(self._model, DistributedDataParallel):
+            return nullcontext()
+        return self._model.no_sync()
 
-    def queue(self, *, lr: float, stop: bool, saved: bool) -> None:
-        """Reduce over ranks, unscale, clip, optimizer step; or leave the weights as they were. `settle` must follow.
+    def _backward(self, micro: MicroBatch, loss_sum: Tensor, *, is_last: bool) -> None:
+        scaled: Any = self._scaler.scale(loss_sum * self._kappa)  # torch leaves backward without types
+        if self._gns is None:
+            scaled.backward()
+            return
+        row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
+        scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
+        self._gns.begin_micro(is_last)
+        scaled.backward()
+        self._gns.end_micro(row_tokens.sum() * (self._kappa * scale), row_tokens)
 
-        Nothing waits for the device, unless the host must decide whether to step: then that is left to `settle`.
+    def launch(self, *, lr: float, stop: bool, saved: bool) -> Launched:
+        """Reduce over ranks, scale and clip the gradient, and step the optimizer, or leave the weights as they were.
 
         Args:
-            lr: learning rate of this step.
             stop: this rank was asked to stop.
             saved: this rank's background save is written.
         """
-        assert self._queued is None, "the step before was not settled"
-        packed = self._reduced(stop=stop, saved=saved)
-        if self._scaler.is_enabled():
-            self._scaler.unscale_(self._optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        grad_sq = torch.stack([square_norm(gradient) for gradient in gradients]).sum()
-        self._queued = QueuedStep(
-            # Before the optimizer's work, for which nobody who reads it then waits.
-            numbers=HostCopy(torch.cat([packed, grad_sq.reshape(1)])),
-            sums=self._sums,
-            gradients=[] if self._decides_on_device else gradients,
-            lr=lr,
-            lr_before=self._optimizer.param_groups[0]["lr"],
-        )
-        if self._decides_on_device:
-            tokens, loss_sum = packed[TOKENS], packed[LOSS_SUM]
-            is_bad = ~(loss_sum.isfinite() & grad_sq.isfinite()) | (tokens == 0)
-            loss_factor = tokens * self._kappa / self._world_size
-            scale_gradients(gradients, loss_factor, grad_sq, self._settings.clip_grad_norm)
-            set_lr(self._optimizer, lr)
-            step_unless(is_bad, self._optimizer)
-            self._optimizer.zero_grad(set_to_none=True)
-
-    def _reduced(self, *, stop: bool, saved: bool) -> Tensor:
-        """The head and the noise scale's sums over all ranks, float64 on the device."""
-        # Filled there: a tensor made of numbers of the host would be copied, and waited for.
-        tokens = self._sums.tokens
-        head = [tokens, self._sums.loss_sum, *(torch.full_like(tokens, vote) for vote in (stop, saved))]
-        is_pending = self._ledger is not None and self._ledger.is_confirmed
-        head.append(self._ledger.num_refused() if self._ledger and is_pending else torch.zeros_like(tokens))
-        packed = torch.stack(head)
+        # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
+        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved)]
+        packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self._gns is not None:
             packed = torch.cat([packed, self._gns.local_sums()])
         if self._world_size > 1:
             dist.all_reduce(packed)
-        return packed
+        if self._scaler.is_enabled():
+            self._scaler.unscale_(self._optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        grad_sq = torch.stack([square_norm(gradient) for gradient in gradients]).sum()
+        # Copied before the optimizer's work is queued, for which `finish` then does not wait.
+        numbers = HostCopy(torch.cat([packed, grad_sq.reshape(1)]))
+        tokens, loss_sum = packed[TOKENS], packed[LOSS_SUM]
+        is_bad = ~(loss_sum.isfinite() & grad_sq.isfinite()) | (tokens == 0)
+        scale_gradients(gradients, tokens * self._kappa / self._world_size, grad_sq, self._clip_grad_norm)
+        set_lr(self._optimizer, lr)
+        if self._decides_on_device:
+            step_unless(is_bad, self._optimizer)
+        elif not bool(is_bad):
+            self._scaler.step(self._optimizer)
+        if self._scaler.is_enabled():
+            self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+        return Launched(numbers, self._ready_at)
 
-    def settle(self) -> StepOutcome:
-        """Read the queued step's numbers, and bring the host's state into line with them.
-
-        A window that was begun since then is taken back first, unless the numbers say that all went as expected: the outcome
-        then is that of a step that was settled at once, and `is_later_undone` that the window must be run again.
-        """
-        assert self._queued is not None, "no step is queued"
-        queued, self._queued = self._queued, None
-        *reduced, grad_sq = queued.numbers.read()
+    def finish(self, launched: Launched) -> StepOutcome:
+        """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
+        *reduced, grad_sq = launched.numbers.read()
         tokens, loss_sum = reduced[TOKENS], reduced[LOSS_SUM]
         factor = self._kappa * tokens / self._world_size
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
-        is_good = is_finite and tokens > 0
-        is_expected = is_good and reduced[STOP] == 0 and reduced[REFUSED] == 0
-        is_later_undone = self._later is not None and not is_expected
-        if is_later_undone:
-            self._take_back()
-        self._later = None
         if self._gns is not None and tokens > 0:
             self._gns.finish(reduced[HEAD:], grad_sq, grad_factor=factor)
-        grad_norm = math.sqrt(grad_sq) / factor if is_good else grad_sq
-        if self._decides_on_device and not is_good:
-            set_lr(self._optimizer, queued.lr_before)
-        elif not self._decides_on_device:
-            self._decide(queued, grad_norm, factor, is_good=is_good)
-        if self._ledger is not None:
-            self._close_step(self._ledger, queued, is_good=is_good, has_refused=reduced[REFUSED] > 0)
         return StepOutcome(
             is_empty=tokens == 0,
             is_finite=is_finite,
             loss=loss_sum / tokens if tokens else math.nan,
             tokens=int(tokens),
-            grad_norm=grad_norm,
+            grad_norm=math.sqrt(grad_sq) / factor if is_finite and tokens else grad_sq,
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self._world_size,
-            is_later_undone=is_later_undone,
-            ready_at=queued.sums.ready_at,
-            details=queued.sums.details,
         )
-
-    def _take_back(self) -> None:
-        """Undo what `forward_backward` has done since the last `queue`."""
-        assert self._later is not None
-        if self._ledger is not None:
-            self._ledger.rollback()
-        set_generator_states(self._later, self._device)
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def _close_step(self, ledger: Ledger, queued: QueuedStep, *, is_good: bool, has_refused: bool) -> None:
-        """Make the step final in the ledger, or take it back out. The data go on, so groups that ended in it are freed."""
-        if not is_good and self._settings.can_roll_back:
-            ledger.rollback()
-            carries = [micro.carry for micro in queued.sums.micros if micro.carry is not None]
-            ledger.release(np.concatenate([c.group_ids[c.is_last] for c in carries] or [np.empty(0, dtype=np.int64)]))
-        elif ledger.is_confirmed:
-            if has_refused:
-                ledger.refuse()
-            ledger.confirm()
-
-    def _decide(self, queued: QueuedStep, grad_norm: float, factor: float, *, is_good: bool) -> None:
-        """Step the optimizer, or do not, from here."""
-        if is_good:
-            limit = self._settings.clip_grad_norm
-            shrink = min(limit / (grad_norm + 1e-6), 1.0) if limit else 1.0
-            torch._foreach_mul_(queued.gradients, shrink / factor)
-            set_lr(self._optimizer, queued.lr)
-            # With loss scaling this skips by the scaler's own flag, which is the finiteness just tested.
-            self._scaler.step(self._optimizer)
-        if self._scaler.is_enabled():
-            self._scaler.update()
-        self._optimizer.zero_grad(set_to_none=True)

@@ -1,21 +1,13 @@
-"""A step's numbers on their way to the host, and what can be decided with them on the device before they are there.
+"""What a step decides and copies without the host waiting for the device.
 
-The step needs to know two things to step the optimizer: the factor on the gradient, and whether to step at all. Both stay on
-the device. The optimizer gets the second as `found_inf`, the flag by which torch's loss scaling makes a step do nothing.
+Whether the optimizer steps, and by how much the gradient is scaled, are known on the device first and stay there. The optimizer
+gets the decision as `found_inf`, the flag by which torch's loss scaling makes a step do nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-from trainer.training.step.accumulation import WindowSums
-
-# Places in the head of the reduced vector; the noise scale's sums follow.
-TOKENS, LOSS_SUM, STOP, SAVED, REFUSED = range(5)
-HEAD = 5
 
 
 class HostCopy:
@@ -31,36 +23,22 @@ class HostCopy:
             self._is_there.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[float]:
-        """The numbers. Waits until the device has come as far as the copy, and for nothing that was queued after it."""
+        """The numbers. Waits until the device has reached the copy, not for what was queued after it."""
         if self._is_there is not None:
             self._is_there.synchronize()
         values: list[float] = self._values.tolist()
         return values
 
 
-@dataclass(frozen=True)
-class QueuedStep:
-    """A step whose work is queued and whose numbers are on their way."""
-
-    numbers: HostCopy
-    """The reduced vector and, last, the gradient's squared norm."""
-    sums: WindowSums
-    gradients: list[Tensor]
-    """Where the host decides about the optimizer's step; empty if the device has."""
-    lr: float
-    lr_before: float
-    """Of the optimizer's last step, should this one not count."""
-
-
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer takes a `found_inf` on the device and then does nothing: torch's fused ones do."""
+    """Whether the optimizer accepts a `found_inf` on the device and then does nothing: torch's fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def step_unless(is_bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, which changes nothing if `is_bad` (bool [], on the device), decided there.
+    """`optimizer.step()`, which changes nothing if `is_bad` (bool [], on the device).
 
-    A first step makes the optimizer's state, zeros, also where it is bad.
+    The first step creates the optimizer's state, zeros, even if it is bad.
     """
     guarded: object = optimizer
     setattr(guarded, "found_inf", is_bad.float())  # noqa: B010 - torch knows the attribute, its types do not
@@ -71,19 +49,19 @@ def step_unless(is_bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def scale_gradients(gradients: list[Tensor], loss_factor: Tensor, grad_sq: Tensor, limit: float) -> None:
-    """Divide the gradients by `loss_factor` and shrink them to norm `limit` (0: as they are), all on the device.
+    """Divide the gradients by `loss_factor` and clip them to norm `limit`, in one multiplication.
 
     Args:
         loss_factor: c, where the gradients are c times the true ones; [] float64.
         grad_sq: squared norm of `gradients`, [] float64.
-        limit: largest norm of the true gradient.
+        limit: largest norm of the true gradient; 0: no clipping.
     """
     one = torch.ones_like(loss_factor)
     shrink = one
     if limit:
-        # A tensor over a tensor: a number over a tensor is the number times an inverse, which rounds twice.
+        # A tensor divided by a tensor: dividing a number multiplies by an inverse, which rounds twice.
         shrink = torch.minimum(one * limit / (grad_sq.sqrt() / loss_factor + 1e-6), one)
     scale = shrink / loss_factor
     if all(gradient.dtype == torch.float32 for gradient in gradients):
-        scale = scale.float()  # of the gradients' own type it takes one kernel for all of them
+        scale = scale.float()  # a scale of the gradients' own type takes one kernel for all of them
     torch._foreach_mul_(gradients, scale)

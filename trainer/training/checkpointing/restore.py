@@ -1,0 +1,77 @@
+"""Restores a run's state from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config.schema import RunConfig
+from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+from trainer.training.checkpointing import checkpoint as files
+from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.checkpointing.generators import set_generator_states
+from trainer.training.checkpointing.resume_checks import check_config
+from trainer.training.checkpointing.train_state import Position, TrainState
+
+logger = get_logger(__name__)
+
+
+def restore(
+    path: Path, saved: Mapping[str, Any], state: TrainState, config: RunConfig, info: RankInfo, device: torch.device
+) -> Position:
+    """Load a checkpoint into the parts of a run, and return where the run continues.
+
+    Args:
+        path: of the checkpoint.
+        saved: its state.json.
+
+    Raises:
+        UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
+    """
+    check_config(saved["config"], config)
+    saved_world_size = int(saved["world_size"])
+    try:
+        whole = files.read_tensors(path / files.MODEL_FILE)
+        parts = _read_parts(path, saved_world_size, state, info)
+    except CheckpointError as error:
+        raise UserError("--resume", str(error), "use auto, which falls back to a complete one") from None
+    try:
+        state.model.load_state_dict(whole["model"])
+    except RuntimeError as error:
+        problem = f"{path} holds another model: {str(error).splitlines()[-1].strip()}"
+        raise UserError("--resume", problem, "resume with the [model] it was trained with") from None
+    state.optimizer.load_state_dict(whole["optimizer"])
+    if state.scaler.is_enabled():
+        state.scaler.load_state_dict(whole["scaler"])
+    if state.ledger is not None:
+        state.ledger.load_state_dict([part["ledger"] for part in parts])
+    state.load_shared(saved)
+    own = parts[info.rank] if saved_world_size == info.world_size else None
+    if own is None:
+        text = "it was saved on %d rank(s), now there are %d: a step has another number of tokens"
+        logger.warning(text, saved_world_size, info.world_size)
+        state.dataset.load_state_dict([part["data"] for part in parts])
+    else:
+        set_generator_states(own["generators"], device)
+        state.dataset.load_state_dict(own["data"])
+    position = Position.of(state, int(saved["step"]))
+    position.evaluation_is_due = bool(saved.get("evaluation_is_due"))
+    if own is not None:
+        # Absent in checkpoints from before it was kept.
+        position.load_counts(state, own.get("unlogged", {}))
+    logger.info("resuming after step %d from %s", position.step, path)
+    return position
+
+
+def _read_parts(path: Path, saved_world_size: int, state: TrainState, info: RankInfo) -> list[dict[str, Any]]:
+    """The parts of all saving ranks; where this rank needs its own alone, that one in every place."""
+    if saved_world_size == info.world_size:
+        own = files.read_tensors(path / files.rank_file(info.rank))
+        if state.ledger is None or own["ledger"]["ownership"] == state.ledger.ownership:
+            return [own] * saved_world_size
+    return [files.read_tensors(path / files.rank_file(rank)) for rank in range(saved_world_size)]

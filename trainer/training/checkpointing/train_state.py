@@ -1,0 +1,94 @@
+"""What a checkpoint holds: the parts of a run that have a state, and where the run is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from trainer.data.blending.blend import BlendDataset
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.aggregate import WindowAggregator
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.spikes import SpikeDetector
+from trainer.metrics.tracker import MetricsTracker
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The parts of a run that have a state of their own."""
+
+    model: nn.Module
+    """Without DDP."""
+    dataset: BlendDataset
+    ledger: Ledger | None
+    """None for a model without state."""
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    tracker: MetricsTracker
+    gns: GradientNoiseScale | None
+    spikes: SpikeDetector | None
+
+    def shared(self) -> dict[str, Any]:
+        """The states that are the same on all ranks and fit JSON."""
+        return {
+            "tracker": self.tracker.state_dict(),
+            "gns": self.gns.state_dict() if self.gns is not None else None,
+            "spikes": self.spikes.state_dict() if self.spikes is not None else None,
+        }
+
+    def load_shared(self, saved: Mapping[str, Any]) -> None:
+        """Continue from `shared`."""
+        self.tracker.load_state_dict(saved["tracker"])
+        if self.gns is not None and saved["gns"] is not None:
+            self.gns.load_state_dict(saved["gns"])
+        # Absent in checkpoints from before spikes were detected.
+        if self.spikes is not None and saved.get("spikes") is not None:
+            self.spikes.load_state_dict(saved["spikes"])
+
+
+# What the host counts itself, beside the data set's metrics: see `Position.unlogged`.
+HOST_KEYS = ("non_finite_steps", "checkpoint/save_sec", "time/slowest_rank_sec", "time/fastest_rank_sec")
+
+
+@dataclass
+class Position:
+    """Where a run is, and what it has counted on the way."""
+
+    data_state: Any
+    """This rank's data set's, after the last batch of the last finished step."""
+    unlogged: WindowAggregator
+    """What the host has counted since the last logged step."""
+    step: int = 0
+    """Last finished step."""
+    evaluation_is_due: bool = False
+    """After the last finished step, or it was cut short; a resumed run begins with it."""
+    skipped_in_a_row: int = 0
+    first_step: int = 0
+    """The step that this process continued after."""
+    first_loss: float | None = None
+    last_loss: float | None = None
+    last_eval: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: TrainState, step: int = 0) -> Self:
+        """The position after `step`, of which `state` holds the data set's state."""
+        unlogged = WindowAggregator([*state.dataset.metric_keys, *HOST_KEYS])
+        return cls(state.dataset.state_dict(), unlogged, step=step, first_step=step)
+
+    def counts(self, state: TrainState) -> dict[str, Any]:
+        """What this rank has counted since the last logged step, for a checkpoint between two of them."""
+        counts = {"pool": self.unlogged.state_dict(), "in_a_row": self.skipped_in_a_row}
+        return counts if state.ledger is None else {**counts, "ledger": state.ledger.undrained()}
+
+    def load_counts(self, state: TrainState, saved: Mapping[str, Any]) -> None:
+        """Continue from `counts`; {} where the world size has changed."""
+        self.unlogged.load_state_dict(saved.get("pool", {}))
+        if "skipped" in saved:  # in checkpoints from before it was one of the counts
+            self.unlogged.add({"non_finite_steps": float(saved["skipped"])})
+        self.skipped_in_a_row = int(saved.get("in_a_row", 0))
+        if state.ledger is not None and "ledger" in saved:
+            state.ledger.load_undrained(saved["ledger"])

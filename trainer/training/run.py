@@ -1,0 +1,75 @@
+"""The parts of a run, assembled, and where it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trainer.config.schema import RunConfig
+from trainer.distributed.env import RankInfo
+from trainer.distributed.watchdog import Watchdog
+from trainer.metrics.rank_reduction import Reporter
+from trainer.metrics.sinks.events import EventWriter
+from trainer.metrics.spikes import SpikeDetector
+from trainer.metrics.tracker import MetricsTracker
+from trainer.training.checkpointing.saver import Saver
+from trainer.training.checkpointing.train_state import Position
+from trainer.training.evaluation.evaluator import Evaluator
+from trainer.training.evaluation.sampler import Sampler
+from trainer.training.progress import Progress
+from trainer.training.run_dir import StatusKeeper
+from trainer.training.signals import StopRequest
+from trainer.training.step.details import StepDetails
+from trainer.training.step.step import Launched, TrainStep
+from trainer.training.step.window import Window, WindowReader
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A step that was launched and is not finished."""
+
+    step: int
+    window: Window
+    launched: Launched
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run. Only `position` changes, and what the parts hold."""
+
+    config: RunConfig
+    info: RankInfo
+    device: torch.device
+    position: Position
+    windows: WindowReader
+    train_step: TrainStep
+    details: StepDetails
+    reporters: tuple[Reporter, ...]
+    """What a logged step reports beside its loss, `position.unlogged` and `details` among them."""
+    metric_keys: tuple[str, ...]
+    """Every key that a reporter of any rank can have."""
+    tracker: MetricsTracker
+    spikes: SpikeDetector | None
+    """None: not looked for."""
+    evaluator: Evaluator | None
+    sampler: Sampler | None
+    """Rank 0 only."""
+    saver: Saver
+    stop: StopRequest
+    watchdog: Watchdog | None
+    """None for a single rank."""
+    events: EventWriter | None
+    """Rank 0 only."""
+    progress: Progress
+    status: StatusKeeper | None
+    """Rank 0 only."""
+
+    def at(self, what: str, step: int) -> None:
+        """Record the current phase for the watchdog."""
+        if self.watchdog is not None:
+            self.watchdog.at(what, step)
+
+    def logs(self, step: int) -> bool:
+        """Whether `step` is logged; the same on all ranks."""
+        return self.tracker.will_log(step) or step == self.config.train.steps

@@ -1,0 +1,202 @@
+"""Opens a run: wraps the model for the ranks, opens the record, starts reading and puts the parts together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from trainer.data.loader import Loader
+from trainer.distributed.env import RankInfo
+from trainer.distributed.watchdog import start_watchdog
+from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.rank_reduction import Reporter
+from trainer.metrics.sinks.events import EventWriter
+from trainer.training.checkpointing.saver import Saver
+from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.evaluation.evaluator import Evaluator
+from trainer.training.evaluation.sampler import Sampler
+from trainer.training.messages import announce
+from trainer.training.progress import Progress
+from trainer.training.run import Run
+from trainer.training.run_dir import RunDir, StatusKeeper, environment
+from trainer.training.setup.data import HeldOut, max_tokens_per_micro
+from trainer.training.setup.parts import autocast_context, make_eval_ledger, make_objective, wrap_ddp
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sinks import make_sinks, wandb_id
+from trainer.training.signals import StopRequest
+from trainer.training.step.details import StepDetails
+from trainer.training.step.microbatch import accepted_inputs
+from trainer.training.step.step import StepSettings, TrainStep
+from trainer.training.step.window import WindowReader
+
+
+def open_run(
+    plan: Plan,
+    state: TrainState,
+    position: Position,
+    info: RankInfo,
+    device: torch.device,
+    run_dir: RunDir,
+    *,
+    held_out: HeldOut | None,
+    source: str | None,
+    wandb_run_id: str | None,
+    stop: StopRequest,
+    verdict: Callable[[], str] | None,
+    stack: ExitStack,
+) -> Run:
+    """The run, ready for its first step. Every rank must call it: wrapping the model communicates.
+
+    Args:
+        held_out: makes the micro-batches of an evaluation; None: no evaluations.
+        source: name of the checkpoint that it continues from; None without one.
+        wandb_run_id: of the wandb run that goes on; None for a new one.
+        verdict: gives the words on the run's health that stand beside the progress bar.
+        stack: closes what is opened here.
+    """
+    config, is_compiled = plan.config, plan.config.train.compile
+    events: EventWriter | None = None
+    if info.is_main:
+        events = EventWriter(run_dir.events)
+        stack.callback(events.close)
+        # Without a checkpoint too: the record of an earlier attempt goes on, and its steps come again.
+        is_restart = run_dir.metrics.exists() or source is not None
+        sinks = make_sinks(config, run_dir, wandb_run_id=wandb_run_id, on_event=events.write)
+        wandb_run_id = wandb_id(sinks)
+        state.tracker.init_backends(sinks)
+        if is_restart:
+            state.tracker.log_restart(position.step, checkpoint=source)
+            events.write({"event": "restart", "global_step": position.step, "checkpoint": source})
+        run_dir.write_status("running", reason="", step=position.step, wandb_run_id=wandb_run_id)
+        announce(plan, state.model, device, run_dir)
+    stack.callback(state.tracker.close)
+    diagnostics = Diagnostics(on_event=None if events is None else events.write)
+    if is_compiled:
+        state.model.compile()
+    objective, autocast = make_objective(config.objective), autocast_context(config, device)
+    train_step = TrainStep(
+        model=wrap_ddp(state.model, info, device),
+        ledger=state.ledger,
+        objective=objective,
+        optimizer=state.optimizer,
+        gns=state.gns,
+        scaler=state.scaler,
+        settings=StepSettings(
+            micro_batches=config.train.micro_batches,
+            max_tokens_per_micro=max_tokens_per_micro(plan),
+            clip_grad_norm=config.train.clip_grad_norm,
+        ),
+        world_size=info.world_size,
+        device=device,
+        autocast=autocast,
+    )
+    saver = Saver(
+        directory=run_dir.checkpoints,
+        table=config.checkpoint,
+        info=info,
+        state=state,
+        device=device,
+        shared={
+            "wandb_run_id": wandb_run_id,
+            "config": config.model_dump(mode="json"),
+            "environment": environment(info),
+        },
+        last_saved=position.step if source is not None else -1,
+    )
+    watchdog = start_watchdog(
+        info,
+        timeout_sec=config.distributed.timeout_sec,
+        log=run_dir.log_file(info.rank),
+        on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
+    )
+    if watchdog is not None:
+        stack.callback(watchdog.close)
+    details = _details(plan, diagnostics)
+    parts: tuple[Reporter | None, ...] = (position.unlogged, details, state.ledger, state.gns)
+    reporters = tuple(part for part in parts if part is not None)
+    loader = Loader(state.dataset, device=device, prefetch=config.data.prefetch)
+    stack.callback(loader.close)
+    accepted = accepted_inputs(state.model)
+    progress = Progress(
+        is_shown=info.is_main and sys.stderr.isatty(),
+        total=config.train.steps,
+        done=position.step,
+        name=config.run.name,
+        verdict=verdict,
+    )
+    stack.callback(progress.close)
+    return Run(
+        config=config,
+        info=info,
+        device=device,
+        position=position,
+        windows=WindowReader(
+            loader,
+            micro_batches=config.train.micro_batches,
+            accepted=accepted,
+            data_state=position.data_state,
+            rank=info.rank,
+        ),
+        train_step=train_step,
+        details=details,
+        reporters=reporters,
+        metric_keys=tuple(key for reporter in reporters for key in reporter.metric_keys),
+        tracker=state.tracker,
+        spikes=state.spikes,
+        evaluator=_evaluator(plan, state, info, device, diagnostics, held_out) if held_out is not None else None,
+        sampler=_sampler(plan, state, device, diagnostics, events) if config.sample.every and events else None,
+        saver=saver,
+        stop=stop,
+        watchdog=watchdog,
+        events=events,
+        progress=progress,
+        status=StatusKeeper(run_dir, wandb_run_id) if info.is_main else None,
+    )
+
+
+def _details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
+    objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
+    modalities = {stream.modality for source in plan.sources for stream in source.streams}
+    return StepDetails(
+        make_objective(objective).components,
+        token_types=plan.tokenizer.token_type_names if objective.token_types else (),
+        sources=[source.name for source in plan.sources] if is_by_source else (),
+        modalities=sorted(modalities) if is_by_source else (),
+        diagnostics=diagnostics,
+    )
+
+
+def _evaluator(
+    plan: Plan, state: TrainState, info: RankInfo, device: torch.device, diagnostics: Diagnostics, held_out: HeldOut
+) -> Evaluator:
+    return Evaluator(
+        model=state.model,
+        accepted=accepted_inputs(state.model),
+        objective=make_objective(plan.config.objective),
+        batches=held_out,
+        make_ledger=make_eval_ledger(plan, state.model, device),
+        details=_details(plan, diagnostics),
+        autocast=autocast_context(plan.config, device),
+        is_bytes=plan.config.data.tokenizer == "bytes",
+        world_size=info.world_size,
+        device=device,
+    )
+
+
+def _sampler(
+    plan: Plan, state: TrainState, device: torch.device, diagnostics: Diagnostics, events: EventWriter
+) -> Sampler:
+    return Sampler(
+        model=state.model,
+        tokenizer=plan.tokenizer,
+        table=plan.config.sample,
+        seed=plan.config.run.seed,
+        cell=plan.config.data.seq_len,
+        device=device,
+        autocast=autocast_context(plan.config, device),
+        guard=diagnostics.best_effort("sample"),
+        send=[events.write, state.tracker.log_event],
+    )

@@ -1,0 +1,119 @@
+"""The parts of a run, made from its plan: model, ledger, optimizer and what else has a state. No collective is run."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.config.schema import ObjectiveTable, RunConfig
+from trainer.distributed.env import RankInfo
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.spikes import SpikeDetector
+from trainer.metrics.tracker import MetricsTracker
+from trainer.objective.components import CoordSettings
+from trainer.objective.compose import Objective
+from trainer.training.checkpointing.train_state import TrainState
+from trainer.training.setup.data import make_blend
+from trainer.training.setup.plan import Plan, build_model
+from trainer.training.step.optimizer import build_optimizer
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_state(plan: Plan, info: RankInfo, device: torch.device) -> TrainState:
+    """Everything of a run that has a state, on this rank, as it is before the first step.
+
+    Raises:
+        UserError: something of the user's cannot be used.
+    """
+    config = plan.config
+    torch.manual_seed(config.run.seed)  # the same weights on every rank
+    model = build_model(config.model, plan.vocab_size).to(device)
+    torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
+    flops = getattr(model, "flops_per_token", None)
+    group = dist.group.WORLD if info.world_size > 1 else None
+    return TrainState(
+        model=model,
+        dataset=make_blend(plan, info),
+        ledger=make_ledger(plan, info, model, device),
+        optimizer=build_optimizer(model, config.optimizer),
+        scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
+        tracker=MetricsTracker(
+            log_interval=config.metrics.log_interval,
+            smoothing_alpha=config.metrics.smoothing_alpha,
+            num_devices=info.world_size,
+            device=device,
+            flops_per_token=flops(config.data.seq_len) if flops is not None else 0.0,
+            peak_tflops=config.metrics.peak_tflops,
+            rank=info.rank,
+        ),
+        gns=GradientNoiseScale(model, ema=config.gns.ema, process_group=group) if config.gns.enabled else None,
+        spikes=SpikeDetector(config.train.spike_sigma) if config.train.spike_sigma else None,
+    )
+
+
+def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> Ledger | None:
+    """The training ledger; None for a model without state."""
+    table, width = plan.config.ledger, state_width(model)
+    if width == 0:
+        return None
+    return Ledger(
+        state_width=width,
+        capacity=table.capacity,
+        wipe_mode=table.wipe_mode,
+        stale_threshold=table.stale_threshold,
+        sweep_every=table.sweep_every,
+        wipe_every=table.wipe_every,
+        device=device,
+        ownership="exchange" if plan.facts.ownership == "exchange" else "reader",
+        rank=info.rank,
+        world_size=info.world_size,
+    )
+
+
+def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:
+    """What makes an evaluation's own, empty ledger: as large as its groups in flight, never swept."""
+    if state_width(model) == 0:
+        return None
+    capacity = max(plan.facts.groups_in_flight, 1)
+    return lambda: Ledger(state_width=state_width(model), capacity=capacity, wipe_mode="none", device=device)
+
+
+def state_width(model: nn.Module) -> int:
+    """Numbers in one group's state, as the model says."""
+    width = model.state_width
+    assert isinstance(width, int)
+    return width
+
+
+def make_objective(table: ObjectiveTable) -> Objective:
+    """The loss of `[objective]`."""
+    coord = table.coord
+    settings = None if coord is None else CoordSettings(**coord.model_dump())
+    return Objective(z_loss=table.z_loss, coord=settings)
+
+
+def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Makes the context in which forward and loss run."""
+    dtype = AUTOCAST[config.train.precision]
+    if dtype is None:
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def wrap_ddp(model: nn.Module, info: RankInfo, device: torch.device) -> nn.Module:
+    """DDP around the model; the model itself on a single rank."""
+    if info.world_size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+    )
