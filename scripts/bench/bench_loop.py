@@ -33,12 +33,13 @@ from bench_table import Figure, print_figures, ratio_figure
 from trainer.config.load import load_config
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
+from trainer.training.checkpointing.train_state import Position
 from trainer.training.loop import run_loop
 from trainer.training.run_dir import RunDir
-from trainer.training.setup.assembly import autocast_context, make_blend, state_width, wrap_ddp
-from trainer.training.setup.build import build_parts, build_run
+from trainer.training.setup.data import make_blend
+from trainer.training.setup.open_run import open_run
+from trainer.training.setup.parts import autocast_context, make_state, state_width, wrap_ddp
 from trainer.training.setup.plan import Plan, build_model, make_plan
-from trainer.training.setup.sinks import make_sinks
 from trainer.training.signals import StopRequest
 from trainer.training.step.microbatch import IGNORED, MicroBatch, accepted_inputs, split
 from trainer.training.step.optimizer import build_optimizer, lr_at, set_lr
@@ -205,16 +206,30 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, bare: BareLoop |
     """The whole trainer from its first to its last step."""
     run_dir = RunDir(folder / "run")
     run_dir.create()
-    parts = build_parts(plan, ALONE, device, run_dir)
-    with open("/dev/null", "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        parts.tracker.init_backends(make_sinks(plan.config, run_dir, wandb_run_id=None, on_event=lambda event: None))
-        state = parts.dataset.state_dict()
-        run = build_run(parts, step=0, data_state=state, events=None, stop=StopRequest(lambda name: None))
+    with (
+        open("/dev/null", "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.ExitStack() as stack,
+    ):
+        state = make_state(plan, ALONE, device)
+        run = open_run(
+            plan,
+            state,
+            Position.of(state),
+            ALONE,
+            device,
+            run_dir,
+            held_out=None,
+            source=None,
+            wandb_run_id=None,
+            stop=StopRequest(lambda name: None),
+            verdict=None,
+            stack=stack,
+        )
         alternating = Alternating(bare, device)
         run_loop(dataclasses.replace(run, progress=alternating))  # type: ignore[arg-type]
-        run.loader.close()
-        parts.tracker.close()
-        parts.close()
+        if state.gns is not None:
+            state.gns.close()
     return alternating
 
 

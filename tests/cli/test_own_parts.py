@@ -108,7 +108,7 @@ def test_the_run_ends_when_the_data_do(tmp_path):
     data = "data.source=[{name='own', target='own_parts:counting', args={length=7}}]"
     result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", data)
     assert result.returncode == 0, result.stderr
-    assert "done at step 4 of 20: the data have ended" in result.stderr
+    assert "done at step 4 of 20: data exhausted" in result.stderr
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["tokens_in_step"] for row in rows.values()] == [32, 32, 32, 16]
 

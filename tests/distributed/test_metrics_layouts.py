@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
-from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
+from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.model.build import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
-from trainer.training.step.details import StepDetails, detail_keys
+from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.step import StepSettings, TrainStep
 
@@ -49,7 +47,7 @@ def make_model() -> torch.nn.Module:
 def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     """What rank `rank` of `world` logs of one step over its share of the rows."""
     inner = make_model()
-    details = partial(StepDetails, token_types=TYPES, token_type_guard=BestEffort("token_type"), per_source=True)
+    details = StepDetails(("token_ce", "z_loss", "coord"), token_types=TYPES, sources=("left", "right"))
     step = TrainStep(
         model=DistributedDataParallel(inner) if world > 1 else inner,
         ledger=None,
@@ -57,11 +55,10 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
         gns=None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=1.0, can_roll_back=False),
+        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=1.0),
         world_size=world,
         device=torch.device("cpu"),
         autocast=nullcontext,
-        details=details,
     )
     data, share, window = rows(), ROWS // (world * micros), []
     for index in range(micros):
@@ -69,10 +66,9 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         part = slice(first, first + share)
         extras = {"token_types": data["types"][part], "dataset_labels": LABELS[part]}
         window.append(MicroBatch({"tokens": data["tokens"][part]}, data["targets"][part], None, extras))
-    step.forward_backward(1, window, will_log=True)
-    outcome = step.conclude(lr=1.0, stop=False, saved=False)
-    plan = rank_operations(detail_keys(("token_ce", "z_loss", "coord"), TYPES, ("left", "right"), ()))
-    reduced = reduce_over_ranks(outcome.details.values(), plan, device="cpu", world_size=world)
+    step.accumulate(1, window, details=details)
+    outcome = step.finish(step.launch(lr=1.0, stop=False, saved=False))
+    reduced = reduce_over_ranks(details.drain_metrics(), details.metric_keys, device="cpu", world_size=world)
     assert reduced["loss"] == pytest.approx(outcome.loss, rel=1e-12), "both ways to the loss agree"
     return {**reduced, "loss": outcome.loss, "grad_norm": outcome.grad_norm, "tokens_in_step": float(outcome.tokens)}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from trainer.config.load import load_config
 from trainer.data.corpus.key_recall import REVEALED, build_key_recall
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.training.loop import next_window
+from trainer.training.checkpointing.train_state import Position
 from trainer.training.run_dir import RunDir
-from trainer.training.setup.build import build_parts, build_run
+from trainer.training.setup.open_run import open_run
+from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan
 from trainer.training.signals import StopRequest
 from trainer.training.step.microbatch import MicroBatch
@@ -89,29 +91,43 @@ def without_release(window: Sequence[MicroBatch]) -> list[MicroBatch]:
 def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: bool = True) -> Result:
     """Train the shipped config, changed by `overrides`."""
     config = load_config(CONFIG, [source_override(corpus), f"train.steps={steps}", "eval.every=0", *overrides])
-    info = RankInfo(rank=0, local_rank=0, world_size=1)
-    parts = build_parts(make_plan(config, CONFIG, 1), info, torch.device("cpu"), RunDir(directory))
-    training = build_run(
-        parts, step=0, data_state=parts.dataset.state_dict(), events=None, stop=StopRequest(lambda name: None)
+    info, device, run_dir = RankInfo(), torch.device("cpu"), RunDir(directory)
+    run_dir.create()
+    plan = make_plan(config, CONFIG, 1)
+    state = make_state(plan, info, device)
+    stack = ExitStack()
+    training = open_run(
+        plan,
+        state,
+        Position.of(state),
+        info,
+        device,
+        run_dir,
+        held_out=None,
+        source=None,
+        wandb_run_id=None,
+        stop=StopRequest(lambda name: None),
+        verdict=None,
+        stack=stack,
     )
     oracle = StaleOracle(config.ledger.stale_threshold)
     answers: list[tuple[float, float]] = []
     result = Result(0.0, {}, [], [])
     for step in range(1, steps + 1):
-        window = next_window(training).micros
+        window = training.windows.read().micros
         window = window if releases else without_release(window)
-        training.train_step.forward_backward(step, window, will_log=True)
+        training.train_step.accumulate(step, window, details=training.details)
         lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)
-        outcome = training.train_step.conclude(lr=lr, stop=False, saved=False)
-        total, count = outcome.details.values()["token_type/digit/loss"]
+        training.train_step.finish(training.train_step.launch(lr=lr, stop=False, saved=False))
+        total, count = training.details.drain_metrics()["token_type/digit/loss"]
         answers.append((float(total), float(count)))
-        drained = training.ledger.drain_metrics()
+        drained = state.ledger.drain_metrics()
         result.false_by_step.append(drained[FALSE])
         result.counts = {key: result.counts.get(key, 0.0) + value for key, value in drained.items()}
         carry = window[0].carry
         columns = (carry.group_ids.tolist(), carry.cell_index.tolist(), carry.is_last.tolist())
         result.expected_by_step.append(oracle.step(step, *columns))
-    training.loader.close()
+    stack.close()
     totals, counts = zip(*answers[-200:], strict=True)
     result.loss = sum(totals) / sum(counts)
     return result

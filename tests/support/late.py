@@ -1,71 +1,18 @@
-"""Steps that are settled late, on the CPU, which otherwise settles at once."""
+"""Runs whose steps are read one step late, against the same run with every step logged, and so read at once."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.fault_runs import row_differences
-from tests.support.faulty_model import Fault
+from tests.support.fault_runs import MEASURED
 from tests.support.ranks import checkpoint_differences
-from trainer.training.setup import assembly
-from trainer.training.step.step import TrainStep
+from tests.support.runs import read_rows
+from trainer.metrics.catalog.lookup import is_known, lookup
 
-
-@dataclass
-class Settled:
-    """What the steps of a run in this process did."""
-
-    late: int = 0
-    """Steps that were settled when another had begun."""
-    undone: list[int] = field(default_factory=list)
-    """Steps whose first window was taken back."""
-
-
-def settle_late(monkeypatch: pytest.MonkeyPatch) -> Settled:
-    """From here on runs of this process and of its forks settle late on the CPU."""
-    seen = Settled()
-    monkeypatch.setattr(assembly, "LATE_DEVICES", frozenset({"cpu"}))
-    settle, forward_backward = TrainStep.settle, TrainStep.forward_backward
-    last = [0]
-
-    def note_step(self: TrainStep, step: int, *args: Any, **kwargs: Any) -> None:
-        last[0] = step
-        forward_backward(self, step, *args, **kwargs)
-
-    def note(self: TrainStep) -> Any:
-        seen.late += self._later is not None
-        outcome = settle(self)
-        if outcome.is_later_undone:
-            seen.undone.append(last[0])
-        return outcome
-
-    monkeypatch.setattr(TrainStep, "forward_backward", note_step)
-    monkeypatch.setattr(TrainStep, "settle", note)
-    return seen
-
-
-def strike_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faulty model's `step` then is the global step, also where a window is run twice."""
-    now = {"step": 0, "micro": 0}
-    forward_backward, strikes = TrainStep.forward_backward, Fault.strikes
-
-    def note_step(self: TrainStep, step: int, *args: Any, **kwargs: Any) -> None:
-        now.update(step=step, micro=0)
-        forward_backward(self, step, *args, **kwargs)
-
-    def strikes_now(self: Fault, mode: str) -> bool:
-        if mode == "train":
-            self.count[mode] = (now["step"] - 1) * self.micro_batches + now["micro"]
-            now["micro"] += 1
-        return strikes(self, mode)
-
-    monkeypatch.setattr(TrainStep, "forward_backward", note_step)
-    monkeypatch.setattr(Fault, "strikes", strikes_now)
+# Both are of the steps that are logged alone, by definition.
+OWN = (*MEASURED, "gns/skipped")
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
@@ -74,16 +21,46 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key != "time"} for line in lines]
 
 
-def run_differences(one: Path, other: Path) -> list[str]:
-    """Where two runs differ: numbers, events, checkpoints and how they ended; times apart."""
-    found = row_differences(one, other)
-    if events(one) != events(other):
-        found.append(f"events: {events(one)} and {events(other)}")
-    names = [sorted(path.name for path in (run / "checkpoints").glob("step_*")) for run in (one, other)]
+def combined(rows: list[dict[str, float]], key: str) -> float | None:
+    """What the last of several rows would hold, had the others not been logged."""
+    how = "last" if key == "tokens_in_step" else lookup(key).window
+    values = [row[key] for row in rows if key in row]
+    if how == "sum":
+        return sum(values)
+    if how in ("max", "min"):
+        return (max if how == "max" else min)(values, default=None)
+    return rows[-1].get(key)
+
+
+def row_differences_of_windows(every: Path, late: Path) -> list[str]:
+    """Where the rows of `late` are not what the rows of `every`, which has all steps, come to."""
+    rows, found = [read_rows(path / "metrics.jsonl") for path in (every, late)], []
+    since = 0
+    for (mode, step), row in rows[1].items():
+        if mode == "eval":
+            found += [f"eval {step}"] * (row != rows[0][mode, step])
+            continue
+        window = [rows[0]["train", at] for at in range(since + 1, step + 1)]
+        since = step
+        for key, value in row.items():
+            base = key.removesuffix("_max")
+            is_worst = base != key and is_known(base) and lookup(base).ranks == "sum_and_worst"
+            if not key.startswith(OWN) and not is_worst and combined(window, key) != value:
+                found.append(f"{step} {key}: {value}, not {combined(window, key)}")
+    return found
+
+
+def run_differences(every: Path, late: Path) -> list[str]:
+    """Where a run that reads late differs from one that reads every step at once: rows, events, checkpoints, the end."""
+    found = row_differences_of_windows(every, late)
+    if events(every) != events(late):
+        found.append(f"events: {events(every)} and {events(late)}")
+    names = [sorted(path.name for path in (run / "checkpoints").glob("step_*")) for run in (every, late)]
     if names[0] != names[1]:
         return [*found, f"checkpoints: {names}"]
     for name in names[0]:
-        found += checkpoint_differences(one / "checkpoints" / name, other / "checkpoints" / name)
-    ends = [json.loads((run / "status.json").read_text(encoding="utf-8")) for run in (one, other)]
+        found += checkpoint_differences(every / "checkpoints" / name, late / "checkpoints" / name)
+    ends = [json.loads((run / "status.json").read_text(encoding="utf-8")) for run in (every, late)]
     found += [f"status: {ends}" for key in ("state", "reason", "last_step") if ends[0][key] != ends[1][key]]
-    return found
+    # What was counted since the last logged step is in the checkpoint of the run that did not log it.
+    return [line for line in found if ".unlogged" not in line and "gns.gauges.drained" not in line]

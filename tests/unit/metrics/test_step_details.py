@@ -7,29 +7,30 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.objective.compose import Objective
-from trainer.training.step.details import StepDetails, detail_keys
+from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import MicroBatch
 
 TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])
 LOGITS = torch.tensor([[[0.0, 2.0, 0.0]] * 3, [[3.0, 0.0, 1.0]] * 3], dtype=torch.float64)
-PLANNED = detail_keys(("token_ce",), ("x", "y"), ("left", "right"), ("text",))
 
 
-def collected(extras: dict[str, Any], planned: list[str] | None = PLANNED) -> tuple[dict[str, float], list[BestEffort]]:
+def collected(extras: dict[str, Any]) -> tuple[dict[str, float], list[BestEffort]]:
     """The means of one micro-batch with these extras, and the two guards."""
-    guards = [BestEffort("token_type"), BestEffort("per_source")]
+    diagnostics = Diagnostics()
     details = StepDetails(
-        True,
+        ("token_ce",),
         token_types=("x", "y"),
-        token_type_guard=guards[0],
-        per_source=True,
-        per_source_guard=guards[1],
-        planned=planned,
+        sources=("left", "right"),
+        modalities=("text",),
+        diagnostics=diagnostics,
     )
     details.add(MicroBatch({}, TARGETS, None, extras), Objective()(LOGITS, TARGETS))
-    sums = details.values()
+    sums = details.drain_metrics()
+    assert sums.keys() <= set(details.metric_keys)
+    assert details.drain_metrics() == {}
+    guards = [diagnostics.best_effort(name) for name in ("token_type", "per_source")]
     return {key: float(value.total / value.weight) for key, value in sums.items() if float(value.weight)}, guards
 
 
@@ -42,7 +43,7 @@ def test_losses_by_source_and_modality_are_those_of_their_rows():
     assert values["accuracy"] == pytest.approx(2 / 3)
 
 
-def test_a_label_outside_the_plan_is_left_out_and_the_others_stay():
+def test_a_label_that_is_not_known_is_left_out_and_the_others_stay():
     values, guards = collected({"dataset_labels": ["left", "made up"], "dataset_segments": ["text", "made up"]})
     assert {key for key in values if "/loss" in key} == {"source/left/loss", "modality/text/loss"}
     assert all(guard.enabled for guard in guards)
@@ -70,9 +71,3 @@ def test_extras_of_another_kind_cost_their_diagnostic_alone(extras, guard, capsy
     assert {"loss", "accuracy", "objective/token_ce"} <= values.keys()
     assert [g.enabled for g in guards] == [guard != 0, guard != 1]
     assert capsys.readouterr().err.count("WARNING") == 1
-
-
-def test_a_step_that_does_not_log_collects_nothing():
-    details = StepDetails(False, token_types=(), token_type_guard=BestEffort("t"), per_source=True)
-    details.add(MicroBatch({}, TARGETS, None, {"dataset_labels": 7}), Objective()(LOGITS, TARGETS))
-    assert details.values() == {}

@@ -14,7 +14,7 @@ from trainer.data.mixing.pool import EXHAUST_EVENTS
 from trainer.distributed.env import RankInfo
 from trainer.preview.forecast import Forecast, count_run
 from trainer.preview.shapes import SourceShape, source_shape
-from trainer.training.setup.assembly import make_blend
+from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, make_plan
 
 MODES = [

@@ -12,7 +12,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,23 +20,20 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.support.late import settle_late
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.build import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training import loop
 from trainer.training.main import train
-from trainer.training.run_state import Run
+from trainer.training.run import Run, StepInFlight
 from trainer.training.signals import STOP_SIGNALS
-from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
-from trainer.training.step.settle import HEAD, HostCopy
-from trainer.training.step.step import StepSettings, TrainStep
+from trainer.training.step.on_device import HostCopy
+from trainer.training.step.step import HEAD, StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
 META = torch.device("meta")
@@ -100,8 +96,6 @@ def make_step(
         stale_threshold=2,
         wipe_every=2,
         device=device,
-        keep_undo=True,
-        is_confirmed=True,
     )
     step = TrainStep(
         model=model,
@@ -114,15 +108,11 @@ def make_step(
             micro_batches=MICROS,
             max_tokens_per_micro=ROWS * LENGTH,
             clip_grad_norm=1.0,
-            can_roll_back=True,
-            settles_late=True,
         ),
         world_size=1,
         device=device,
         autocast=nullcontext,
-        details=partial(StepDetails, token_types=(), token_type_guard=BestEffort("x"), per_source=False),
     )
-    assert step.settles_late
     return step, ledger
 
 
@@ -131,48 +121,28 @@ def numbers_of_a_good_step(monkeypatch):
     """What the host is told, since `meta` has no numbers; whoever reads them elsewhere fails."""
     read: list[torch.Tensor] = []
 
-    def told(self: HostCopy) -> list[float]:
+    def numbers(self: HostCopy) -> list[float]:
         read.append(self._values)
         values = [0.0] * self._values.numel()
         values[:2], values[-1] = [50.0, 100.0], 2.0
         return values
 
-    monkeypatch.setattr(HostCopy, "read", told)
+    monkeypatch.setattr(HostCopy, "read", numbers)
     return read
 
 
 @pytest.mark.parametrize("wipe_mode", ["lru", "full", "periodic_stale"])
 def test_steps_that_do_not_log_read_nothing_but_the_step_before(numbers_of_a_good_step, wipe_mode):
-    step, ledger = make_step(META, GuardedSgd, wipe_mode=wipe_mode)
+    step, _ = make_step(META, GuardedSgd, wipe_mode=wipe_mode)
+    launched = None
     for number, window in enumerate(itertools.islice(windows(META), 8), start=1):
         with NoBlockingCopies():
-            step.forward_backward(number, window, will_log=False)
-            if number > 1:
-                outcome = step.settle()
-                assert (outcome.loss, outcome.is_later_undone) == (2.0, False)
-            step.queue(lr=0.1, stop=False, saved=False)
+            step.accumulate(number, window, details=None)
+            previous, launched = launched, step.launch(lr=0.1, stop=False, saved=False)
+            if previous is not None:
+                assert step.finish(previous).loss == 2.0
     assert len(numbers_of_a_good_step) == 7
     assert all(values.shape == (HEAD + 10 + 1,) for values in numbers_of_a_good_step)
-    assert ledger.drain_metrics()["ledger/live_groups"] > 0
-
-
-def test_a_ledger_that_is_not_confirmed_cannot_settle_late():
-    step, _ = make_step(META, GuardedSgd)
-    checked = Ledger(state_width=16, capacity=4, wipe_mode="none", keep_undo=True)
-    with pytest.raises(ValueError, match="steps are confirmed"):
-        TrainStep(
-            model=nn.Linear(1, 1),
-            ledger=checked,
-            objective=Objective(),
-            optimizer=GuardedSgd(nn.Linear(1, 1).parameters()),
-            gns=None,
-            scaler=torch.amp.GradScaler("cpu", enabled=False),
-            settings=step._settings,
-            world_size=1,
-            device=torch.device("cpu"),
-            autocast=nullcontext,
-            details=lambda will_log: pytest.fail("not reached"),
-        )
 
 
 def test_the_check_sees_a_reading_of_each_kind():
@@ -224,12 +194,12 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
         guard(name)
     take_step, read_copy = loop.take_step, HostCopy.read
 
-    def forbid(run: Run) -> str | None:
-        step = run.step + (1 if run.unsettled is None else 2)
-        is_forbidden[0] = not loop.is_settled_at_once(run, step)
+    def forbid(run: Run, previous: StepInFlight | None) -> tuple[str | None, StepInFlight | None]:
+        step = run.position.step + (1 if previous is None else 2)
+        is_forbidden[0] = not loop.is_read_at_once(run, step)
         forbidden.extend([step] * is_forbidden[0])
         try:
-            return take_step(run)
+            return take_step(run, previous)
         finally:
             is_forbidden[0] = False
 
@@ -242,7 +212,6 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
 
     monkeypatch.setattr(loop, "take_step", forbid)
     monkeypatch.setattr(HostCopy, "read", allow)
-    settle_late(monkeypatch)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         assert train(config, path, str(tmp_path / "run")) == 0
@@ -260,14 +229,16 @@ def fused(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 def test_cuda_finds_no_synchronisation_in_steps_that_do_not_log():
     device = torch.device("cuda")
     step, ledger = make_step(device, fused)
+    launched = None
     for number, window in zip(range(1, 9), list(itertools.islice(windows(device), 8)), strict=True):
         torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
         try:
-            step.forward_backward(number, window, will_log=False)
-            if number > 1:
-                assert not step.settle().is_later_undone
-            step.queue(lr=0.1, stop=False, saved=False)
+            step.accumulate(number, window, details=None)
+            previous, launched = launched, step.launch(lr=0.1, stop=False, saved=False)
+            if previous is not None:
+                assert step.finish(previous).is_finite
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert step.settle().is_finite
+    assert launched is not None
+    assert step.finish(launched).is_finite
     assert ledger.drain_metrics()["ledger/live_groups"] > 0

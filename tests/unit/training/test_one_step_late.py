@@ -1,0 +1,175 @@
+"""A run whose steps are read one step late is, number for number, the run whose steps are read at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support.late import events, run_differences
+from tests.support.runs import read_rows, write_tiny_config
+from trainer.config.load import load_config
+from trainer.training.main import train
+from trainer.training.step.window import WindowReader
+
+EXTRA = """
+stdout = "off"
+
+[eval]
+every = 14
+batches = 2
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 11
+keep_last = 9
+"""
+STEPS = 16
+# Logged are 1, 8 and 16, saved is 11, evaluated 14: read at once. The others are read after the next step is launched, or,
+# before one that is read at once (7, 10, 13, 15), before it starts.
+SETTINGS = (
+    "model.target=tests.support.faulty_model:build",
+    f"train.steps={STEPS}",
+    "checkpoint.resume=auto",
+)
+LRU = ("ledger.wipe_mode=lru", "ledger.capacity=16")
+
+
+@pytest.fixture
+def both(tmp_path, monkeypatch):
+    """Train in this process, reading every step at once and then late; both runs' directories."""
+    path = write_tiny_config(tmp_path, EXTRA)
+
+    def go(*settings: str, fault: dict[str, object] | None = None, code: int = 0):
+        monkeypatch.setenv("FAULT", json.dumps(fault or {}))
+        directories = {"every": 1, "late": 8}
+        for name, interval in directories.items():
+            config = load_config(path, [*SETTINGS, f"metrics.log_interval={interval}", *settings])
+            assert train(config, path, str(tmp_path / name)) == code
+        return [tmp_path / name for name in directories]
+
+    return go
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        LRU,
+        ("ledger.wipe_mode=full", "ledger.wipe_every=3", "metrics.per_source=true"),
+        ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2", "ledger.sweep_every=2"),
+        ("train.on_non_finite=skip", "train.micro_batches=1", "gns.enabled=false"),
+        ("sample.every=10", "sample.tokens=2", "checkpoint.background=true"),
+    ],
+)
+def test_the_numbers_are_those_of_steps_read_at_once(both, settings):
+    every, late = both(*settings)
+    assert run_differences(every, late) == []
+    assert any(key.startswith("stream_mixing/") for key in read_rows(late / "metrics.jsonl")["train", STEPS])
+
+
+def test_a_resumed_run_continues_as_if_it_had_never_stopped(both):
+    assert run_differences(*both("train.steps=9")) == []
+    assert run_differences(*both()) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "step"), [("nan", 2), ("nan", 7), ("nan", 8), ("inf_gradient", 11), ("nan", 12), ("inf_gradient", 15)]
+)
+def test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights(both, step, what):
+    fault = {"what": what, "step": step, "micro": 1}
+    every, late = both("train.on_non_finite=skip", *LRU, fault=fault)
+    assert run_differences(every, late) == []
+    assert [event["global_step"] for event in events(late) if event["event"] == "non_finite"] == [step]
+
+
+@pytest.mark.parametrize(("step", "steps"), [(2, 3), (6, 2)])
+def test_bad_steps_in_a_row_are_each_counted_once(both, step, steps):
+    fault = {"what": "nan", "step": step, "steps": steps}
+    every, late = both("train.on_non_finite=skip", fault=fault)
+    assert run_differences(every, late) == []
+    rows = read_rows(late / "metrics.jsonl")
+    assert sum(row.get("non_finite_steps", 0) for row in rows.values()) == steps
+
+
+@pytest.mark.parametrize("step", [2, 7, 8, 9, 13])
+def test_a_run_that_must_stop_ends_with_the_row_of_the_bad_step(both, step):
+    fault = {"what": "nan", "step": step, "micro": 1}
+    every, late = both(fault=fault, code=1)
+    for run_dir in (every, late):
+        status = json.loads((run_dir / "status.json").read_text())
+        assert (status["state"], status["last_step"]) == ("failed", step)
+    assert events(every) == events(late)
+    rows = [read_rows(run_dir / "metrics.jsonl")["train", step] for run_dir in (every, late)]
+    assert rows[1]["non_finite_steps"] == 1
+    last = (late / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["non_finite"]["loss"] == "nan"
+    # The next step may have been launched: what is ahead by it is left out, so nothing that is there may differ.
+    shared = [key for key in rows[1] if key.startswith("stream_mixing/active") or key in ("lr", "tokens_in_step")]
+    assert {key: rows[1][key] for key in shared} == {key: rows[0][key] for key in shared}
+    assert any(key.startswith("ledger/") for key in rows[1]) == (step == 8)
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_at_the_same_step(both):
+    fault = {"what": "nan", "step": 4, "steps": 9}
+    every, late = both("train.on_non_finite=skip", "train.max_skips=2", "eval.every=0", fault=fault, code=1)
+    assert events(every) == events(late)
+    for run_dir in (every, late):
+        status = json.loads((run_dir / "status.json").read_text())
+        assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
+
+
+@pytest.mark.parametrize(("policy", "step"), [("stop", 2), ("stop", 8), ("skip", 3), ("skip", 7)])
+def test_a_state_that_is_not_finite_is_dropped_and_the_run_goes_on(both, policy, step):
+    """The state of one row is NaN while the loss is not: the group starts from zero."""
+    fault = {"what": "nan_state", "step": step, "micro": 0}
+    every, late = both(f"train.on_non_finite={policy}", fault=fault)
+    rows = read_rows(late / "metrics.jsonl")
+    assert sum(row.get("ledger/refused_rows", 0) for row in rows.values()) == 1
+    assert run_differences(every, late) == []
+
+
+@pytest.mark.parametrize(("fault", "last"), [({"step": 2, "micro": 1}, 3), ({"step": 7}, 7), ({"step": 11}, 11)])
+def test_a_stop_takes_effect_one_step_later_unless_the_step_is_read_at_once(both, fault, last):
+    # Steps 7 and 11 are followed by one that is read at once, or are one.
+    _, late = both(fault={"what": "signal", **fault})
+    status = json.loads((late / "status.json").read_text())
+    assert (status["state"], status["last_step"]) == ("stopped", last)
+    assert (late / "checkpoints" / f"step_{last:08d}" / "COMPLETE").exists()
+    # Both go on to the end, from where each was stopped.
+    resumed = both()
+    assert [line for line in run_differences(*resumed) if not line.startswith(("events", "checkpoints"))] == []
+
+
+@pytest.mark.parametrize(("policy", "micro_batches"), [("stop", 2), ("skip", 3)])
+def test_the_data_end_at_the_same_step_and_the_run_can_be_resumed(both, policy, micro_batches):
+    settings = (
+        f"train.on_non_finite={policy}",
+        f"train.micro_batches={micro_batches}",
+        "train.steps=9999",
+        "data.mixing.repeat=false",
+        "data.mixing.batch_size=12",
+        "data.seq_len=64",
+        "ledger.wipe_mode=periodic_stale",
+        "ledger.stale_threshold=2",
+        "ledger.sweep_every=1",
+        "eval.every=0",
+        "checkpoint.every=0",
+    )
+    every, late = both(*settings)
+    # The steps without tokens moved nothing but the ledger's clock and its sweeps.
+    assert [line for line in run_differences(every, late) if ".ledger" not in line] == []
+    for run_dir in (every, late, *both(*settings)):
+        status = json.loads((run_dir / "status.json").read_text())
+        assert (status["state"], status["reason"]) == ("done", "data exhausted")
+
+
+def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
+    batch = {"tokens": torch.ones(2, 3), "targets": torch.ones(2, 3, dtype=torch.int64)}
+    loaded = [type("Loaded", (), {"batch": batch, "state": "after 1", "metrics": {"lr": 1.0}})()]
+    reader = WindowReader(iter(loaded), micro_batches=2, accepted=None, data_state="before", rank=0)  # type: ignore[arg-type]
+    first, second = reader.read(), reader.read()
+    assert (first.data_state, second.data_state) == ("after 1", "after 1")
+    assert [len(window.metrics) for window in (first, second)] == [1, 0]
+    assert [int((micro.targets != -100).sum()) for micro in first.micros] == [6, 0]
