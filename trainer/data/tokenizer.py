@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 from trainer.errors import UserError
 
 
@@ -43,11 +43,11 @@ class Tokenizer(Protocol):
         """Type of each id."""
         ...
 
-    def encode(self, text: str) -> IntArray:
+    def encode(self, text: str) -> Ints:
         """The ids of a text, without any beginning or end mark."""
         ...
 
-    def decode(self, ids: IntArray) -> str:
+    def decode(self, ids: Ints) -> str:
         """The text of some ids; the beginning mark is left out."""
         ...
 
@@ -81,11 +81,11 @@ class BytesTokenizer:
     def __init__(self) -> None:
         self.token_type_table: npt.NDArray[np.int8] | None = _byte_types(self.token_type_names)
 
-    def encode(self, text: str) -> IntArray:
+    def encode(self, text: str) -> Ints:
         """The UTF-8 bytes, int64 [n]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
-    def decode(self, ids: IntArray) -> str:
+    def decode(self, ids: Ints) -> str:
         """The text; bytes that are no UTF-8 become U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
@@ -119,11 +119,11 @@ class HuggingFaceTokenizer:
         self.bos_id = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         self.vocab_size = self.bos_id + 1
 
-    def encode(self, text: str) -> IntArray:
+    def encode(self, text: str) -> Ints:
         """Ids without special tokens, int64 [n]."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
-    def decode(self, ids: IntArray) -> str:
+    def decode(self, ids: Ints) -> str:
         """The text of the ids below the vocabulary."""
         text: str = self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.bos_id], skip_special_tokens=False)
         return text
@@ -146,13 +146,13 @@ class IdsTokenizer:
         self.bos_id = vocab_size
         self.vocab_size = vocab_size + 1
 
-    def encode(self, text: str) -> IntArray:
+    def encode(self, text: str) -> Ints:
         """Refuse: ids have no text."""
         raise UserError(
             "data.tokenizer", '"ids" cannot tokenise text', 'use "bytes" or a tokenizer.json for text files'
         )
 
-    def decode(self, ids: IntArray) -> str:
+    def decode(self, ids: Ints) -> str:
         """The ids themselves, separated by spaces."""
         return " ".join(str(int(i)) for i in ids if i != self.bos_id)
 

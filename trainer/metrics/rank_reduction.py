@@ -112,7 +112,7 @@ def _combine(gathered: _Matrix, entries: Sequence[tuple[str, RankReduction]]) ->
 
 def reduce_over_ranks(
     local: Mapping[str, Value],
-    plan: MetricPlan,
+    keys: Iterable[str] | MetricPlan,
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str,
@@ -122,7 +122,7 @@ def reduce_over_ranks(
 
     Args:
         local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count.
-        plan: the same on every rank.
+        keys: every key that any rank may have; the same on every rank.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
 
     Returns:
@@ -132,6 +132,7 @@ def reduce_over_ranks(
     Raises:
         KeyError: a local key is not in the plan.
     """
+    plan = keys if isinstance(keys, MetricPlan) else MetricPlan.from_keys(keys)
     gathered = _gather(_pack(local, plan.entries, device), group, world_size)
     return _combine(gathered, plan.entries)
 

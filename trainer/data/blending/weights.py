@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 from trainer.errors import UserError
 
 # Far inside float64's range: no sum of weights overflows and no interpolated weight underflows to zero, so a weight
@@ -46,7 +46,7 @@ class ConstantWeight:
         """The weight at x."""
         return self.value
 
-    def evaluate_many(self, xs: IntArray) -> npt.NDArray[np.float64]:
+    def evaluate_many(self, xs: Ints) -> npt.NDArray[np.float64]:
         """The weights at all xs, equal to `evaluate` at each."""
         return np.full(len(xs), self.value)
 
@@ -106,7 +106,7 @@ class ScheduledWeight:
         share = (x - left) / (right - left)
         return (ys[after - 1] * (1.0 - share) + ys[after] * share) * self.scale
 
-    def evaluate_many(self, xs: IntArray) -> npt.NDArray[np.float64]:
+    def evaluate_many(self, xs: Ints) -> npt.NDArray[np.float64]:
         """The weights at all xs, equal (to the bit) to `evaluate` at each."""
         knots = np.fromiter(self.points, np.int64)
         values = np.fromiter(self.points.values(), np.float64)
@@ -170,7 +170,7 @@ def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -
     return ConstantWeight(a.value * b.value, path_b)
 
 
-Batches = TypeVar("Batches", int, IntArray)
+Batches = TypeVar("Batches", int, Ints)
 
 
 def positions(unit: str, batches: Batches, micro_batches: int) -> Batches:

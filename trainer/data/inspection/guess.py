@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
+from trainer.arrays import Ints
 from trainer.data.corpus.documents import Progress
-from trainer.data.formats.documents import ReadOptions
-from trainer.data.formats.registry import format_name
-from trainer.data.inspection.survey import open_stream, token_chunks
-from trainer.data.keyed import IntArray
+from trainer.data.formats.documents import Kind, ReadOptions
+from trainer.data.formats.registry import file_kind, format_name, load_documents, takes_option
+from trainer.data.inspection.survey import token_chunks
 from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 
-Kind = Literal["text", "ids"]
 UNBOUNDED = 1 << 40  # more ids than any vocabulary has
 PEEK_BYTES = 1 << 20
 # Ids of a vocabulary below a million leave at most this in the upper half of a 32-bit word.
@@ -50,7 +47,7 @@ class Look:
         largest_id: the largest token id, and how often it occurs.
     """
 
-    lengths: list[IntArray]
+    lengths: list[Ints]
     largest_id: int
     largest_id_count: int
 
@@ -65,55 +62,20 @@ def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None 
     dtypes: dict[str, str] = {}
     formats = set()
     for stream in streams:
-        name = format_name(Path(stream.path), format)
+        path = Path(stream.path)
+        name = format_name(path, format)
         formats.add(name)
-        examples.setdefault(_kind(Path(stream.path), name), stream.path)
-        if name == "bin" and dtype is None:
-            dtypes.setdefault(
-                guess_dtype(_two_stretches(Path(stream.path)), Path(stream.path).stat().st_size), stream.path
-            )
+        examples.setdefault(file_kind(path, name), stream.path)
+        if dtype is None and takes_option(name, "dtype"):
+            dtypes.setdefault(guess_dtype(_two_stretches(path), path.stat().st_size), stream.path)
     if len(examples) > 1:
         problem = f"is text, and {examples['ids']} holds token ids: one run reads one of the two"
         raise UserError(examples["text"], problem, "name the files of one kind, with a glob in quotes")
     if len(dtypes) > 1:
         seen = ", ".join(f"{path} looks like {each}" for each, path in dtypes.items())
         raise UserError("dtype", f"differs between the files: {seen}", "give --dtype, or name the files of one dtype")
-    found = dtype if "bin" in formats else None
+    found = dtype if any(takes_option(name, "dtype") for name in formats) else None
     return Guess(next(iter(examples)), tuple(sorted(formats)), next(iter(dtypes), found))
-
-
-def _kind(path: Path, format: str) -> Kind:
-    if format in ("npy", "bin", "megatron"):
-        return "ids"
-    if format == "jsonl":
-        return "ids" if "tokens" in _first_record(path) else "text"
-    if format == "parquet":
-        return _parquet_kind(path)
-    return "text"
-
-
-def _first_record(path: Path) -> dict[str, Any]:
-    """The first line of JSON; empty where it is none, which reading the file says better."""
-    try:
-        with path.open("rb") as lines:
-            first = next((line for line in lines if line.strip()), b"{}")
-        record = json.loads(first)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _parquet_kind(path: Path) -> Kind:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        problem = "needs the package pyarrow, which is not installed"
-        raise UserError(str(path), problem, "run: pip install 'trainer[parquet]'") from None
-    try:
-        names = parquet.read_schema(path).names
-    except Exception:  # noqa: BLE001 - pyarrow says it in many ways, and reading the file says it better
-        return "text"
-    return "ids" if "tokens" in names else "text"
 
 
 def _two_stretches(path: Path) -> bytes:
@@ -170,17 +132,16 @@ def look(
     """
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
     options = ReadOptions(bounded, found.dtype, eod)
-    lengths: list[IntArray] = []
+    lengths: list[Ints] = []
     largest, count = 0, 0
     for number, stream in enumerate(streams):
         if report is not None:
             report(number, len(streams), stream.relative_path)
-        documents = open_stream(stream, options, format)
-        lengths.append(np.asarray(documents.lengths))
+        documents = load_documents(stream.path, format, options)
+        lengths.append(documents.lengths)
         for chunk in token_chunks(documents) if tokenizer == "ids" else ():
             top = int(chunk.max(initial=0))
             if top >= largest:
                 count = int((chunk == top).sum()) + (count if top == largest else 0)
                 largest = top
-        documents.close()
     return Look(lengths, largest, count)

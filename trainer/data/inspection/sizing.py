@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 from trainer.data.streams.holdout import held_out
 
 CELLS_PER_DOCUMENT = 8  # carried state has something to do
@@ -35,7 +35,7 @@ class Sizes:
     holdout_fraction: float
 
 
-def choose_sizes(paths: Sequence[str], lengths: Sequence[IntArray], *, share: float = 1.0) -> Sizes:
+def choose_sizes(paths: Sequence[str], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
     """Sizes that fill the rows of a batch and let a run see the data about once, within `STEPS_RANGE`.
 
     Args:
@@ -69,7 +69,7 @@ def choose_sizes(paths: Sequence[str], lengths: Sequence[IntArray], *, share: fl
     )
 
 
-def _cell(lengths: IntArray, total: int) -> tuple[int, bool]:
+def _cell(lengths: Ints, total: int) -> tuple[int, bool]:
     """(seq_len, pack): half of all tokens lie in documents of at least about `CELLS_PER_DOCUMENT` cells."""
     ordered = np.sort(lengths)
     typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
@@ -84,7 +84,7 @@ def _power_of_two(value: int, lowest: int, highest: int) -> int:
     return int(np.clip(1 << max(value, 1).bit_length() - 1, lowest, highest))
 
 
-def _holdout(paths: Sequence[str], lengths: Sequence[IntArray], total: int) -> float:
+def _holdout(paths: Sequence[str], lengths: Sequence[Ints], total: int) -> float:
     """The smallest usual fraction that holds some tokens out and leaves most; 0 where none does."""
     for fraction in HOLDOUT_FRACTIONS:
         held = sum(

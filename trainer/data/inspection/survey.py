@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.arrays import Ints
 from trainer.data.corpus.documents import Progress
-from trainer.data.formats.documents import Documents, ReadOptions, TokenArray
-from trainer.data.formats.registry import format_name, open_documents
-from trainer.data.keyed import IntArray
+from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable
+from trainer.data.formats.registry import format_name, load_documents
 from trainer.data.streams.groups import build_groups
 from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class Survey:
     """
 
     streams: list[StreamFacts]
-    counts: IntArray = field(repr=False)
+    counts: Ints = field(repr=False)
 
     def total(self, seq_len: int, modality: str | None = None) -> dict[str, float]:
         """The facts of one modality, or of all, added up."""
@@ -78,19 +78,7 @@ def _padding(tokens: int, cells: int, seq_len: int) -> float:
     return 1.0 - tokens / (cells * seq_len) if cells else 0.0
 
 
-def open_stream(stream: Stream, options: ReadOptions, format: str) -> Documents:
-    """The documents of a stream."""
-    return open_documents(
-        stream.path,
-        format=format,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        eod=options.eod,
-        text_split=options.text_split,
-    )
-
-
-def token_chunks(documents: Documents) -> Iterator[TokenArray]:
+def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
     """Every token of every document once, some documents at a time.
 
     Raises:
@@ -135,7 +123,7 @@ def survey(
     for number, stream in enumerate(streams):
         if report is not None:
             report(number, len(streams), stream.relative_path)
-        documents = open_stream(stream, options, format)
+        documents = load_documents(stream.path, format, options)
         lengths = documents.lengths
         groups = build_groups(
             lengths,
@@ -161,7 +149,6 @@ def survey(
             padding_share=_padding(tokens, cells, seq_len),
         )
         found.append(facts)
-        documents.close()
     if report is not None:
         report(len(streams), len(streams), "done")
     return Survey(found, counts)

@@ -10,7 +10,8 @@ from pathlib import Path
 from trainer.data.corpus.documents import Progress
 from trainer.data.corpus.manifest import MANIFEST_NAME, StreamEntry, read_manifest
 from trainer.data.formats.documents import ReadOptions
-from trainer.data.inspection.survey import open_stream, token_chunks
+from trainer.data.formats.registry import load_documents
+from trainer.data.inspection.survey import token_chunks
 from trainer.data.streams.layout import Stream
 from trainer.errors import UserError
 
@@ -83,10 +84,9 @@ def verify(
         try:
             if entries is not None:
                 _compare(Path(stream.path), entries.pop(stream.relative_path, None))
-            documents = open_stream(stream, options, format)
+            documents = load_documents(stream.path, format, options)
             num_tokens += sum(len(chunk) for chunk in token_chunks(documents))
             num_documents += documents.num_documents
-            documents.close()
         except UserError as error:
             errors.append(error)
     absent = f"is in {MANIFEST_NAME}, but not here"

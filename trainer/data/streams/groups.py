@@ -11,8 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.data.keyed import IntArray, mix64, stable_hash
+from trainer.arrays import Ints
+from trainer.data.keyed import stable_hash
 from trainer.data.streams.packing import pack_rows
+from trainer.hashing import splitmix64
 
 
 @dataclass(frozen=True)
@@ -32,46 +34,46 @@ class GroupTable:
 
     namespace: str
     relative_path: str
-    documents: IntArray
-    first_cells: IntArray
-    num_cells: IntArray
-    cell_offsets: IntArray
-    segment_offsets: IntArray
-    segment_documents: IntArray
+    documents: Ints
+    first_cells: Ints
+    num_cells: Ints
+    cell_offsets: Ints
+    segment_offsets: Ints
+    segment_documents: Ints
 
     @property
     def num_groups(self) -> int:
         """G."""
         return len(self.documents)
 
-    def ids_of(self, groups: IntArray) -> IntArray:
+    def ids_of(self, groups: Ints) -> Ints:
         """Stable 63-bit ids of some groups, of the shape of `groups`."""
         return group_ids(self.namespace, self.relative_path, self.documents[groups], self.first_cells[groups])
 
     @cached_property
-    def group_ids(self) -> IntArray:
+    def group_ids(self) -> Ints:
         """The ids of all groups, int64 [G]."""
         return self.ids_of(np.arange(self.num_groups))
 
 
-def group_ids(namespace: str, relative_path: str, documents: IntArray, first_cells: IntArray) -> IntArray:
+def group_ids(namespace: str, relative_path: str, documents: Ints, first_cells: Ints) -> Ints:
     """Ids in [0, 2^63) from the source's name, the stream's relative path, the document index and the run's start.
 
     Other streams do not enter, so adding one never renames a group.
     """
     base = np.uint64(stable_hash("group", namespace, relative_path))
-    mixed = mix64(documents.astype(np.uint64) ^ base)
-    mixed = mix64(mixed + mix64(first_cells.astype(np.uint64)))
+    mixed = splitmix64(documents.astype(np.uint64) ^ base)
+    mixed = splitmix64(mixed + splitmix64(first_cells.astype(np.uint64)))
     return (mixed >> np.uint64(1)).astype(np.int64)
 
 
-def _offsets(counts: IntArray) -> IntArray:
+def _offsets(counts: Ints) -> Ints:
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
 
 
-def _runs(documents: IntArray, lengths: IntArray, seq_len: int, max_cells: int) -> tuple[IntArray, IntArray, IntArray]:
+def _runs(documents: Ints, lengths: Ints, seq_len: int, max_cells: int) -> tuple[Ints, Ints, Ints]:
     """(document, first cell, number of cells) of each run of the documents' cells."""
     cells = -(-lengths // seq_len)
     if cells.max(initial=0) <= max_cells:
@@ -83,8 +85,8 @@ def _runs(documents: IntArray, lengths: IntArray, seq_len: int, max_cells: int) 
 
 
 def build_groups(
-    lengths: IntArray,
-    kept: IntArray,
+    lengths: Ints,
+    kept: Ints,
     *,
     namespace: str,
     relative_path: str,

@@ -7,8 +7,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.keyed import mix64, stable_hash
+from trainer.data.keyed import stable_hash
 from trainer.errors import UserError
+from trainer.hashing import splitmix64
 
 Split: TypeAlias = Literal["train", "holdout", "all"]
 SPLITS: tuple[Split, ...] = ("train", "holdout", "all")
@@ -29,7 +30,7 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
     held out at one fraction is also held out at every larger one.
     """
     base = np.uint64(stable_hash("holdout", relative_path))
-    hashes = mix64(mix64(np.arange(num_documents, dtype=np.uint64)) ^ base)
+    hashes = splitmix64(splitmix64(np.arange(num_documents, dtype=np.uint64)) ^ base)
     uniforms = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return uniforms < fraction
 

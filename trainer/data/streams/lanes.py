@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 
 
-def cut_slices(cells: IntArray, num_slices: int) -> IntArray:
+def cut_slices(cells: Ints, num_slices: int) -> Ints:
     """Cut groups into contiguous slices of about the same number of cells.
 
     Returns:
@@ -28,12 +28,12 @@ def cut_slices(cells: IntArray, num_slices: int) -> IntArray:
     ideal = ends[-1] * np.arange(num_slices + 1) / num_slices
     right = np.minimum(np.searchsorted(ends, ideal), len(cells))
     left = np.maximum(right - 1, 0)
-    bounds: IntArray = np.where(ideal - ends[left] < ends[right] - ideal, left, right).astype(np.int64)
+    bounds: Ints = np.where(ideal - ends[left] < ends[right] - ideal, left, right).astype(np.int64)
     bounds[0], bounds[-1] = 0, len(cells)
     return bounds
 
 
-def _next_slots(loads: IntArray, length: int, count: int) -> tuple[IntArray, IntArray]:
+def _next_slots(loads: Ints, length: int, count: int) -> tuple[Ints, Ints]:
     """Where `count` groups of one length go, one after another, each to the lane with the least cells.
 
     Lane j offers the slots loads[j], loads[j] + length, ...; the groups take the `count` smallest, lower lanes first.
@@ -53,12 +53,12 @@ def _next_slots(loads: IntArray, length: int, count: int) -> tuple[IntArray, Int
     return lanes, loads + np.bincount(lanes, minlength=num_lanes) * length
 
 
-def _small(values: IntArray) -> npt.NDArray[Any]:
+def _small(values: Ints) -> npt.NDArray[Any]:
     """The values in 16 bits where they fit: numpy sorts those by radix, ten times as fast."""
     return values.astype(np.int16) if len(values) and values.min() >= -(2**15) and values.max() < 2**15 else values
 
 
-def assign_lanes(cells: IntArray, num_lanes: int) -> tuple[IntArray, IntArray]:
+def assign_lanes(cells: Ints, num_lanes: int) -> tuple[Ints, Ints]:
     """Give each group a lane, longest group first, always to the lane with the least cells.
 
     All groups of one length are placed together: a slice has few different lengths, and may have millions of groups.
@@ -80,7 +80,7 @@ def assign_lanes(cells: IntArray, num_lanes: int) -> tuple[IntArray, IntArray]:
     return rank[lanes], loads[by_load]
 
 
-def plan_length(cells: IntArray, num_lanes: int) -> int:
+def plan_length(cells: Ints, num_lanes: int) -> int:
     """Batches that a plan over these groups has: the cells of its fullest lane, whatever the order of the groups."""
     return int(assign_lanes(cells, num_lanes)[1][0]) if len(cells) else 0
 
@@ -99,11 +99,11 @@ class LanePlan:
         begins: the batch at which each begins, int64 [n].
     """
 
-    loads: IntArray
-    order: IntArray
-    lanes: IntArray
-    first_cells: IntArray
-    begins: IntArray
+    loads: Ints
+    order: Ints
+    lanes: Ints
+    first_cells: Ints
+    begins: Ints
 
     @property
     def num_batches(self) -> int:
@@ -114,13 +114,13 @@ class LanePlan:
         """Cells read before a batch, over all lanes."""
         return int(np.minimum(self.loads, batch).sum())
 
-    def taken(self, num_cells: IntArray, batches: int) -> IntArray:
+    def taken(self, num_cells: Ints, batches: int) -> Ints:
         """Cells of each group that the first batches read, by the groups' positions; `num_cells` likewise, int64 [n]."""
         taken = np.empty(len(self.order), dtype=np.int64)
         taken[self.order] = np.clip(batches - self.begins, 0, num_cells[self.order])
         return taken
 
-    def rows(self, start: int, stop: int) -> tuple[IntArray, IntArray]:
+    def rows(self, start: int, stop: int) -> tuple[Ints, Ints]:
         """The cells that the batches [start, stop) read.
 
         Returns:
@@ -137,20 +137,18 @@ class LanePlan:
         return cells, np.where(runs, self.order[at], -1)
 
     @cached_property
-    def _keys(self) -> IntArray:
+    def _keys(self) -> Ints:
         return self.begins + self.lanes * (self.num_batches + 1)
 
 
-def _argsort(priority: npt.NDArray[np.float64]) -> IntArray:
+def _argsort(priority: npt.NDArray[np.float64]) -> Ints:
     """A stable argsort. The fast one is as good where no two priorities are equal, as good as always."""
     order = np.argsort(priority)
     in_order = priority[order]
     return np.argsort(priority, kind="stable") if (in_order[1:] == in_order[:-1]).any() else order
 
 
-def plan_lanes(
-    first_cells: IntArray, num_cells: IntArray, priority: npt.NDArray[np.float64], num_lanes: int
-) -> LanePlan:
+def plan_lanes(first_cells: Ints, num_cells: Ints, priority: npt.NDArray[np.float64], num_lanes: int) -> LanePlan:
     """Lay groups on lanes.
 
     Lanes are filled longest group first, which keeps them level; within a lane the groups follow their priority, so

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 
 
-def pack_rows(lengths: IntArray, capacity: int) -> IntArray:
+def pack_rows(lengths: Ints, capacity: int) -> Ints:
     """Best-fit decreasing: the row of each document, int64 [n]; no row holds more than `capacity` tokens.
 
     Rows are numbered in the order of their first documents. The free room of all open rows is kept as one bit set, so

@@ -184,7 +184,7 @@ def build_run(
         autocast=autocast_context(config, parts.device),
         details=_details_maker(parts),
     )
-    pool_keys = list(parts.dataset.metric_ops)
+    pool_keys = parts.dataset.metric_keys
     ledger_keys = list(parts.ledger.drain_metrics()) if parts.ledger is not None else []
     return Run(
         config=config,
