@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, or a Hugging Face `tokenizer.json` (extra `tokenizers`)."""
+"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for files of token ids."""
 
 from __future__ import annotations
 
@@ -13,42 +13,25 @@ from trainer.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """What the data side asks of a tokenizer.
+    """What trainer.data needs of a tokenizer."""
 
-    `token_type_table` (int8 [vocab_size], or None) maps an id to an index of `token_type_names`.
-    """
-
-    @property
-    def name(self) -> str:
-        """What the tokenizer is called in messages and fingerprints."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, the one for the beginning of a document included."""
-        ...
-
-    @property
-    def bos_id(self) -> int:
-        """The input before a document's first token."""
-        ...
-
-    @property
-    def token_type_names(self) -> tuple[str, ...]:
-        """Names of the token types; empty if the tokenizer knows none."""
-        ...
-
-    @property
-    def token_type_table(self) -> npt.NDArray[np.int8] | None:
-        """Type of each id."""
-        ...
+    name: str
+    """For messages and fingerprints."""
+    vocab_size: int
+    """Number of ids, including `bos_id`."""
+    bos_id: int
+    """The input before a document's first token."""
+    token_type_names: tuple[str, ...]
+    """Names of the token types; empty if the tokenizer has none."""
+    token_type_table: npt.NDArray[np.int8] | None
+    """int8 [vocab_size], the type of each id as an index of `token_type_names`; None if the tokenizer has none."""
 
     def encode(self, text: str) -> Ints:
-        """The ids of a text, without any beginning or end mark."""
+        """The ids of a text, without any beginning or end mark, int64 [n]."""
         ...
 
     def decode(self, ids: Ints) -> str:
-        """The text of some ids; the beginning mark is left out."""
+        """The text of some ids, without the beginning mark."""
         ...
 
 
@@ -86,12 +69,12 @@ class BytesTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Ints) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD."""
+        """The text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. One id beyond its vocabulary is added to begin a document.
+    """A `tokenizer.json`. One id beyond its vocabulary is added to begin documents.
 
     Raises:
         UserError: the package is not installed, or the file cannot be read as a tokenizer.
@@ -115,12 +98,12 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:
             raise UserError(path, f"is not a readable tokenizer.json ({error})", "save it again") from error
-        self.name = f"{Path(path).name}"
+        self.name = Path(path).name
         self.bos_id = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         self.vocab_size = self.bos_id + 1
 
     def encode(self, text: str) -> Ints:
-        """Ids without special tokens, int64 [n]."""
+        """The ids, without special tokens: a mark of the tokenizer's own would stand in the middle of a packed row."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: Ints) -> str:
@@ -130,10 +113,10 @@ class HuggingFaceTokenizer:
 
 
 class IdsTokenizer:
-    """No tokenizer at all, for files that hold token ids: the vocabulary is given, and one id is added to begin documents.
+    """No tokenizer, for files of token ids: the vocabulary size is given, and one id is added to begin documents.
 
     Raises:
-        UserError: the vocabulary's size is not positive; or, from `encode`, there is text to tokenise.
+        UserError: the vocabulary size is not positive; from `encode`: always.
     """
 
     name = "ids"
@@ -142,14 +125,16 @@ class IdsTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
-            raise UserError("data.vocab_size", 'must be set with tokenizer = "ids"', "say how many token ids there are")
+            raise UserError(
+                "data.vocab_size", 'must be set with tokenizer = "ids"', "set it to the number of token ids"
+            )
         self.bos_id = vocab_size
         self.vocab_size = vocab_size + 1
 
     def encode(self, text: str) -> Ints:
-        """Refuse: ids have no text."""
+        """Reject: there is nothing to tokenize text with."""
         raise UserError(
-            "data.tokenizer", '"ids" cannot tokenise text', 'use "bytes" or a tokenizer.json for text files'
+            "data.tokenizer", '"ids" cannot tokenize text', 'use "bytes" or a tokenizer.json for text files'
         )
 
     def decode(self, ids: Ints) -> str:
@@ -161,14 +146,13 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
     """`bytes`, `ids` (with the number of ids), or the path of a tokenizer.json.
 
     Raises:
-        UserError: none of them; or `vocab_size` is given to a tokenizer that knows its own.
+        UserError: none of them; or `vocab_size` is given to a tokenizer that defines its own.
     """
     if name == "ids":
         return IdsTokenizer(vocab_size)
     if vocab_size:
-        raise UserError(
-            "data.vocab_size", f"is {vocab_size}, but the tokenizer {name} knows its own", 'goes with "ids"'
-        )
+        problem = f"is {vocab_size}, but the tokenizer {name} defines its own"
+        raise UserError("data.vocab_size", problem, 'set it only with tokenizer = "ids"')
     if name == "bytes":
         return BytesTokenizer()
     if not name.endswith(".json"):

@@ -17,7 +17,7 @@ from trainer.config.rules import mixing_of
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.streams.groups import GroupTable
 from trainer.data.streams.lanes import assign_lanes, cut_slices
-from trainer.data.streams.open_stream import CutOptions, OpenStream, StreamOpener
+from trainer.data.streams.open_stream import CutOptions, OpenStream, open_stream
 from trainer.errors import UserError
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
@@ -124,22 +124,18 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
         UserError: a file cannot be read or is damaged.
     """
     config, mixing = plan.config, mixing_of(plan.config, source.table)
-    opener = StreamOpener(
-        format=source.table.format,
-        options=ReadOptions(plan.tokenizer, source.table.dtype, source.table.eod),
-        cut=CutOptions(
-            source.name,
-            config.data.seq_len,
-            config.data.max_group_cells,
-            config.data.pack,
-            "train",
-            config.eval.holdout_fraction,
-        ),
-        keep=1,
+    options = ReadOptions(plan.tokenizer, source.table.dtype, source.table.eod)
+    cut = CutOptions(
+        source.name,
+        config.data.seq_len,
+        config.data.max_group_cells,
+        config.data.pack,
+        "train",
+        config.eval.holdout_fraction,
     )
     shapes = tuple(
         stream_shape(
-            opener.open(stream),
+            open_stream(stream, format=source.table.format, options=options, cut=cut),
             batch_size=mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size),
             world_size=world_size,
         )

@@ -153,11 +153,11 @@ def test_a_tokenizer_json_encodes_text_and_begins_documents_with_an_id_of_its_ow
 def test_ids_take_their_vocabulary_from_the_config_and_refuse_text() -> None:
     tokenizer = load_tokenizer("ids", vocab_size=1000)
     assert (tokenizer.vocab_size, tokenizer.bos_id) == (1001, 1000)
-    with pytest.raises(UserError, match="cannot tokenise text"):
+    with pytest.raises(UserError, match="cannot tokenize text"):
         tokenizer.encode("a")
     with pytest.raises(UserError, match="must be set"):
         load_tokenizer("ids")
-    with pytest.raises(UserError, match="knows its own"):
+    with pytest.raises(UserError, match="defines its own"):
         load_tokenizer("bytes", vocab_size=5)
 
 

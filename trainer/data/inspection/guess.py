@@ -1,4 +1,4 @@
-"""A look at data that nobody has described yet: is it text or token ids, of which dtype, and how many ids are there?"""
+"""Facts about undescribed data: is it text or token ids, of which dtype, and how many ids are there?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.corpus.documents import Progress
+from trainer.data.corpus.documents import ReportProgress
 from trainer.data.formats.documents import Kind, ReadOptions
 from trainer.data.formats.registry import file_kind, format_name, load_documents, takes_option
 from trainer.data.inspection.survey import token_chunks
@@ -17,7 +17,7 @@ from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 
-UNBOUNDED = 1 << 40  # more ids than any vocabulary has
+UNBOUNDED = 1 << 40  # larger than any vocabulary
 PEEK_BYTES = 1 << 20
 # Ids of a vocabulary below a million leave at most this in the upper half of a 32-bit word.
 LARGEST_UPPER_HALF = 15
@@ -25,12 +25,12 @@ LARGEST_UPPER_HALF = 15
 
 @dataclass(frozen=True)
 class Guess:
-    """What the files hold, as `[data]` and a source say it.
+    """What the files hold, in terms of `[data]` and a source.
 
     Args:
-        kind: text to be tokenised, or token ids.
-        formats: the names of the formats that occur, sorted.
-        dtype: of headerless `.bin` files; None where there are none.
+        kind: text to be tokenized, or token ids.
+        formats: names of the formats that occur, sorted.
+        dtype: of headerless files; None if there are none.
     """
 
     kind: Kind
@@ -40,7 +40,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Look:
-    """What reading the streams told.
+    """What reading the streams showed.
 
     Args:
         lengths: tokens of each document, by stream.
@@ -53,10 +53,10 @@ class Look:
 
 
 def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None) -> Guess:
-    """Tell text from token ids by the formats and the first record of each stream.
+    """Distinguish text from token ids by the format and first record of each stream.
 
     Raises:
-        UserError: text and ids, or headerless files of different dtypes, lie together; or a file cannot be read.
+        UserError: text is mixed with ids, or headerless files differ in dtype; or a file cannot be read.
     """
     examples: dict[Kind, str] = {}
     dtypes: dict[str, str] = {}
@@ -69,7 +69,7 @@ def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None 
         if dtype is None and takes_option(name, "dtype"):
             dtypes.setdefault(guess_dtype(_two_stretches(path), path.stat().st_size), stream.path)
     if len(examples) > 1:
-        problem = f"is text, and {examples['ids']} holds token ids: one run reads one of the two"
+        problem = f"is text, and {examples['ids']} holds token ids: a run reads only one of the two"
         raise UserError(examples["text"], problem, "name the files of one kind, with a glob in quotes")
     if len(dtypes) > 1:
         seen = ", ".join(f"{path} looks like {each}" for each, path in dtypes.items())
@@ -79,7 +79,7 @@ def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None 
 
 
 def _two_stretches(path: Path) -> bytes:
-    """The file's beginning and its middle, cut at a multiple of 8 bytes.
+    """The beginning and the middle of the file, aligned to 8 bytes.
 
     Raises:
         UserError: the file cannot be read, or is empty.
@@ -98,11 +98,11 @@ def _two_stretches(path: Path) -> bytes:
 
 
 def guess_dtype(sample: bytes, size: int) -> str:
-    """The integer type of headerless little-endian ids: the widest whose upper bytes stay as empty as ids leave them.
+    """The integer type of headerless little-endian ids: the widest whose upper bytes are as empty as those of ids.
 
     Args:
-        sample: bytes of the file from a multiple of 8 on.
-        size: bytes of the whole file, which must be a multiple of the type's.
+        sample: bytes of the file, from an offset that is a multiple of 8.
+        size: bytes of the whole file, which must be a multiple of the type's size.
     """
     if size % 8 == 0 and len(sample) >= 16:
         words = np.frombuffer(sample[: len(sample) // 8 * 8], dtype="<u4")
@@ -123,9 +123,9 @@ def look(
     tokenizer: str,
     format: str = "auto",
     eod: int | None = None,
-    report: Progress | None = None,
+    report: ReportProgress | None = None,
 ) -> Look:
-    """Read the streams once: documents' lengths and, of token ids, the largest.
+    """Read the streams once, for the lengths of the documents and the largest token id.
 
     Raises:
         UserError: a file cannot be read or is damaged.

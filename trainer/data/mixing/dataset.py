@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from trainer.data.formats.documents import ReadOptions
@@ -19,7 +20,7 @@ from trainer.data.mixing.reader import StreamReader
 from trainer.data.mixing.reader_queue import ReaderQueue
 from trainer.data.streams.holdout import Split, check_split
 from trainer.data.streams.layout import Stream
-from trainer.data.streams.open_stream import CutOptions, StreamOpener
+from trainer.data.streams.open_stream import CutOptions, open_stream
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
@@ -149,7 +150,8 @@ class StreamMixingDataset:
         self._collator = Collator(name=name, tokenizer=tokenizer, seq_len=seq_len, pack=pack)
         self._queue = ReaderQueue(
             self.streams,
-            opener=StreamOpener(format=format, options=options, cut=cut, keep=2 * num_streams_mixed),
+            # Readers keep their streams open themselves; the cache serves those of the next epoch.
+            open=lru_cache(2 * num_streams_mixed)(partial(open_stream, format=format, options=options, cut=cut)),
             key=QueueKey(name, seed, len(streams), self._shared),
             batch_sizes=self._batch_sizes,
             rank=rank,

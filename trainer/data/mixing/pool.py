@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Generic, Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
@@ -40,20 +40,12 @@ class PoolState(TypedDict):
     """The metrics of the last pick."""
 
 
-class Labelled(Protocol):
-    """Something that has a modality."""
-
-    @property
-    def modality(self) -> str:
-        """The label."""
-
-
 class PoolReader(Protocol):
     """What the pool needs of a reader; see `StreamReader`."""
 
     @property
-    def stream(self) -> Labelled:
-        """What it reads."""
+    def stream(self) -> Any:
+        """What it reads: has a `modality`."""
 
     @property
     def remaining_picks(self) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainer.data.keyed import keyed_generator
 from trainer.data.mixing.epochs import BatchSizes, QueueKey, ReshardPoint
 from trainer.data.mixing.reader import StreamReader, remaining_stream
 from trainer.data.mixing.state import points_to_state
 from trainer.data.streams.layout import Stream
-from trainer.data.streams.open_stream import StreamOpener
+from trainer.data.streams.open_stream import OpenStream
 
 
 class ReaderQueue:
@@ -17,7 +17,7 @@ class ReaderQueue:
 
     Args:
         streams: by stream id.
-        opener: opens them.
+        open: opens a stream; worth caching, since every epoch returns to each.
         key: what the order depends on.
         batch_sizes: lanes per reader.
         rank, world_size: which slice of each stream is read.
@@ -27,14 +27,14 @@ class ReaderQueue:
         self,
         streams: Sequence[Stream],
         *,
-        opener: StreamOpener,
+        open: Callable[[Stream], OpenStream],
         key: QueueKey,
         batch_sizes: BatchSizes,
         rank: int,
         world_size: int,
     ) -> None:
         self._streams = streams
-        self._opener = opener
+        self._open = open
         self._key = key
         self._batch_sizes = batch_sizes
         self._rank, self._world_size = rank, world_size
@@ -72,12 +72,12 @@ class ReaderQueue:
 
     def count_cells(self, stream: Stream) -> int:
         """Cells of a stream in an epoch, over all ranks."""
-        return int(self._opener.open(stream).groups.cell_offsets[-1])
+        return int(self._open(stream).groups.cell_offsets[-1])
 
     def reader(self, stream_id: int, picks: int = 0) -> StreamReader:
         """A reader of this rank's part of a stream in this epoch, after `picks` batches of it."""
         stream = self._streams[stream_id]
-        source = self._opener.open(stream)
+        source = self._open(stream)
         self.has_cells = self.has_cells or source.groups.num_groups > 0
         generator = keyed_generator("groups", self._key.name, self._key.seed, self.epoch, stream.relative_path)
         return StreamReader(

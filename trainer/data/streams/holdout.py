@@ -1,4 +1,4 @@
-"""Which documents are held out from training: a stable hash of the document decides, nothing else."""
+"""Which documents are held out from training: a pure function of a stable hash."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check_split(split: str, fraction: float) -> None:
 def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
     """For each document of a stream, whether it is held out; bool [num_documents].
 
-    A document's answer depends on the stream's relative path, its index and the fraction alone, and a document that is
-    held out at one fraction is also held out at every larger one.
+    This depends only on the stream's relative path, the document's index and the fraction. A document that is held out
+    at one fraction is also held out at every larger one.
     """
     base = np.uint64(stable_hash("holdout", relative_path))
     hashes = splitmix64(splitmix64(np.arange(num_documents, dtype=np.uint64)) ^ base)
@@ -36,7 +36,7 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
 
 
 def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
-    """The documents that a split sees; bool [num_documents]."""
+    """The documents of a split; bool [num_documents]."""
     if split == "all" or (split == "train" and fraction == 0.0):
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)

@@ -1,8 +1,7 @@
-"""Opening streams, cutting them into groups, and caching the most recently used ones."""
+"""Opening streams: reading their documents and cutting them into groups."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,49 +49,21 @@ class CutOptions:
     holdout_fraction: float
 
 
-class StreamOpener:
-    """Opens streams; the `keep` most recently used stay open, since every epoch returns to them.
+def open_stream(stream: Stream, *, format: str, options: ReadOptions, cut: CutOptions) -> OpenStream:
+    """Read a stream's file and cut it into groups.
 
-    Args:
-        format, options: how files are read.
-        cut: how their documents become groups.
-        keep: at least the number of readers that are active at once.
+    Raises:
+        UserError: the file is unreadable or damaged.
     """
-
-    def __init__(self, *, format: str, options: ReadOptions, cut: CutOptions, keep: int) -> None:
-        self._format = format
-        self._options = options
-        self._cut = cut
-        self._keep = keep
-        self._open: OrderedDict[int, OpenStream] = OrderedDict()
-
-    def open(self, stream: Stream) -> OpenStream:
-        """The stream, ready to be read.
-
-        Raises:
-            UserError: the file is unreadable or damaged.
-        """
-        found = self._open.get(stream.stream_id)
-        if found is None:
-            found = self._read(stream)
-            self._open[stream.stream_id] = found
-            if len(self._open) > self._keep:
-                # Readers that still use the stream keep it alive: only the cache drops it.
-                self._open.popitem(last=False)
-        self._open.move_to_end(stream.stream_id)
-        return found
-
-    def _read(self, stream: Stream) -> OpenStream:
-        cut = self._cut
-        documents = load_documents(stream.path, self._format, self._options)
-        kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
-        groups = build_groups(
-            documents.lengths,
-            np.flatnonzero(kept),
-            namespace=cut.namespace,
-            relative_path=stream.relative_path,
-            seq_len=cut.seq_len,
-            max_group_cells=cut.max_group_cells,
-            pack=cut.pack,
-        )
-        return OpenStream(stream, documents, groups, cut.seq_len)
+    documents = load_documents(stream.path, format, options)
+    kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
+    groups = build_groups(
+        documents.lengths,
+        np.flatnonzero(kept),
+        namespace=cut.namespace,
+        relative_path=stream.relative_path,
+        seq_len=cut.seq_len,
+        max_group_cells=cut.max_group_cells,
+        pack=cut.pack,
+    )
+    return OpenStream(stream, documents, groups, cut.seq_len)
