@@ -106,13 +106,9 @@ class Loader:
         batch = next(self._iterator)
         state = None if self._state_dict is None else self._state_dict()
         metrics = {} if self._drain is None else self._drain()
+        is_cuda = self._device.type == "cuda"
         for key in TENSOR_KEYS:
             if key in batch:
-                batch[key] = self._to_device(batch[key])
+                tensor = torch.as_tensor(batch[key])
+                batch[key] = (tensor.pin_memory() if is_cuda else tensor).to(self._device, non_blocking=is_cuda)
         return LoadedBatch(batch, state, metrics)
-
-    def _to_device(self, array: Any) -> torch.Tensor:
-        tensor = torch.as_tensor(array)
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)

@@ -87,11 +87,8 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            raise UserError(
-                "data.tokenizer",
-                f"{path} needs the package tokenizers, which is not installed",
-                "run: pip install 'trainer[tokenizers]'",
-            ) from error
+            problem = f"{path} needs the package tokenizers, which is not installed"
+            raise UserError("data.tokenizer", problem, "run: pip install 'trainer[tokenizers]'") from error
         if not Path(path).is_file():
             raise UserError(path, "no such tokenizer file", 'set data.tokenizer to "bytes" or to a tokenizer.json')
         try:
@@ -125,17 +122,15 @@ class IdsTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
-            raise UserError(
-                "data.vocab_size", 'must be set with tokenizer = "ids"', "set it to the number of token ids"
-            )
+            problem = 'must be set with tokenizer = "ids"'
+            raise UserError("data.vocab_size", problem, "set it to the number of token ids")
         self.bos_id = vocab_size
         self.vocab_size = vocab_size + 1
 
     def encode(self, text: str) -> Ints:
         """Reject: there is nothing to tokenize text with."""
-        raise UserError(
-            "data.tokenizer", '"ids" cannot tokenize text', 'use "bytes" or a tokenizer.json for text files'
-        )
+        problem = '"ids" cannot tokenize text'
+        raise UserError("data.tokenizer", problem, 'use "bytes" or a tokenizer.json for text files')
 
     def decode(self, ids: Ints) -> str:
         """The ids themselves, separated by spaces."""

@@ -84,7 +84,10 @@ def build_key_recall(
         count = len(range(stream, groups, streams))
         symbols = keyed_generator("key-recall", seed, stream).integers(NUM_SYMBOLS, size=(count, 2)).tolist()
         texts = [group_text(first, second, cells=cells, seq_len=seq_len) for first, second in symbols]
-        documents[name] = [_document(f"{name}/{index}", text) for index, text in enumerate(texts)]
+        documents[name] = [
+            Document(f"{name}/{index}", text, len(text), hashlib.sha256(text.encode()).hexdigest())
+            for index, text in enumerate(texts)
+        ]
     floor = 2 * np.log(NUM_SYMBOLS)
     rules = {
         "groups": f"{groups} documents of {cells} cells of {seq_len} bytes, seed {seed}",
@@ -94,7 +97,3 @@ def build_key_recall(
     return write_corpus(
         out, {MODALITY: documents}, builder="key-recall", rules=rules, skipped=[], force=force, progress=progress
     )
-
-
-def _document(source: str, text: str) -> Document:
-    return Document(source, text, len(text), hashlib.sha256(text.encode()).hexdigest())

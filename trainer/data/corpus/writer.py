@@ -41,9 +41,8 @@ def write_corpus(
             return existing
         raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
     if existing is not None and (others := _not_ours(out, existing)):
-        raise UserError(
-            str(out), f"holds {others[0]}, which is no part of the corpus", "move it away, or name another directory"
-        )
+        problem = f"holds {others[0]}, which is no part of the corpus"
+        raise UserError(str(out), problem, "move it away, or name another directory")
     total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
     with _replaced(out) as directory:
         done = 0
@@ -87,9 +86,8 @@ def _existing(out: Path, *, force: bool) -> Manifest | None:
     try:
         return read_manifest(out)
     except UserError as error:
-        raise UserError(
-            str(out), f"holds a manifest that is not ours ({error.problem})", "name a new directory"
-        ) from None
+        problem = f"holds a manifest that is not ours ({error.problem})"
+        raise UserError(str(out), problem, "name a new directory") from None
 
 
 def _not_ours(out: Path, manifest: Manifest) -> list[str]:

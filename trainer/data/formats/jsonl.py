@@ -41,11 +41,8 @@ def _tokens(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> TokenAr
         raise UserError(where, "tokens must be a list of integers")
     wrong = next((i for i in ids if not 0 <= i < tokenizer.vocab_size), None)
     if wrong is not None:
-        raise UserError(
-            where,
-            f"token id {wrong} is outside the vocabulary of {tokenizer.vocab_size} ids ({tokenizer.name})",
-            "use the tokenizer that made the file",
-        )
+        problem = f"token id {wrong} is outside the vocabulary of {tokenizer.vocab_size} ids ({tokenizer.name})"
+        raise UserError(where, problem, "use the tokenizer that made the file")
     return np.array(ids, dtype=np.int64)
 
 

@@ -19,9 +19,8 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(
-            str(path), "needs the package pyarrow, which is not installed", "run: pip install 'trainer[parquet]'"
-        ) from error
+        problem = "needs the package pyarrow, which is not installed"
+        raise UserError(str(path), problem, "run: pip install 'trainer[parquet]'") from error
     return pyarrow, pyarrow.parquet
 
 

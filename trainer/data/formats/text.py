@@ -36,10 +36,7 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
         try:
             text = data[start:stop].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
-                str(path),
-                f"is not UTF-8 text (byte offset {start + error.start})",
-                "convert the file to UTF-8, or use the bytes tokenizer",
-            ) from error
+            problem = f"is not UTF-8 text (byte offset {start + error.start})"
+            raise UserError(str(path), problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
         pieces.append(options.tokenizer.encode(text))
     return table_from_pieces(pieces, options.tokenizer.vocab_size)

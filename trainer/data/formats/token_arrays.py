@@ -61,11 +61,8 @@ def load_npy(path: Path, options: ReadOptions) -> TokenTable:
     if not isinstance(tokens, np.ndarray):
         raise UserError(str(path), "is an archive of arrays (.npz), not one array", "save one array with numpy.save")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise UserError(
-            str(path),
-            f"must be a 1-D integer array, got {tokens.dtype} of shape {tokens.shape}",
-            "save the ids of all documents concatenated",
-        )
+        problem = f"must be a 1-D integer array, got {tokens.dtype} of shape {tokens.shape}"
+        raise UserError(str(path), problem, "save the ids of all documents concatenated")
     _check_dtype(tokens.dtype, str(path))
     return _table(path, tokens, options)
 
@@ -77,9 +74,8 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
         UserError: no dtype or not an integer one, a size that is not a multiple of it, ids outside the vocabulary.
     """
     if options.dtype is None:
-        raise UserError(
-            str(path), "a headerless token file needs a dtype", 'set dtype = "uint16", or the dtype that wrote it'
-        )
+        problem = "a headerless token file needs a dtype"
+        raise UserError(str(path), problem, 'set dtype = "uint16", or the dtype that wrote it')
     try:
         dtype = np.dtype(options.dtype)
     except (TypeError, ValueError, SyntaxError) as error:

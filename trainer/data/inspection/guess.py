@@ -12,7 +12,7 @@ from trainer.arrays import Ints
 from trainer.data.corpus.documents import ReportProgress
 from trainer.data.formats.documents import Kind, ReadOptions
 from trainer.data.formats.registry import file_kind, format_name, load_documents, takes_option
-from trainer.data.inspection.survey import token_chunks
+from trainer.data.inspection.survey import each_stream, token_chunks
 from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
@@ -134,9 +134,7 @@ def look(
     options = ReadOptions(bounded, found.dtype, eod)
     lengths: list[Ints] = []
     largest, count = 0, 0
-    for number, stream in enumerate(streams):
-        if report is not None:
-            report(number, len(streams), stream.relative_path)
+    for stream in each_stream(streams, report):
         documents = load_documents(stream.path, format, options)
         lengths.append(documents.lengths)
         for chunk in token_chunks(documents) if tokenizer == "ids" else ():

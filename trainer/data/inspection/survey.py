@@ -78,6 +78,16 @@ def _padding(tokens: int, cells: int, seq_len: int) -> float:
     return 1.0 - tokens / (cells * seq_len) if cells else 0.0
 
 
+def each_stream(streams: Sequence[Stream], report: ReportProgress | None) -> Iterator[Stream]:
+    """The streams, reporting (streams done, streams, the next path) on the way."""
+    for number, stream in enumerate(streams):
+        if report is not None:
+            report(number, len(streams), stream.relative_path)
+        yield stream
+    if report is not None:
+        report(len(streams), len(streams), "done")
+
+
 def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
     """Every token of every document once, in chunks of whole or partial documents.
 
@@ -113,16 +123,14 @@ def survey(
         streams: from `discover_nested` or `discover_direct`.
         options, format: how files are read.
         seq_len, max_group_cells, pack: how documents would be cut; see `build_groups`.
-        report: called with (streams done, streams, the next path).
+        report: see `each_stream`.
 
     Raises:
         UserError: for the first file that is unreadable or damaged.
     """
     found = []
     counts = np.zeros(options.tokenizer.vocab_size, dtype=np.int64)
-    for number, stream in enumerate(streams):
-        if report is not None:
-            report(number, len(streams), stream.relative_path)
+    for stream in each_stream(streams, report):
         documents = load_documents(stream.path, format, options)
         lengths = documents.lengths
         groups = build_groups(
@@ -149,6 +157,4 @@ def survey(
             padding_share=_padding(tokens, cells, seq_len),
         )
         found.append(facts)
-    if report is not None:
-        report(len(streams), len(streams), "done")
     return Survey(found, counts)

@@ -11,11 +11,9 @@ from trainer.data.corpus.documents import ReportProgress
 from trainer.data.corpus.manifest import MANIFEST_NAME, StreamEntry, read_manifest
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.registry import load_documents
-from trainer.data.inspection.survey import token_chunks
+from trainer.data.inspection.survey import each_stream, token_chunks
 from trainer.data.streams.layout import Stream
 from trainer.errors import UserError
-
-READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,8 @@ class Verification:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _compare(path: Path, entry: StreamEntry | None) -> None:
@@ -67,7 +62,7 @@ def verify(
         streams: from `discover_nested` or `discover_direct`.
         options, format: how files are read.
         root: of a NESTED layout; if it has a corpus manifest, sizes and hashes are compared too.
-        report: called with (streams done, streams, the next path).
+        report: see `each_stream`.
 
     Raises:
         UserError: the manifest itself is damaged. Damaged streams are in the result.
@@ -78,9 +73,7 @@ def verify(
         entries = {entry.path: entry for each in manifest.modalities.values() for entry in each}
     errors: list[UserError] = []
     num_documents = num_tokens = 0
-    for number, stream in enumerate(streams):
-        if report is not None:
-            report(number, len(streams), stream.relative_path)
+    for stream in each_stream(streams, report):
         try:
             if entries is not None:
                 _compare(Path(stream.path), entries.pop(stream.relative_path, None))
@@ -91,6 +84,4 @@ def verify(
             errors.append(error)
     absent = f"is in {MANIFEST_NAME}, but not here"
     errors += [UserError(f"{root}/{path}", absent, "build the corpus again") for path in sorted(entries or ())]
-    if report is not None:
-        report(len(streams), len(streams), "done")
     return Verification(len(streams), num_documents, num_tokens, errors, entries is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.arrays import IGNORED, Ints
 from trainer.data.formats.documents import TokenArray, TokenTable
@@ -15,13 +14,6 @@ from trainer.data.streams.open_stream import OpenStream
 from trainer.data.tokenizer import Tokenizer
 
 Batch = dict[str, Any]
-
-
-def _type_table(tokenizer: Tokenizer) -> npt.NDArray[np.int8] | None:
-    """The tokenizer's table, extended so that index IGNORED (from the end) is -1: one take then serves all targets."""
-    if tokenizer.token_type_table is None:
-        return None
-    return np.concatenate([tokenizer.token_type_table, np.full(-IGNORED, -1, dtype=np.int8)])
 
 
 class Collator:
@@ -35,7 +27,9 @@ class Collator:
     def __init__(self, *, name: str, tokenizer: Tokenizer, seq_len: int, pack: bool) -> None:
         self._name = name
         self._bos = tokenizer.bos_id
-        self._types = _type_table(tokenizer)
+        table = tokenizer.token_type_table
+        # Extended so that index IGNORED (from the end) is -1: one take then serves all targets.
+        self._types = None if table is None else np.concatenate([table, np.full(-IGNORED, -1, dtype=np.int8)])
         self._seq_len = seq_len
         self._pack = pack
 

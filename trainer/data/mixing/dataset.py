@@ -34,11 +34,8 @@ EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
 logger = logging.getLogger("trainer.data")
 
 
-def _check_settings(choices: Mapping[str, tuple[str, Sequence[str]]], positive: Mapping[str, int]) -> None:
-    for key, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise UserError(key, f"must be one of {', '.join(allowed)}; got {value!r}")
-    for key, number in positive.items():
+def _check_positive(**settings: int) -> None:
+    for key, number in settings.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise UserError(key, f"must be an integer >= 1, got {number!r}")
 
@@ -115,16 +112,13 @@ class StreamMixingDataset:
         text_split: str = "file",
     ) -> None:
         sizes = dict(batch_size_by_modality or {})
-        _check_settings(
-            {"pick_mode": (pick_mode, PICK_MODES), "batching_mode": (batching_mode, BATCHING_MODES)},
-            {
-                "num_streams_mixed": num_streams_mixed,
-                "batch_size": batch_size,
-                "seq_len": seq_len,
-                "max_group_cells": max_group_cells,
-                **{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()},
-            },
-        )
+        if pick_mode not in PICK_MODES:
+            raise UserError("pick_mode", f"must be one of {', '.join(PICK_MODES)}; got {pick_mode!r}")
+        if batching_mode not in BATCHING_MODES:
+            raise UserError("batching_mode", f"must be one of {', '.join(BATCHING_MODES)}; got {batching_mode!r}")
+        _check_positive(num_streams_mixed=num_streams_mixed, batch_size=batch_size)
+        _check_positive(seq_len=seq_len, max_group_cells=max_group_cells)
+        _check_positive(**{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()})
         check_split(split, holdout_fraction)
         assert 0 <= rank < world_size, (rank, world_size)
         self.name = name
@@ -139,12 +133,17 @@ class StreamMixingDataset:
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         options = ReadOptions(tokenizer, dtype, eod, text_split)
         cut = CutOptions(name, seq_len, max_group_cells, pack, split, holdout_fraction)
-        fingerprint = mixing_state.fingerprint(
-            self.streams, options, cut, format=format, seed=seed, batching_mode=batching_mode
-        )
-        self._fixed_state = mixing_state.fixed_state(
-            fingerprint, rank, world_size, num_streams_mixed, self._batch_sizes
-        )
+        self._fixed_state = {  # the part of a state that is constant throughout a run
+            "version": mixing_state.VERSION,
+            "fingerprint": mixing_state.fingerprint(
+                self.streams, options, cut, format=format, seed=seed, batching_mode=batching_mode
+            ),
+            "rank": rank,
+            "world_size": world_size,
+            "num_streams_mixed": num_streams_mixed,
+            "batch_size": batch_size,
+            "batch_size_by_modality": sizes,
+        }
         self._uniforms = KeyedUniforms("pick", name, seed, "all" if self._shared else rank)
         self._no_stream = f'"source": {json.dumps(name)}, "stream": null'
         self._collator = Collator(name=name, tokenizer=tokenizer, seq_len=seq_len, pack=pack)
@@ -266,13 +265,13 @@ class StreamMixingDataset:
             UserError: naming the differences, if the state does not fit this dataset.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        mixing_state.check_states(states, self._fixed_state["fingerprint"])
+        mixing_state.check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
         self._pool = ActivePool(self.modalities, self._pick_mode)
         self._has_no_cells = False
         self._exhaust_events = 0
         self._batch_index = max(each["batch_index"] for each in states)
-        if mixing_state.is_same_layout(own, self._world_size, self._num_streams_mixed, self._batch_sizes):
+        if mixing_state.is_same_layout(own, self._fixed_state):
             if not self._shared and own["rank"] != self._rank:
                 problem = f"the state is rank {own['rank']}'s, not rank {self._rank}'s"
                 raise UserError(self.name, problem, "give each rank its own, or all ranks' states as a list")
@@ -290,11 +289,8 @@ class StreamMixingDataset:
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         if not self._shared and len(states) != states[0]["world_size"]:
-            raise UserError(
-                self.name,
-                f"the saved layout differs ({states[0]['world_size']} ranks), and one rank's state is not enough",
-                "give the states of all ranks, in rank order",
-            )
+            problem = f"the saved layout differs ({states[0]['world_size']} ranks), and one rank's state is not enough"
+            raise UserError(self.name, problem, "give the states of all ranks, in rank order")
         epoch, points = mixing_state.reshard(states, len(self.streams), shared=self._shared)
         dropped = len(points[epoch][-1].active_streams()) - self._num_streams_mixed
         if dropped > 0:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,16 +28,6 @@ def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
     """Every key of `ActivePool.seen`."""
     peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX)
     return (*peaks, *(MODALITY_PREFIX + modality for modality in sorted(modalities)))
-
-
-class PoolState(TypedDict):
-    """What a pool has observed."""
-
-    num_picks: int
-    waits: list[list[float]]
-    """Of each slot: minus the pick at which its reader was last picked, and its surprise since then."""
-    seen: dict[str, float]
-    """The metrics of the last pick."""
 
 
 class PoolReader(Protocol):
@@ -141,11 +131,14 @@ class ActivePool(Generic[Reader]):
         }
         return slot
 
-    def observed(self) -> PoolState:
-        """What was observed so far, as plain Python: for `restore`, so that waits continue after a resume."""
+    def observed(self) -> dict[str, Any]:
+        """What was observed so far, as plain Python: for `restore`, so that waits continue after a resume.
+
+        `waits` has, for each slot, minus the pick at which its reader was last picked, and its surprise since then.
+        """
         return {"num_picks": self._num_picks, "waits": self._stats[_NEG_LAST_PICK:].T.tolist(), "seen": self.seen}
 
-    def restore(self, state: PoolState) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what another pool observed, once the same readers are in the same slots."""
         self._num_picks = state["num_picks"]
         self.seen = dict(state["seen"])

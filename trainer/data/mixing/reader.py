@@ -121,8 +121,6 @@ class StreamReader:
         self.source = source
         self.stream = source.stream
         self.stream_id = source.stream.stream_id
-        self.path = source.stream.path
-        self.bs = bs
         namespace, path = json.dumps(source.groups.namespace), json.dumps(source.stream.relative_path)
         self.name_json = f'"source": {namespace}, "stream": {path}'  # members of a JSON object
         bounds = cut_slices(remainder.num_cells, world_size).tolist()

@@ -35,26 +35,12 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     }
 
 
-def fixed_state(
-    fingerprint: dict[str, Any], rank: int, world_size: int, num_streams_mixed: int, sizes: BatchSizes
-) -> dict[str, Any]:
-    """The part of a state that is constant throughout a run."""
-    return {
-        "version": VERSION,
-        "fingerprint": fingerprint,
-        "rank": rank,
-        "world_size": world_size,
-        "num_streams_mixed": num_streams_mixed,
-        "batch_size": sizes.default,
-        "batch_size_by_modality": dict(sizes.by_modality),
-    }
+def check_states(states: Sequence[State], own: State) -> None:
+    """Raise UserError, naming the differences, unless a dataset like the `own` saved the states.
 
-
-def check_states(states: Sequence[State], expected: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the differences, unless a dataset with this fingerprint saved the states.
-
-    `states` are those of one world, in rank order.
+    `states` are those of one world, in rank order; `own` has at least this dataset's fingerprint.
     """
+    expected = own["fingerprint"]
     name = str(expected["namespace"])
     if not states:
         raise UserError(name, "no data state to resume from", "give the states of all ranks, in rank order")
@@ -66,15 +52,11 @@ def check_states(states: Sequence[State], expected: Mapping[str, Any]) -> None:
         differing = [key for key in expected if saved.get(key) != expected[key]]
         if differing:
             found = ", ".join(f"{key} was {saved.get(key)!r} and is {expected[key]!r}" for key in differing)
-            raise UserError(
-                name, f"the saved state does not fit: {found}", "restore the old value, or start without this state"
-            )
+            problem = f"the saved state does not fit: {found}"
+            raise UserError(name, problem, "restore the old value, or start without this state")
         if len(states) > 1 and (state["rank"] != rank or state["world_size"] != len(states)):
-            raise UserError(
-                name,
-                f"state {rank} of {len(states)} was saved by rank {state['rank']} of {state['world_size']}",
-                "give the states of all ranks of one checkpoint, in rank order",
-            )
+            problem = f"state {rank} of {len(states)} was saved by rank {state['rank']} of {state['world_size']}"
+            raise UserError(name, problem, "give the states of all ranks of one checkpoint, in rank order")
 
 
 def _cursor(state: State) -> RankCursor:
@@ -85,13 +67,10 @@ def _sizes(state: State) -> BatchSizes:
     return BatchSizes(state["batch_size"], state["batch_size_by_modality"])
 
 
-def is_same_layout(state: State, world_size: int, num_streams_mixed: int, batch_sizes: BatchSizes) -> bool:
+def is_same_layout(state: State, own: State) -> bool:
     """Whether a state's cursors are valid as they are: same world size, pool size and batch sizes."""
-    return (
-        state["world_size"] == world_size
-        and state["num_streams_mixed"] == num_streams_mixed
-        and _sizes(state) == batch_sizes
-    )
+    keys = ("world_size", "num_streams_mixed", "batch_size", "batch_size_by_modality")
+    return all(state[key] == own[key] for key in keys)
 
 
 def points_from_state(state: State) -> dict[int, list[ReshardPoint]]:
