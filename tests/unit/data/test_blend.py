@@ -151,6 +151,10 @@ def test_resuming_a_blend_gives_the_samples_and_the_shares_of_an_uninterrupted_r
     resumed = blended(streams, mixing, repeat=repeat)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
+    # Every pool's last pick is part of the metrics again; events were drained with the run that stopped.
+    events = "stream_mixing/refill/exhaust_events"
+    before, after = whole.drain_step_metrics(), resumed.drain_step_metrics()
+    assert after == {**before, **({events: 0.0} if events in before else {})}
     for _ in range(30):
         a, b = next(whole, None), next(resumed, None)
         assert (a is None) == (b is None)

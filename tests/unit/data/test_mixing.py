@@ -125,6 +125,26 @@ def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_s
     assert len({changes(rank, "device_per_stream") for rank in range(4)}) == 4
 
 
+@pytest.mark.parametrize("stop", [0, 5])
+def test_batches_do_not_depend_on_how_many_are_prepared_together(
+    write_streams: Write, mixing: Make, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    streams = write_streams({"a": [[40, 9, 3], [90]], "b": [[8] * 9]})
+    whole = list(mixing(streams, repeat=False, batch_size=3))
+    first = mixing(streams, repeat=False, batch_size=3)
+    for _ in range(stop):
+        next(first)
+    monkeypatch.setattr("trainer.data.mixing.reader.ROWS_BLOCK", 2)
+    rest = mixing(streams, repeat=False, batch_size=3)
+    rest.load_state_dict(first.state_dict())
+    batches = list(rest)
+    assert len(batches) == len(whole) - stop
+    for batch, expected in zip(batches, whole[stop:], strict=True):
+        assert batch["instability_meta_json"] == expected["instability_meta_json"]
+        assert (batch["tokens"] == expected["tokens"]).all()
+        assert (batch["is_last"] == expected["is_last"]).all()
+
+
 def test_round_robin_takes_the_slots_in_turn(write_streams: Write, mixing: Make) -> None:
     streams = write_streams({"a": [[4] * 20], "b": [[4] * 20], "c": [[4] * 20]})
     dataset = mixing(streams, num_streams_mixed=3, pick_mode="round_robin")
