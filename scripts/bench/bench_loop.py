@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from bench_table import Figure, print_figures, ratio_figure
 
+from trainer.arrays import IGNORED
 from trainer.config.load import load_config
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
@@ -41,7 +42,7 @@ from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import autocast_context, make_state, state_width, wrap_ddp
 from trainer.training.setup.plan import Plan, build_model, make_plan
 from trainer.training.signals import StopRequest
-from trainer.training.step.microbatch import IGNORED, MicroBatch, accepted_inputs, split
+from trainer.training.step.microbatch import MicroBatch, accepted_inputs, split
 from trainer.training.step.optimizer import build_optimizer, lr_at, set_lr
 
 LOG_INTERVAL = 10

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from trainer.cli.counts import counted
-from trainer.data.corpus.documents import Progress
+from trainer.data.corpus.documents import ReportProgress
 from trainer.data.corpus.manifest import Manifest
 from trainer.data.corpus.pytext import build_pytext
 from trainer.data.corpus.text import build_text
@@ -45,7 +45,7 @@ def build_text_corpus(out: str, modalities: list[str], *, force: bool) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress | None]:
+def progress_bar() -> Iterator[ReportProgress | None]:
     """A bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None

@@ -19,6 +19,7 @@ from trainer.cli.starter import Starter, render_starter
 from trainer.config.docs import render_config_schema
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.own_format import is_import_path
+from trainer.data.formats.registry import takes_option
 from trainer.data.inspection.guess import Guess, Look, guess, look
 from trainer.data.inspection.sizing import Sizes, choose_sizes
 from trainer.data.inspection.survey import Survey, survey
@@ -82,7 +83,7 @@ def init_config(
         vocab_size=vocab_size,
         num_ids=options.tokenizer.vocab_size,
         largest_id=(seen.largest_id, seen.largest_id_count),
-        names_eod=eod is None and bool({"npy", "bin"} & set(kind.formats)),
+        names_eod=eod is None and any(takes_option(name, "eod") for name in kind.formats),
         sizes=sizes,
     )
     _write(starter, out)

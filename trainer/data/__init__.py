@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.blending.weights import (
-    ConstantWeight,
-    ScheduledWeight,
-    WeightSpec,
-    compose_weights,
-    first_all_zero,
-)
+from trainer.data.blending.blend import BlendDataset, BlendSource
+from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.data.formats.documents import ReadOptions, TokenTable, table_from_pieces
 from trainer.data.formats.registry import open_documents
+from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.streams.layout import Stream, discover_direct, discover_nested
 from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from trainer.data.blending.blend import BlendDataset, BlendSource
     from trainer.data.loader import LoadedBatch, Loader
-    from trainer.data.mixing.dataset import StreamMixingDataset
 
 __all__ = [
     "BlendDataset",
@@ -46,17 +39,11 @@ __all__ = [
     "table_from_pieces",
 ]
 
-# What needs torch is imported when it is asked for: to look at files takes a quarter of the time without.
-_NEEDING_TORCH = {
-    "BlendDataset": "blending.blend",
-    "BlendSource": "blending.blend",
-    "LoadedBatch": "loader",
-    "Loader": "loader",
-    "StreamMixingDataset": "mixing.dataset",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDING_TORCH:
+    # The loader needs torch, without which looking at files starts in a quarter of the time.
+    if name not in ("LoadedBatch", "Loader"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NEEDING_TORCH[name]}"), name)
+    from trainer.data import loader
+
+    return getattr(loader, name)

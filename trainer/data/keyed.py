@@ -1,7 +1,7 @@
-"""Hashes and random numbers that are pure functions of what they are keyed by.
+"""Hashes and random numbers that are pure functions of their key.
 
-Nothing here has a state: the same key gives the same numbers in every process and after every restart, so no generator
-has to be saved with a checkpoint. The generators are numpy's counter-based Philox, keyed by a blake2b digest.
+Nothing here has state: the same key gives the same numbers in every process and after every restart, so checkpoints
+need no generator state. The generators are numpy's counter-based Philox, keyed by a blake2b digest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
 BLOCK = 1024
 
 
@@ -21,7 +20,7 @@ def _digest(parts: tuple[str | int, ...], size: int) -> int:
 
 
 def stable_hash(*parts: str | int) -> int:
-    """A 64-bit hash of the parts that is the same in every process and on every machine."""
+    """A 64-bit hash of the parts, the same in every process and on every machine."""
     return _digest(parts, 8)
 
 
@@ -30,16 +29,8 @@ def keyed_generator(*parts: str | int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=_digest(parts, 16)))
 
 
-def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), element by element: a bijection that scatters all bits."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
 class KeyedUniforms:
-    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key; drawn in blocks, kept for one block."""
+    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key. Numbers are drawn in blocks; one block is cached."""
 
     def __init__(self, *parts: str | int) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""Loader: micro-batches on the device, made ahead by one thread, each with the state and the metrics it left behind."""
+"""Loader: micro-batches on the device, prefetched by one thread, each with the dataset's state and metrics after it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,18 @@ TENSOR_KEYS = ("tokens", "targets", "resets", "token_types")
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """One micro-batch, and what goes with it.
+    """One micro-batch with the dataset's state and metrics.
 
     Args:
         batch: the dataset's dict; `tokens`, `targets`, `resets` and `token_types` are tensors on the device.
-        state: the dataset's state after this batch: resuming from it gives the next one, however far the loader had
+        state: the dataset's state after this batch: resuming from it gives the next one, however far the loader has
             read ahead. None if the dataset has no `state_dict`.
-        metrics: what the dataset had to say right after it made this batch; {} if it has no `drain_step_metrics`.
+        metrics: drained from the dataset right after this batch; {} if it has no `drain_step_metrics`.
     """
 
     batch: dict[str, Any]
     state: dict[str, Any] | None
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _Failure:
-    error: BaseException
 
 
 class Loader:
@@ -40,9 +35,9 @@ class Loader:
     Args:
         dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
         device: where tensors go; to a CUDA device through pinned memory, without waiting for the copy.
-        prefetch: batches that a thread makes ahead; 0: none, and no thread.
+        prefetch: batches that a thread prepares in advance; 0: no thread.
 
-    An exception in the thread is raised from `next()`, after the batches made before it. While a thread runs, nobody
+    An exception in the thread is raised from `next()`, after the batches made before it. While the thread runs, nobody
     else may touch the dataset. `close()` ends the thread; the loader is also a context manager.
     """
 
@@ -53,7 +48,7 @@ class Loader:
         self._device = torch.device(device)
         self._state_dict = getattr(dataset, "state_dict", None)
         self._drain = getattr(dataset, "drain_step_metrics", None)
-        self._queue: queue.Queue[LoadedBatch | _Failure] = queue.Queue(maxsize=max(prefetch, 1))
+        self._queue: queue.Queue[LoadedBatch | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -68,7 +63,7 @@ class Loader:
         """The next micro-batch.
 
         Raises:
-            StopIteration: the dataset has ended, or the loader was closed.
+            StopIteration: the dataset is exhausted, or the loader was closed.
             Exception: what the dataset raised.
         """
         if self._stop.is_set():
@@ -79,7 +74,7 @@ class Loader:
             item = self._queue.get()
             if isinstance(item, LoadedBatch):
                 return item
-            self._failure = item.error
+            self._failure = item
         raise self._failure
 
     def __enter__(self) -> Loader:
@@ -89,7 +84,7 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """End the thread and drop what it made ahead; may be called twice."""
+        """End the thread and drop prefetched batches; may be called twice."""
         self._stop.set()
         while self._thread is not None and self._thread.is_alive():
             try:
@@ -100,24 +95,20 @@ class Loader:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                item: LoadedBatch | _Failure = self._load()
-            except BaseException as error:  # noqa: BLE001 - carried to the consumer, who raises it
-                item = _Failure(error)
+                item: LoadedBatch | BaseException = self._load()
+            except BaseException as error:  # noqa: BLE001 - raised in the consumer
+                item = error
             self._queue.put(item)
-            if isinstance(item, _Failure):
+            if isinstance(item, BaseException):
                 return
 
     def _load(self) -> LoadedBatch:
         batch = next(self._iterator)
         state = None if self._state_dict is None else self._state_dict()
         metrics = {} if self._drain is None else self._drain()
+        is_cuda = self._device.type == "cuda"
         for key in TENSOR_KEYS:
             if key in batch:
-                batch[key] = self._to_device(batch[key])
+                tensor = torch.as_tensor(batch[key])
+                batch[key] = (tensor.pin_memory() if is_cuda else tensor).to(self._device, non_blocking=is_cuda)
         return LoadedBatch(batch, state, metrics)
-
-    def _to_device(self, array: Any) -> torch.Tensor:
-        tensor = torch.as_tensor(array)
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)

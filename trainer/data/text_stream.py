@@ -1,4 +1,4 @@
-"""Text to the tokens that a model goes on from, and its tokens to text as they come: what is handed out stays."""
+"""Prompts to token ids, and generated ids to text incrementally: text that was emitted never changes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer
 from trainer.errors import UserError
 
 REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 8  # tokens that may be needed before a character is whole
+LONGEST_CHARACTER = 8  # tokens that one character may take
 
 
 class TextStream:
-    """Decodes token by token. A character whose bytes are spread over tokens comes out when its last one is there."""
+    """Decodes token by token. A character whose bytes span several tokens is emitted with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_bytes = isinstance(tokenizer, BytesTokenizer)
         self._separates = isinstance(tokenizer, IdsTokenizer)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._context: list[int] = []  # handed out already; a tokenizer may join what follows to it
+        self._context: list[int] = []  # already emitted; a tokenizer may join the next token to it
         self._waiting: list[int] = []
 
     def push(self, token: int) -> str:
@@ -38,7 +38,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """What is still held back, with U+FFFD for what is not whole."""
+        """The text still held back, with U+FFFD for incomplete characters."""
         if self._is_bytes:
             return self._decoder.decode(b"", final=True)
         text, self._waiting = (self._new_text() if self._waiting else ""), []
@@ -53,10 +53,10 @@ class TextStream:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
-    """The ids to go on from: the one that begins a document, then the prompt's. With `ids` a prompt is ids and spaces.
+    """The ids to continue: the one that begins a document, then the prompt's. With `ids` a prompt is ids and spaces.
 
     Raises:
-        UserError: the prompt cannot be tokenised.
+        UserError: the prompt cannot be tokenized.
     """
     if tokenizer.name != "ids":
         return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, or a Hugging Face `tokenizer.json` (extra `tokenizers`)."""
+"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for files of token ids."""
 
 from __future__ import annotations
 
@@ -8,47 +8,30 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 from trainer.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """What the data side asks of a tokenizer.
+    """What trainer.data needs of a tokenizer."""
 
-    `token_type_table` (int8 [vocab_size], or None) maps an id to an index of `token_type_names`.
-    """
+    name: str
+    """For messages and fingerprints."""
+    vocab_size: int
+    """Number of ids, including `bos_id`."""
+    bos_id: int
+    """The input before a document's first token."""
+    token_type_names: tuple[str, ...]
+    """Names of the token types; empty if the tokenizer has none."""
+    token_type_table: npt.NDArray[np.int8] | None
+    """int8 [vocab_size], the type of each id as an index of `token_type_names`; None if the tokenizer has none."""
 
-    @property
-    def name(self) -> str:
-        """What the tokenizer is called in messages and fingerprints."""
+    def encode(self, text: str) -> Ints:
+        """The ids of a text, without any beginning or end mark, int64 [n]."""
         ...
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, the one for the beginning of a document included."""
-        ...
-
-    @property
-    def bos_id(self) -> int:
-        """The input before a document's first token."""
-        ...
-
-    @property
-    def token_type_names(self) -> tuple[str, ...]:
-        """Names of the token types; empty if the tokenizer knows none."""
-        ...
-
-    @property
-    def token_type_table(self) -> npt.NDArray[np.int8] | None:
-        """Type of each id."""
-        ...
-
-    def encode(self, text: str) -> IntArray:
-        """The ids of a text, without any beginning or end mark."""
-        ...
-
-    def decode(self, ids: IntArray) -> str:
-        """The text of some ids; the beginning mark is left out."""
+    def decode(self, ids: Ints) -> str:
+        """The text of some ids, without the beginning mark."""
         ...
 
 
@@ -81,17 +64,17 @@ class BytesTokenizer:
     def __init__(self) -> None:
         self.token_type_table: npt.NDArray[np.int8] | None = _byte_types(self.token_type_names)
 
-    def encode(self, text: str) -> IntArray:
+    def encode(self, text: str) -> Ints:
         """The UTF-8 bytes, int64 [n]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
-    def decode(self, ids: IntArray) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD."""
+    def decode(self, ids: Ints) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. One id beyond its vocabulary is added to begin a document.
+    """A `tokenizer.json`. One id beyond its vocabulary is added to begin documents.
 
     Raises:
         UserError: the package is not installed, or the file cannot be read as a tokenizer.
@@ -104,36 +87,33 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            raise UserError(
-                "data.tokenizer",
-                f"{path} needs the package tokenizers, which is not installed",
-                "run: pip install 'trainer[tokenizers]'",
-            ) from error
+            problem = f"{path} needs the package tokenizers, which is not installed"
+            raise UserError("data.tokenizer", problem, "run: pip install 'trainer[tokenizers]'") from error
         if not Path(path).is_file():
             raise UserError(path, "no such tokenizer file", 'set data.tokenizer to "bytes" or to a tokenizer.json')
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:
             raise UserError(path, f"is not a readable tokenizer.json ({error})", "save it again") from error
-        self.name = f"{Path(path).name}"
+        self.name = Path(path).name
         self.bos_id = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         self.vocab_size = self.bos_id + 1
 
-    def encode(self, text: str) -> IntArray:
-        """Ids without special tokens, int64 [n]."""
+    def encode(self, text: str) -> Ints:
+        """The ids, without special tokens: a mark of the tokenizer's own would stand in the middle of a packed row."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
-    def decode(self, ids: IntArray) -> str:
+    def decode(self, ids: Ints) -> str:
         """The text of the ids below the vocabulary."""
         text: str = self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.bos_id], skip_special_tokens=False)
         return text
 
 
 class IdsTokenizer:
-    """No tokenizer at all, for files that hold token ids: the vocabulary is given, and one id is added to begin documents.
+    """No tokenizer, for files of token ids: the vocabulary size is given, and one id is added to begin documents.
 
     Raises:
-        UserError: the vocabulary's size is not positive; or, from `encode`, there is text to tokenise.
+        UserError: the vocabulary size is not positive; from `encode`: always.
     """
 
     name = "ids"
@@ -142,17 +122,17 @@ class IdsTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
-            raise UserError("data.vocab_size", 'must be set with tokenizer = "ids"', "say how many token ids there are")
+            problem = 'must be set with tokenizer = "ids"'
+            raise UserError("data.vocab_size", problem, "set it to the number of token ids")
         self.bos_id = vocab_size
         self.vocab_size = vocab_size + 1
 
-    def encode(self, text: str) -> IntArray:
-        """Refuse: ids have no text."""
-        raise UserError(
-            "data.tokenizer", '"ids" cannot tokenise text', 'use "bytes" or a tokenizer.json for text files'
-        )
+    def encode(self, text: str) -> Ints:
+        """Reject: there is nothing to tokenize text with."""
+        problem = '"ids" cannot tokenize text'
+        raise UserError("data.tokenizer", problem, 'use "bytes" or a tokenizer.json for text files')
 
-    def decode(self, ids: IntArray) -> str:
+    def decode(self, ids: Ints) -> str:
         """The ids themselves, separated by spaces."""
         return " ".join(str(int(i)) for i in ids if i != self.bos_id)
 
@@ -161,14 +141,13 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
     """`bytes`, `ids` (with the number of ids), or the path of a tokenizer.json.
 
     Raises:
-        UserError: none of them; or `vocab_size` is given to a tokenizer that knows its own.
+        UserError: none of them; or `vocab_size` is given to a tokenizer that defines its own.
     """
     if name == "ids":
         return IdsTokenizer(vocab_size)
     if vocab_size:
-        raise UserError(
-            "data.vocab_size", f"is {vocab_size}, but the tokenizer {name} knows its own", 'goes with "ids"'
-        )
+        problem = f"is {vocab_size}, but the tokenizer {name} defines its own"
+        raise UserError("data.vocab_size", problem, 'set it only with tokenizer = "ids"')
     if name == "bytes":
         return BytesTokenizer()
     if not name.endswith(".json"):

@@ -138,6 +138,8 @@ class CountedMixing:
             tally.exhausts[modality] += 1
             self._active[modality] -= 1
             self._pool.replace(slot, self._next_reader())
+        else:
+            self._pool.note(slot)
         return rows
 
     def _fill(self) -> bool:

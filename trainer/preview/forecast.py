@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
 from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.keyed import IntArray
 from trainer.preview.counted import CountedMixing, Tally
 from trainer.preview.shapes import SourceShape
 from trainer.training.setup.plan import Plan
@@ -38,7 +38,7 @@ class Forecast:
     is_whole: bool
     ended_at: int | None
     tallies: dict[str, list[Tally] | None]
-    cells_per_step: IntArray
+    cells_per_step: Ints
     in_flight: int
 
 
@@ -98,7 +98,7 @@ def _counted(plan: Plan, source: Source, shape: SourceShape, rank: int) -> Count
 
 
 def _count_rank(
-    plan: Plan, parts: Sequence[CountedMixing | _Uncounted], cells: IntArray, *, is_first: bool
+    plan: Plan, parts: Sequence[CountedMixing | _Uncounted], cells: Ints, *, is_first: bool
 ) -> tuple[int, int | None]:
     """Count one rank's batches into `cells`; the most rows in flight, and the batch at which the data ended."""
     num_micro = plan.config.train.micro_batches

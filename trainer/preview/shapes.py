@@ -12,13 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
+from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
 from trainer.data.formats.documents import ReadOptions
-from trainer.data.keyed import IntArray
 from trainer.data.streams.groups import GroupTable
 from trainer.data.streams.lanes import assign_lanes, cut_slices
-from trainer.data.streams.open_stream import OpenStream
-from trainer.data.streams.opener import CutOptions, StreamOpener
+from trainer.data.streams.open_stream import CutOptions, OpenStream, open_stream
 from trainer.errors import UserError
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
@@ -33,7 +32,7 @@ class SliceShape:
         tokens: target tokens of the slice.
     """
 
-    loads: IntArray
+    loads: Ints
     tokens: int
 
     @property
@@ -47,7 +46,7 @@ class SliceShape:
         return int(self.loads.sum())
 
     @cached_property
-    def rows(self) -> IntArray:
+    def rows(self) -> Ints:
         """Rows of each of its batches, int64 [num_picks]: the lanes that still run."""
         times = np.arange(self.num_picks)
         return len(self.loads) - np.searchsorted(self.loads[::-1], times, side="right")
@@ -91,7 +90,7 @@ class SourceShape:
         return sorted(picks for picks in found if picks)
 
 
-def group_tokens(groups: GroupTable, lengths: IntArray, seq_len: int) -> IntArray:
+def group_tokens(groups: GroupTable, lengths: Ints, seq_len: int) -> Ints:
     """Target tokens of each group, int64 [G].
 
     Args:
@@ -103,7 +102,7 @@ def group_tokens(groups: GroupTable, lengths: IntArray, seq_len: int) -> IntArra
     tokens = np.minimum(left, groups.num_cells * seq_len)
     segments = np.concatenate([[0], np.cumsum(lengths[groups.segment_documents])])
     packed = segments[groups.segment_offsets[1:]] - segments[groups.segment_offsets[:-1]]
-    found: IntArray = np.where(np.diff(groups.segment_offsets) > 0, packed, tokens)
+    found: Ints = np.where(np.diff(groups.segment_offsets) > 0, packed, tokens)
     return found
 
 
@@ -125,22 +124,18 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
         UserError: a file cannot be read or is damaged.
     """
     config, mixing = plan.config, mixing_of(plan.config, source.table)
-    opener = StreamOpener(
-        format=source.table.format,
-        options=ReadOptions(plan.tokenizer, source.table.dtype, source.table.eod),
-        cut=CutOptions(
-            source.name,
-            config.data.seq_len,
-            config.data.max_group_cells,
-            config.data.pack,
-            "train",
-            config.eval.holdout_fraction,
-        ),
-        keep=1,
+    options = ReadOptions(plan.tokenizer, source.table.dtype, source.table.eod)
+    cut = CutOptions(
+        source.name,
+        config.data.seq_len,
+        config.data.max_group_cells,
+        config.data.pack,
+        "train",
+        config.eval.holdout_fraction,
     )
     shapes = tuple(
         stream_shape(
-            opener.open(stream),
+            open_stream(stream, format=source.table.format, options=options, cut=cut),
             batch_size=mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size),
             world_size=world_size,
         )

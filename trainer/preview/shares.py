@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trainer.arrays import Ints
 from trainer.data.blending.weights import WeightSpec, positions, zero_batches
-from trainer.data.keyed import IntArray
 
 CHUNK = 1 << 16  # batches worked out together
 FloatArray = npt.NDArray[np.float64]
@@ -23,7 +23,7 @@ class ZeroSpan:
     last: int | None
 
 
-def shares_at(weights: Sequence[WeightSpec], batches: IntArray, micro_batches: int) -> FloatArray:
+def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: int) -> FloatArray:
     """The probability of each source at each batch, float64 [sources, batches]; zero where all weights are."""
     raw = np.array([spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in weights])
     total = raw.sum(axis=0)
@@ -49,6 +49,6 @@ def first_zero(weight: WeightSpec, num_batches: int, micro_batches: int) -> Zero
     return None
 
 
-def sample_points(length: int, most: int = 240) -> IntArray:
+def sample_points(length: int, most: int = 240) -> Ints:
     """At most `most` whole numbers from 0 to `length - 1`, evenly spread, both ends among them."""
     return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(np.int64))

@@ -1,111 +1,115 @@
-"""Reduction of pool metrics over real processes, one of which has nothing to say."""
+"""Pool metrics of several ranks and of several sources: reduced by the catalog, some of them with nothing to report."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.mixing.reduction import REDUCTIONS, MetricsMerger, pool_ops, reduce_over_ranks
+from trainer.data.blending.blend import BlendDataset, BlendSource
+from trainer.data.blending.weights import ConstantWeight
+from trainer.data.mixing.dataset import EXHAUST_EVENTS, StreamMixingDataset
+from trainer.data.mixing.pool import pool_metric_keys
 from trainer.data.streams.layout import discover_nested
 from trainer.data.tokenizer import BytesTokenizer
 
 A = "stream_mixing/active/"
-EXHAUST = "stream_mixing/refill/exhaust_events"
+KEYS = (*pool_metric_keys(["a", "b"]), EXHAUST_EVENTS)
+SUMS = {A + "modalities/a", A + "modalities/b", EXHAUST_EVENTS}
 
 
-def local_metrics(rank: int) -> dict[str, float]:
-    """Ranks 0 and 2 have a pool, rank 1 has none."""
-    if rank == 1:
-        return {}
-    return {
-        A + "remaining_min": 5.0 + rank,
-        A + "remaining_max": 50.0 + rank,
-        A + "remaining_fraction_min": 0.25 - rank / 100,
-        A + "remaining_fraction_max": 0.5,
-        A + "steps_since_pick_max": 7.0 - rank,
-        A + "pick_surprise_max": 1.5 * rank,
-        A + "modalities/a": 0.0,
-        A + "modalities/b": 3.0,
-        EXHAUST: float(2**40 + rank),
-    }
+def plain_reduction(key: str, values: list[float]) -> float:
+    """The operation that a key's name promises."""
+    if key in SUMS:
+        return sum(values)
+    return min(values) if key.endswith("_min") else max(values)
 
 
-EXPECTED = {
-    A + "remaining_min": 5.0,
-    A + "remaining_max": 52.0,
-    A + "remaining_fraction_min": 0.23,
-    A + "remaining_fraction_max": 0.5,
-    A + "steps_since_pick_max": 7.0,
-    A + "pick_surprise_max": 3.0,
-    A + "modalities/a": 0.0,
-    A + "modalities/b": 6.0,
-    EXHAUST: float(2**41 + 2),
-}
+class Reporting:
+    """A source that reports what a test puts into `metrics`; ends after `size` batches."""
+
+    metric_keys = KEYS
+
+    def __init__(self, size: int = 10**9) -> None:
+        self.size = size
+        self.metrics: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(self.size):
+            yield {"tokens": np.zeros((1, 1))}
+
+    def drain_step_metrics(self) -> dict[str, float]:
+        drained = dict(self.metrics)
+        if drained:
+            self.metrics[EXHAUST_EVENTS] = 0.0
+        return drained
 
 
-def reduce_and_count_calls(rank: int, world_size: int) -> None:
-    calls: list[str] = []
-    original = dist.all_reduce
-
-    def counted(tensor: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM, group: object = None) -> None:
-        calls.append(str(op))
-        original(tensor, op=op, group=group)
-
-    dist.all_reduce = counted
-    ops = pool_ops(["a", "b"])
-    found = reduce_over_ranks(local_metrics(rank), ops, world_size=world_size, device="cpu")
-    assert found == EXPECTED, found
-    assert len(calls) == len(set(calls)) == 2, calls
-    assert reduce_over_ranks({}, ops, world_size=world_size, device="cpu") == {}
-    dist.all_reduce = original
+def blend_of(sources: list[Reporting]) -> BlendDataset:
+    return BlendDataset([BlendSource(f"s{i}", s, ConstantWeight(1.0)) for i, s in enumerate(sources)], seed=0)
 
 
-@pytest.mark.distributed
-def test_three_ranks_reduce_with_one_max_and_one_sum_and_an_empty_rank_changes_nothing() -> None:
-    run_on_ranks(reduce_and_count_calls, 3)
+def drained_pools(blend: BlendDataset) -> dict[str, float]:
+    return {key: value for key, value in blend.drain_step_metrics().items() if key in KEYS}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once(seed: int) -> None:
+    generator = random.Random(seed)
+    sources = [Reporting() for _ in range(3)]
+    blend = blend_of(sources)
+    said: dict[int, dict[str, float]] = {}
+    for _ in range(200):
+        index = int(next(blend)["dataset_labels"][0][1:])
+        events = sources[index].metrics.get(EXHAUST_EVENTS, 0.0) + generator.randrange(2)
+        sources[index].metrics = {**{key: float(generator.randrange(5)) for key in KEYS}, EXHAUST_EVENTS: events}
+        said[index] = dict(sources[index].metrics)
+        if generator.random() < 0.6:
+            assert drained_pools(blend) == {
+                key: plain_reduction(key, [each[key] for each in said.values()]) for key in KEYS
+            }
+            for each in said.values():
+                each[EXHAUST_EVENTS] = 0.0
+
+
+def test_an_exhausted_source_reports_its_last_events_and_no_gauges() -> None:
+    sources = [Reporting(size=1), Reporting()]
+    blend = blend_of(sources)
+    gauges = {key: 1.0 for key in KEYS if key != EXHAUST_EVENTS}
+    sources[0].metrics = {**gauges, A + "remaining_max": 99.0, EXHAUST_EVENTS: 1.0}
+    sources[1].metrics = {**gauges, EXHAUST_EVENTS: 0.0}
+    while not blend.state_dict()["ended"][0]:  # several batches: nothing is drained in between
+        next(blend)
+    assert drained_pools(blend) == {**gauges, EXHAUST_EVENTS: 1.0}
+    next(blend)
+    assert drained_pools(blend) == {**gauges, EXHAUST_EVENTS: 0.0}
+
+
+def test_metric_keys_are_those_of_all_sources_each_once() -> None:
+    assert blend_of([Reporting(), Reporting()]).metric_keys == ("blend/max_share_error", *KEYS)
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    ops = pool_ops(["a", "b"])
-    assert reduce_over_ranks(local_metrics(0), ops, world_size=1, device="cpu") == local_metrics(0)
-    assert reduce_over_ranks({}, ops, world_size=1, device="cpu") == {}
+    blend = blend_of([Reporting()])
+    local = dict.fromkeys(KEYS, 2.0)
+    assert blend.aggregate_step_metrics(local, 1, "cpu") == local
+    assert blend.aggregate_step_metrics({}, 1, "cpu") == {}
+    with pytest.raises(KeyError, match="loss"):
+        blend.aggregate_step_metrics({"loss": 1.0}, 1, "cpu")
 
 
-def test_merging_sources_equals_reducing_ranks_and_forgets_counted_events() -> None:
-    merger = MetricsMerger({**pool_ops(["a", "b"]), "blend/max_share_error": "max"}, 3)
-    assert merger.merged() == {}
-    for source in (2, 0):
-        merger.update(source, dict.fromkeys(local_metrics(source), 99.0))
-        merger.update(source, local_metrics(source))
-    assert merger.merged() == EXPECTED
-    assert merger.merged() == {**EXPECTED, EXHAUST: 0.0}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_merged_peaks_equal_those_of_all_that_was_said_after_any_updates(seed: int) -> None:
-    generator = random.Random(seed)
-    ops = pool_ops(["a"])
-    merger, said = MetricsMerger(ops, 3), {key: {} for key in ops}
-    for _ in range(200):
-        source = generator.randrange(3)
-        metrics = {key: float(generator.randrange(5)) for key in ops if generator.random() < 0.7}
-        merger.update(source, metrics)
-        for key, value in metrics.items():
-            said[key][source] = value
-        if generator.random() < 0.6:
-            expected = {key: REDUCTIONS[ops[key]](list(of.values())) for key, of in said.items() if of}
-            assert merger.merged() == expected
-            said[EXHAUST] = dict.fromkeys(said[EXHAUST], 0.0)
-
-
-def pool_of_a_rank(rank: int, world_size: int, root: str) -> tuple[dict[str, float], dict[str, float]]:
-    """What a rank's own dataset says after two picks, and what all of them together say."""
+def pool_of_a_rank(rank: int, world_size: int, root: str) -> tuple[dict[str, float], dict[str, float], int]:
+    """What a rank's own dataset reports after two picks, what all of them report, and the number of collectives."""
+    calls: list[str] = []
+    for name in ("all_reduce", "all_gather"):
+        original = getattr(dist, name)
+        setattr(dist, name, lambda *args, original=original, **kw: (calls.append(""), original(*args, **kw)))
     dataset = StreamMixingDataset(
         discover_nested(root),
         name="s",
@@ -119,11 +123,13 @@ def pool_of_a_rank(rank: int, world_size: int, root: str) -> tuple[dict[str, flo
     for _ in range(2):
         next(dataset)
     local = dataset.drain_step_metrics()
-    return local, dataset.aggregate_step_metrics(local, world_size, "cpu")
+    reduced, num_calls = dataset.aggregate_step_metrics(local, world_size, "cpu"), len(calls)
+    assert dataset.aggregate_step_metrics({}, world_size, "cpu") == {}  # nobody has anything to say
+    return local, reduced, num_calls
 
 
 @pytest.mark.distributed
-def test_three_real_pools_one_of_them_empty_reduce_to_the_right_numbers(tmp_path: Path) -> None:
+def test_three_pools_one_of_them_empty_reduce_to_the_right_numbers_in_one_collective(tmp_path: Path) -> None:
     """Two streams of two equal groups each: of three slices the one in the middle gets nothing."""
     for modality, length in (("a", 32), ("b", 12)):
         (tmp_path / modality).mkdir()
@@ -131,11 +137,11 @@ def test_three_real_pools_one_of_them_empty_reduce_to_the_right_numbers(tmp_path
     results = run_on_ranks(pool_of_a_rank, 3, str(tmp_path))
     assert results[1][0] == {}
     reduced = results[0][1]
-    assert all(each == reduced for _, each in results)
-    assert set(reduced) == set(pool_ops(["a", "b"]))
-    for key, op in pool_ops(["a", "b"]).items():
-        assert reduced[key] == {"min": min, "max": max, "sum": sum}[op](results[rank][0][key] for rank in (0, 2))
+    assert all(each == reduced and calls == 1 for _, each, calls in results)
+    assert reduced.keys() == set(KEYS)
+    for key in KEYS:
+        assert reduced[key] == plain_reduction(key, [results[rank][0][key] for rank in (0, 2)])
     assert reduced[A + "modalities/a"] == reduced[A + "modalities/b"] == 2  # two ranks with both streams each
     assert 7 <= reduced[A + "remaining_max"] <= 8
     assert 2 <= reduced[A + "remaining_min"] <= 3
-    assert reduced[EXHAUST] == 0
+    assert reduced[EXHAUST_EVENTS] == 0

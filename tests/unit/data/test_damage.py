@@ -15,7 +15,8 @@ import pytest
 
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
 from trainer.data.formats.documents import ReadOptions
-from trainer.data.inspection.survey import open_stream, token_chunks
+from trainer.data.formats.registry import load_documents
+from trainer.data.inspection.survey import token_chunks
 from trainer.data.inspection.verify import verify
 from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import BytesTokenizer
@@ -26,8 +27,7 @@ SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documen
 
 def read_all(path: Path, **kwargs: Any) -> int:
     """Read a file as a run would, to its last token."""
-    stream = Stream(0, str(path), path.name, "a")
-    documents = open_stream(stream, ReadOptions(BytesTokenizer(), **kwargs), "auto")
+    documents = load_documents(path, "auto", ReadOptions(BytesTokenizer(), **kwargs))
     return sum(len(chunk) for chunk in token_chunks(documents))
 
 
@@ -52,7 +52,7 @@ INDICES: dict[str, tuple[bytes, str]] = {
     "wrong magic": (b"NOTANIDX!" + WHOLE[9:], r"a\.idx: is not a Megatron-LM index: .*byte offset 0"),
     "shorter than its header": (WHOLE[:20], r"a\.idx: is cut off inside its header, at byte offset 20"),
     "truncated": (WHOLE[:-9], r"a\.idx: is cut off: 3 sequences and 4 document indices take 102 bytes, it has 93"),
-    "goes on": (WHOLE + b"\x00\x01", r"a\.idx: goes on behind its last table: .* it has 104"),
+    "goes on": (WHOLE + b"\x00\x01", r"a\.idx: continues past its last table: .* it has 104"),
     "unknown version": (index(version=2), "has version 2 at byte offset 9"),
     "big-endian": (index(version=1 << 56), r"\(big-endian\?\) at byte offset 9"),
     "unknown dtype": (index(code=9), "unknown dtype code 9 at byte offset 17"),
@@ -60,17 +60,20 @@ INDICES: dict[str, tuple[bytes, str]] = {
     "negative length": (index([3, -1, 2]), "sequence 1 has the negative length -1"),
     "pointer before the bin": (
         index(pointers=[0, -6, 8]),
-        "sequence 1 lies at bytes -6 to -4, which is not inside a.bin",
+        "sequence 1 lies at bytes -6 to -4, which is outside a.bin",
     ),
     "pointer behind the bin": (index(pointers=[0, 6, 1 << 40]), "sequence 2 lies at bytes 1099511627776 to"),
     "pointer inside a token": (index(pointers=[0, 5, 8]), "sequence 1 lies at bytes 5 to 7"),
     "wants more than the bin has": (index([3, 1, 3]), r"sequence 2 lies at bytes 8 to 14.*a\.bin \(12 bytes"),
     "leaves some of the bin": (index([3, 1, 1]), r"sequences end at byte 10, but a\.bin has 12 bytes"),
     "another dtype than the bin's": (index(code=4), "sequence 1 lies at bytes 6 to 10"),
-    "document indices fall": (index(documents=[0, 2, 1, 3]), "run from 0 to 3, and fall behind index 1"),
-    "document indices end early": (index(documents=[0, 1, 2]), "must rise from 0 to 3; they run from 0 to 2"),
+    "document indices fall": (index(documents=[0, 2, 1, 3]), "run from 0 to 3, and decrease after index 1"),
+    "document indices end early": (index(documents=[0, 1, 2]), "must increase from 0 to 3; they run from 0 to 2"),
     "no documents": (index([], [], [0]), "has no documents"),
-    "a document with a gap": (index([2, 1, 2], [0, 6, 8], [0, 2, 3]), "sequence 1 does not follow the one before it"),
+    "a document with a gap": (
+        index([2, 1, 2], [0, 6, 8], [0, 2, 3]),
+        "sequence 1 does not directly follow the previous one",
+    ),
     "empty": (b"", r"a\.idx: is not a Megatron-LM index"),
 }
 
@@ -129,7 +132,7 @@ FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
     "no dtype": ("a.bin", lambda: b"abcd", {}, "needs a dtype"),
     "ids beyond": ("a.bin", lambda: LONG.tobytes() + b"\x01\x01\x00\x00", {"dtype": "uint16"}, "id 257 at token 100"),
     "big-endian ids": ("a.npy", lambda: npy(LONG.astype(">u2")), {}, r"a\.npy: is big-endian \(>u2\)"),
-    "floats": ("a.npy", lambda: npy(LONG.astype(np.float32)), {}, "whole numbers, got float32"),
+    "floats": ("a.npy", lambda: npy(LONG.astype(np.float32)), {}, "integer array, got float32"),
     "two dimensions": ("a.npy", lambda: npy(LONG.reshape(10, 10)), {}, r"got uint16 of shape \(10, 10\)"),
     "no dimension": ("a.npy", lambda: npy(np.uint16(3)), {}, r"of shape \(\)"),
     "truncated npy": ("a.npy", lambda: npy(LONG)[:-5], {}, "not a readable .npy array"),
@@ -148,7 +151,7 @@ FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
     "parquet without the column": ("a.parquet", lambda: parquet({"body": ["a"]}), {}, r"neither .*\(its columns: body"),
     "parquet with both": ("a.parquet", lambda: parquet({"text": ["a"], "tokens": [[1]]}), {}, "both columns"),
     "parquet of numbers": ("a.parquet", lambda: parquet({"text": [1]}), {}, "must hold strings, got int64"),
-    "parquet of floats": ("a.parquet", lambda: parquet({"tokens": [[1.5]]}), {}, "lists of whole numbers"),
+    "parquet of floats": ("a.parquet", lambda: parquet({"tokens": [[1.5]]}), {}, "lists of integers"),
     "parquet null": ("a.parquet", lambda: parquet({"text": ["a", "b", None]}), {}, "row 2: text is null"),
     "parquet null id": ("a.parquet", lambda: parquet({"tokens": [[1], [2, None]]}), {}, "null token"),
     "parquet ids": ("a.parquet", lambda: parquet({"tokens": [[1], [], [2, 257]]}), {}, "row 2: token id 257"),
@@ -180,7 +183,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     assert "cannot be read (No such file or directory)" in refusal(tmp_path / "c.txt")
     (tmp_path / "d.txt").symlink_to(tmp_path / "nowhere")
     assert "cannot be read (No such file or directory)" in refusal(tmp_path / "d.txt")
-    with pytest.raises(UserError, match="is no path: it has a NUL character"):
+    with pytest.raises(UserError, match="is not a path: it has a NUL character"):
         read_all(Path("a\0b.txt"))
     write_megatron(tmp_path / "m", [[1]])
     (tmp_path / "m.idx").unlink()

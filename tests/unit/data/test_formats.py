@@ -59,18 +59,9 @@ def test_a_scan_in_chunks_finds_every_end(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(document[-1] == 0 for document in found[:-1])
 
 
-def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
-    documents = open_documents(tmp_path / "absent.txt", tokenizer=BYTES)
+def test_an_absent_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"absent\.txt: cannot be read"):
-        _ = documents.num_documents
-
-
-def test_closing_lets_go_and_reading_opens_again(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abc")
-    documents = open_documents(tmp_path / "a.txt", tokenizer=BYTES)
-    assert documents.num_documents == 1
-    documents.close()
-    assert documents.read(0, 1, 3).tolist() == [98, 99]
+        open_documents(tmp_path / "absent.txt", tokenizer=BYTES)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +75,14 @@ def test_closing_lets_go_and_reading_opens_again(tmp_path: Path) -> None:
         ("a.jsonl", b"{}\n", {}, "line 1: has neither"),
         ("a.jsonl", b'{"text": "a", "tokens": []}\n', {}, "line 1: has both"),
         ("a.jsonl", b'{"text": 3}\n', {}, "text must be a string"),
-        ("a.jsonl", b'{"tokens": [1, 2.5]}\n', {}, "list of whole numbers"),
-        ("a.jsonl", b'{"tokens": [true]}\n', {}, "list of whole numbers"),
+        ("a.jsonl", b'{"tokens": [1, 2.5]}\n', {}, "list of integers"),
+        ("a.jsonl", b'{"tokens": [true]}\n', {}, "list of integers"),
         ("a.jsonl", b'{"tokens": [1, 257]}\n', {}, "token id 257 is outside the vocabulary of 257"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "surrogate"),
-        ("a.bin", b"abc", {"dtype": "uint16"}, "3 bytes are no multiple of 2.*byte offset 2"),
+        ("a.bin", b"abc", {"dtype": "uint16"}, "3 bytes are not a multiple of 2.*byte offset 2"),
         ("a.bin", b"abcd", {}, "needs a dtype"),
-        ("a.bin", b"abcd", {"dtype": "float32"}, "whole numbers"),
-        ("a.bin", b"abcd", {"dtype": "u17"}, "no such dtype"),
+        ("a.bin", b"abcd", {"dtype": "float32"}, "integer dtype"),
+        ("a.bin", b"abcd", {"dtype": "u17"}, "unknown dtype"),
         ("a.bin", b"\x01\x00\xff\xff", {"dtype": "uint16"}, "token id 65535 at token 1 is outside"),
         ("a.npy", b"not numpy", {}, "not a readable .npy"),
         ("a.xyz", b"abc", {}, "no format is known"),
@@ -104,7 +95,7 @@ def test_damage_is_refused_with_its_place(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        _ = open_documents(tmp_path / name, tokenizer=BYTES, **kwargs).lengths
+        open_documents(tmp_path / name, tokenizer=BYTES, **kwargs)
 
 
 def test_a_truncated_or_wrongly_shaped_npy_is_refused(tmp_path: Path) -> None:
@@ -114,10 +105,10 @@ def test_a_truncated_or_wrongly_shaped_npy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a readable"):
         tokens(path)
     np.save(path, np.zeros((2, 2), dtype=np.int64))
-    with pytest.raises(UserError, match="1-D array of whole numbers"):
+    with pytest.raises(UserError, match="1-D integer array"):
         tokens(path)
     np.save(path, np.array([1.5]))
-    with pytest.raises(UserError, match="1-D array of whole numbers"):
+    with pytest.raises(UserError, match="1-D integer array"):
         tokens(path)
     np.save(path, np.array([1, -1]))
     with pytest.raises(UserError, match="token id -1 at token 1"):
@@ -139,6 +130,10 @@ def make_tokenizer(path: Path) -> None:
     model = tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    # Many published tokenizers add marks of their own; documents must not get them in the middle of a stream.
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[UNK] $A [UNK]", special_tokens=[("[UNK]", 2)]
+    )
     tokenizer.save(str(path))
 
 
@@ -152,17 +147,17 @@ def test_a_tokenizer_json_encodes_text_and_begins_documents_with_an_id_of_its_ow
     assert [documents.read(d, 0, int(n)).tolist() for d, n in enumerate(documents.lengths)] == [[0, 1], [1]]
     (tmp_path / "a.txt").write_bytes(b"a b \xff")
     with pytest.raises(UserError, match="byte offset 4"):
-        _ = open_documents(tmp_path / "a.txt", tokenizer=tokenizer).lengths
+        open_documents(tmp_path / "a.txt", tokenizer=tokenizer)
 
 
 def test_ids_take_their_vocabulary_from_the_config_and_refuse_text() -> None:
     tokenizer = load_tokenizer("ids", vocab_size=1000)
     assert (tokenizer.vocab_size, tokenizer.bos_id) == (1001, 1000)
-    with pytest.raises(UserError, match="cannot tokenise text"):
+    with pytest.raises(UserError, match="cannot tokenize text"):
         tokenizer.encode("a")
     with pytest.raises(UserError, match="must be set"):
         load_tokenizer("ids")
-    with pytest.raises(UserError, match="knows its own"):
+    with pytest.raises(UserError, match="defines its own"):
         load_tokenizer("bytes", vocab_size=5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -96,7 +97,7 @@ def test_draining_twice_keeps_the_snapshot_and_clears_the_count(write_streams: W
     assert second.pop("stream_mixing/refill/exhaust_events") == 0.0
     assert first == second
     assert {first[PREFIX + "modalities/a"], first[PREFIX + "modalities/b"]} == {0.0, 1.0}
-    assert set(first) | {"stream_mixing/refill/exhaust_events"} == set(dataset.metric_ops)
+    assert set(first) | {"stream_mixing/refill/exhaust_events"} == set(dataset.metric_keys)
 
 
 def test_weighted_picks_follow_the_remaining_batches(write_streams: Write, mixing: Make) -> None:
@@ -107,6 +108,41 @@ def test_weighted_picks_follow_the_remaining_batches(write_streams: Write, mixin
     )
     expected = {"a": 300, "b": 150, "c": 50}
     assert sum((seen[m] - e) ** 2 / e for m, e in expected.items()) < 13.8  # 2 degrees of freedom, p = 0.001
+
+
+def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_streams: Write, mixing: Make) -> None:
+    """Two streams of equal slices, picked uniformly: but for which stream is in which slot, only the draws differ."""
+    streams = write_streams({"a": [[4] * 200], "b": [[4] * 200]})
+
+    def changes(rank: int, batching_mode: str) -> tuple[bool, ...]:
+        dataset = mixing(
+            streams, pick_mode="uniform", batching_mode=batching_mode, rank=rank, world_size=4, batch_size=1
+        )
+        picked = [meta(next(dataset))["stream"] for _ in range(24)]
+        return tuple(before != after for before, after in itertools.pairwise(picked))
+
+    assert len({changes(rank, "per_stream") for rank in range(4)}) == 1
+    assert len({changes(rank, "device_per_stream") for rank in range(4)}) == 4
+
+
+@pytest.mark.parametrize("stop", [0, 5])
+def test_batches_do_not_depend_on_how_many_are_prepared_together(
+    write_streams: Write, mixing: Make, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    streams = write_streams({"a": [[40, 9, 3], [90]], "b": [[8] * 9]})
+    whole = list(mixing(streams, repeat=False, batch_size=3))
+    first = mixing(streams, repeat=False, batch_size=3)
+    for _ in range(stop):
+        next(first)
+    monkeypatch.setattr("trainer.data.mixing.reader.ROWS_BLOCK", 2)
+    rest = mixing(streams, repeat=False, batch_size=3)
+    rest.load_state_dict(first.state_dict())
+    batches = list(rest)
+    assert len(batches) == len(whole) - stop
+    for batch, expected in zip(batches, whole[stop:], strict=True):
+        assert batch["instability_meta_json"] == expected["instability_meta_json"]
+        assert (batch["tokens"] == expected["tokens"]).all()
+        assert (batch["is_last"] == expected["is_last"]).all()
 
 
 def test_round_robin_takes_the_slots_in_turn(write_streams: Write, mixing: Make) -> None:
@@ -234,7 +270,7 @@ def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
     [
         ({"pick_mode": "heaviest"}, "pick_mode: must be one of weighted, uniform, round_robin; got 'heaviest'"),
         ({"batching_mode": "x"}, "batching_mode: must be one of"),
-        ({"num_streams_mixed": 0}, "num_streams_mixed: must be a whole number >= 1, got 0"),
+        ({"num_streams_mixed": 0}, "num_streams_mixed: must be an integer >= 1, got 0"),
         ({"batch_size_by_modality": {"a": 0}}, r"batch_size_by_modality\.a"),
         ({"holdout_fraction": 1.5}, "holdout_fraction"),
     ],

@@ -86,7 +86,7 @@ def test_files_of_any_ending_are_streams_of_it(file: Path) -> None:
         ("floats", r"tokens are float64 \[2\], not integers"),
         ("matrix", r"tokens are int64 \[1, 2\], not integers \[N\]"),
         ("uneven", r"starts are int64 \[2\], lengths int64 \[1\]"),
-        ("no_table", "gave a list"),
+        ("no_table", "returned a list"),
         ("one_argument", r"cannot be called with \(path, options\)"),
         ("missing", "cannot be read"),
         ("nothing", "has no function nothing"),

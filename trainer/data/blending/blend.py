@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -11,8 +12,9 @@ import numpy as np
 from trainer.data.blending.weights import WeightSpec, positions
 from trainer.data.keyed import BLOCK, KeyedUniforms
 from trainer.data.mixing.collate import Batch
-from trainer.data.mixing.reduction import MetricsMerger, ReduceOp, reduce_over_ranks
 from trainer.errors import UserError
+from trainer.metrics.catalog.lookup import lookup
+from trainer.metrics.catalog.spec import RankReduction
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +23,20 @@ if TYPE_CHECKING:
 MAX_SHARE_ERROR = "blend/max_share_error"
 SHARE_PREFIX = "blend/share/"
 VERSION = 1
+# Sources are merged like ranks: by the operation that the catalog has for the key.
+_MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "sum_and_worst": sum,
+    "mean": fmean,
+    "weighted_mean": fmean,
+}
 
 
 @dataclass(frozen=True)
 class BlendSource:
-    """One source: its name, an iterable of micro-batch dicts, and its raw weight (they need not add up to anything)."""
+    """One source: its name, an iterable of micro-batch dicts, and its weight (weights need not sum to 1)."""
 
     name: str
     dataset: Iterable[Batch]
@@ -36,11 +47,14 @@ class BlendDataset:
     """An iterator of micro-batches, each from one source.
 
     The source of batch i is a pure function of (seed, names, i), the weights at i, and which sources still have data;
-    all ranks choose the same. A source with weight zero is never picked. Sources that end are left out from then on; when
-    all have ended (or those that have not stay at zero for ever), iteration stops.
+    all ranks choose the same. A source with weight zero is never picked. Exhausted sources are skipped; when all are
+    exhausted (or the others stay at weight zero), iteration stops.
 
-    A source needs no more than `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: training
-    with it works, and resuming after it gave a batch is refused with a UserError, for what it would give is unknown.
+    A source needs only `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: it can be trained
+    on, but resuming after it gave a batch raises a UserError, since its position is unknown. A source takes part in the
+    metrics if it has `drain_step_metrics` and `metric_keys`, all of them in the catalog.
+
+    `metric_keys` lists every key that `drain_step_metrics` can return.
 
     Args:
         sources: names must be unique.
@@ -49,7 +63,7 @@ class BlendDataset:
         per_source: also report `blend/share/<name>`.
 
     Raises:
-        UserError: no sources, a name that occurs twice; while iterating: a batch at which all weights are zero.
+        UserError: no sources, or a name that occurs twice; while iterating: a batch at which all weights are zero.
     """
 
     def __init__(
@@ -75,13 +89,25 @@ class BlendDataset:
         self._counts = [0] * len(sources)
         self._first = 0  # the batch at which the table of choices begins
         self._choices: list[int] = []
-        self._expected = [[0.0] * len(sources)]  # batches each source was to give before each of those, and after
-        self._errors = [0.0]  # the largest difference of those to what the sources gave, before each, and after
+        self._expected = [
+            [0.0] * len(sources)
+        ]  # expected batches of each source before each choice, and after the last
+        self._errors = [0.0]  # the largest difference between those and the actual batches, likewise
+        keys = [MAX_SHARE_ERROR]
+        self._drains: dict[int, Callable[[], dict[str, float]]] = {}  # of the sources that report metrics
+        for index, source in enumerate(sources):
+            own_keys = getattr(source.dataset, "metric_keys", None)
+            drain = getattr(source.dataset, "drain_step_metrics", None)
+            if own_keys is not None and drain is not None:
+                self._drains[index] = drain
+                keys += own_keys
+        keys += [SHARE_PREFIX + name for name in names] if per_source else []
+        self.metric_keys = tuple(dict.fromkeys(keys))
+        specs = {key: lookup(key) for key in self.metric_keys}
+        self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
+        self._counters = [key for key, spec in specs.items() if spec.kind == "counter"]
+        self._latest: dict[int, dict[str, float]] = {}  # what each source reported last
         self._undrained: set[int] = set()
-        datasets = [source.dataset for source in sources]
-        self._drains = [getattr(d, "drain_step_metrics", None) if hasattr(d, "metric_ops") else None for d in datasets]
-        self._ops = self.metric_ops
-        self._merger = MetricsMerger(self._ops, len(sources))
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
 
@@ -89,10 +115,10 @@ class BlendDataset:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch; `dataset_labels` is filled with the source's name where the source has none.
+        """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name.
 
         Raises:
-            StopIteration: no source has data that will ever be weighted.
+            StopIteration: every source is exhausted, or stays at weight zero.
             UserError: all weights are zero at this batch.
         """
         while True:
@@ -104,6 +130,7 @@ class BlendDataset:
             if chosen < 0:
                 self._stop_or_refuse()
             self._unsaved.add(chosen)
+            self._undrained.add(chosen)
             try:
                 batch = next(self._iterators[chosen])
             except StopIteration:
@@ -113,16 +140,15 @@ class BlendDataset:
             break
         self._counts[chosen] += 1
         self._batch_index += 1
-        self._undrained.add(chosen)
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
         return batch
 
     def _choose(self, expected: list[float]) -> None:
-        """Work out the choices from the next batch to the end of its block, -1 where all weights are zero.
+        """Compute the choices from the next batch to the end of its block, -1 where all weights are zero.
 
-        A choice is a pure function of the batch index and of which sources have data: when one ends this is done anew.
-        `expected` is what each source was to give up to here.
+        A choice depends on the batch index and on which sources have data, so this is repeated whenever a source ends.
+        `expected` is the expected number of batches of each source so far.
         """
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
@@ -137,7 +163,7 @@ class BlendDataset:
         ends = shares.cumsum(axis=1)
         totals = ends[:, -1:]
         chosen = (ends <= self._uniforms.block(block)[offset:, None] * totals).sum(axis=1)
-        # The product may round up to the total itself: then it is the last source that has a weight.
+        # The product may round up to the total itself: then the last source with a weight is meant.
         chosen = np.where(chosen < len(self.sources), chosen, (ends < totals).sum(axis=1))
         chosen = np.where(totals[:, 0] > 0, chosen, -1)
         expected_counts = np.cumsum(np.vstack([expected, shares]), axis=0)
@@ -146,9 +172,6 @@ class BlendDataset:
         self._choices = chosen.tolist()
         self._expected = expected_counts.tolist()
         self._errors = np.abs(counts - expected_counts).max(axis=1).tolist()
-
-    def _expected_now(self) -> list[float]:
-        return self._expected[self._batch_index - self._first]
 
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
@@ -162,49 +185,36 @@ class BlendDataset:
             raise StopIteration
         raise UserError(
             "data.source",
-            f"at batch {index} the weight of every source that still has data is zero "
+            f"at batch {index} every source that still has data has weight zero "
             f"({', '.join(source.name for source in alive)})",
             "keep at least one weight above zero at every batch",
         )
 
-    def _state_of(self, index: int) -> Mapping[str, Any] | None:
-        state_dict = getattr(self.sources[index].dataset, "state_dict", None)
-        return None if state_dict is None else state_dict()
-
-    @property
-    def metric_keys(self) -> tuple[str, ...]:
-        """Every key."""
-        return tuple(self.metric_ops)
-
-    @property
-    def metric_ops(self) -> dict[str, ReduceOp]:
-        """Every key that `drain_step_metrics` can return, and how it is reduced over ranks."""
-        ops: dict[str, ReduceOp] = {MAX_SHARE_ERROR: "max"}
-        for source in self.sources:
-            ops.update(getattr(source.dataset, "metric_ops", {}))
-            if self._per_source:
-                ops[SHARE_PREFIX + source.name] = "max"  # ranks choose alike
-        return ops
-
     def drain_step_metrics(self) -> dict[str, float]:
-        """The sources' pools merged key by key, and how well the shares so far match the weights; {} before any batch.
+        """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
 
+        A source contributes what it reported last; its counters only once, and once it is exhausted nothing else.
         `blend/max_share_error` is the largest difference, over the sources, between the share of batches a source gave
-        and the share it was expected to give (the mean of its probability at each batch). A source takes part in the
-        pool's metrics if it has `drain_step_metrics` and `metric_ops`.
+        and the share it was expected to give (the mean of its probability at each batch).
         """
         if not self._batch_index:
             return {}
-        for index in self._undrained:
-            drain = self._drains[index]
-            if drain is not None:
-                self._merger.update(index, drain())
+        counters, latest = self._counters, self._latest
+        for index in self._undrained & self._drains.keys():
+            drained = self._drains[index]()
+            # An exhausted source has no readers left, so no gauges: only what it counted since the last drain.
+            latest[index] = {k: drained[k] for k in counters if k in drained} if self._ended[index] else drained
+        by_key: dict[str, list[float]] = {}
+        for values in latest.values():
+            for key, value in values.items():
+                by_key.setdefault(key, []).append(value)
+        metrics = {key: self._merges[key](values) for key, values in by_key.items()}
+        for index in self._undrained & latest.keys():
+            latest[index].update({key: 0.0 for key in counters if key in latest[index]})
         self._undrained.clear()
-        metrics = self._merger.merged()
         error = self._errors[self._batch_index - self._first] / self._batch_index
-        # A source that is a blend has an error of its own.
-        if error > metrics.get(MAX_SHARE_ERROR, -1.0):
-            metrics[MAX_SHARE_ERROR] = error
+        # A source that is itself a blend has an error of its own.
+        metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR, 0.0))
         if self._per_source:
             for name, count in zip(self._names, self._counts, strict=True):
                 metrics[SHARE_PREFIX + name] = count / self._batch_index
@@ -218,12 +228,15 @@ class BlendDataset:
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, float]:
         """Reduce drained metrics over ranks; every rank must call it, also with {}. See `reduce_over_ranks`."""
-        return reduce_over_ranks(local, self._ops, world_size=world_size, device=device, group=group)
+        from trainer.metrics.rank_reduction import reduce_over_ranks  # needs torch, which looking at data does not
+
+        return reduce_over_ranks(local, self.metric_keys, group=group, device=device, world_size=world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain python; a snapshot that later batches do not change. Only states of sources that moved are made anew."""
+        """Plain Python; a snapshot that later batches do not change. Only sources that moved are asked for their state."""
         for index in self._unsaved:
-            self._states[index] = self._state_of(index)
+            state_dict = getattr(self.sources[index].dataset, "state_dict", None)
+            self._states[index] = None if state_dict is None else state_dict()
         self._unsaved.clear()
         return {
             "version": VERSION,
@@ -232,38 +245,34 @@ class BlendDataset:
             "names": self._names,
             "ended": self._ended.copy(),
             "counts": self._counts.copy(),
-            "expected": self._expected_now().copy(),
+            "expected": self._expected[self._batch_index - self._first].copy(),
             "sources": self._states.copy(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where a run stopped; weights may have changed since, and sources may have been added.
+        """Continue where a run stopped; weights may have changed since, and sources may have been added.
 
         Args:
             state: this rank's state, or those of all ranks in rank order; see `StreamMixingDataset.load_state_dict`.
 
         Raises:
-            UserError: naming what does not fit: another seed, a source that is gone, or one that gave batches and
-                cannot be resumed.
+            UserError: another seed, a source that is missing now, or one that gave batches and cannot be resumed.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]
         if own.get("version") != VERSION or "names" not in own:
-            raise UserError(
-                "data.source",
-                "the saved state is not one of a blend of this version",
-                "resume with the version that saved it",
-            )
+            problem = "the saved state is not one of a blend of this version"
+            raise UserError("data.source", problem, "resume with the version that saved it")
         if own["seed"] != self._seed:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
             raise UserError("run.seed", problem, f"set it to {own['seed']}")
         gone = [name for name in own["names"] if name not in self._names]
         if gone:
-            raise UserError("data.source", f"the saved state has a source {gone[0]!r}, which is gone", "put it back")
+            problem = f"the saved state has a source {gone[0]!r}, which is missing now"
+            raise UserError("data.source", problem, "put it back")
         self._batch_index = self._first = own["batch_index"]
         self._choices = []
-        self._undrained.clear()
-        self._merger = MetricsMerger(self._ops, len(self.sources))
+        self._latest.clear()
         self._expected = [[0.0] * len(self.sources)]
         for index, name in enumerate(self._names):
             self._counts[index], self._ended[index] = 0, False
@@ -271,7 +280,7 @@ class BlendDataset:
                 self._load_source(index, own["names"].index(name), states)
         self._errors = [max(abs(c - e) for c, e in zip(self._counts, self._expected[0], strict=True))]
         self._iterators = [iter(source.dataset) for source in self.sources]
-        self._undrained.update(range(len(self.sources)))  # what each pool saw last is part of the merged metrics
+        self._undrained = set(range(len(self.sources)))  # the merged metrics cover every pool's last pick
         self._unsaved = set(range(len(self.sources)))
 
     def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]]) -> None:

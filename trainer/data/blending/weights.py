@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,13 +10,13 @@ from typing import Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 from trainer.errors import UserError
 
-# Far inside float64's range: no sum of weights overflows and no interpolated weight underflows to zero, so a weight
-# is zero exactly where its schedule says so.
+# Far inside float64's range: no sum of weights overflows and no interpolated weight underflows, so a weight is zero
+# exactly where its schedule is.
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-100, 1e100
-Interval: TypeAlias = tuple[int, int | None]  # first and last x, both included; None: without end
+Interval: TypeAlias = tuple[int, int | None]  # first and last x, both included; None: unbounded
 
 
 def _checked(value: object, path: str) -> float:
@@ -46,8 +45,8 @@ class ConstantWeight:
         """The weight at x."""
         return self.value
 
-    def evaluate_many(self, xs: IntArray) -> npt.NDArray[np.float64]:
-        """The weights at all xs, equal to `evaluate` at each."""
+    def evaluate_many(self, xs: Ints) -> npt.NDArray[np.float64]:
+        """The weight at each x."""
         return np.full(len(xs), self.value)
 
     def zero_from(self) -> int | None:
@@ -55,20 +54,20 @@ class ConstantWeight:
         return 0 if self.value == 0 else None
 
     def zero_intervals(self) -> list[Interval]:
-        """Where the weight is zero: disjoint, ascending intervals of whole x >= 0."""
+        """Where the weight is zero: disjoint, ascending intervals of integers x >= 0."""
         return [(0, None)] if self.value == 0 else []
 
 
 @dataclass(frozen=True)
 class ScheduledWeight:
-    """A weight that follows points (x -> value), clamped outside them.
+    """A weight that follows points (x -> value) and is constant outside them.
 
     Args:
         kind: `linear` interpolates between points; `step` takes the last point at or before x.
-        points: x (whole, >= 0) to value (finite, >= 0; zero is allowed). At least one.
+        points: x (an integer >= 0) to value (finite, >= 0). At least one.
         scale: a factor on every value.
         unit: what x counts: micro-batches from 0, or optimizer steps from 1.
-        path: how messages name this weight.
+        path: the name of this weight in messages.
     """
 
     kind: Literal["linear", "step"]
@@ -86,7 +85,7 @@ class ScheduledWeight:
             raise UserError(f"{self.path}.points", "must have at least one point", "write points = { 0 = 1.0 }")
         for x in self.points:
             if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**53:
-                raise UserError(f"{self.path}.points", f"points must be whole numbers >= 0, got {x!r}")
+                raise UserError(f"{self.path}.points", f"points must be integers >= 0, got {x!r}")
         points = {x: _checked(self.points[x], f"{self.path}.points.{x}") for x in sorted(self.points)}
         object.__setattr__(self, "points", points)
         object.__setattr__(self, "scale", _checked(self.scale, f"{self.path}.scale"))
@@ -96,18 +95,10 @@ class ScheduledWeight:
 
     def evaluate(self, x: int) -> float:
         """The weight at x."""
-        xs, ys = list(self.points), list(self.points.values())
-        after = bisect.bisect_right(xs, x)
-        if after == 0:
-            return ys[0] * self.scale
-        if after == len(xs) or self.kind == "step":
-            return ys[after - 1] * self.scale
-        left, right = xs[after - 1], xs[after]
-        share = (x - left) / (right - left)
-        return (ys[after - 1] * (1.0 - share) + ys[after] * share) * self.scale
+        return float(self.evaluate_many(np.array([x]))[0])
 
-    def evaluate_many(self, xs: IntArray) -> npt.NDArray[np.float64]:
-        """The weights at all xs, equal (to the bit) to `evaluate` at each."""
+    def evaluate_many(self, xs: Ints) -> npt.NDArray[np.float64]:
+        """The weight at each x."""
         knots = np.fromiter(self.points, np.int64)
         values = np.fromiter(self.points.values(), np.float64)
         after = np.searchsorted(knots, xs, side="right")
@@ -125,7 +116,7 @@ class ScheduledWeight:
         return intervals[-1][0] if intervals and intervals[-1][1] is None else None
 
     def zero_intervals(self) -> list[Interval]:
-        """Where the weight is zero: disjoint, ascending intervals of whole x >= 0 (single points included)."""
+        """Where the weight is zero: disjoint, ascending intervals of integers x >= 0 (single points included)."""
         if self.scale == 0:
             return [(0, None)]
         xs, ys = list(self.points), list(self.points.values())
@@ -157,11 +148,8 @@ def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -
         UserError: both are schedules; the message names both paths.
     """
     if isinstance(a, ScheduledWeight) and isinstance(b, ScheduledWeight):
-        raise UserError(
-            path_b,
-            f"is a schedule, and so is {path_a} above it; the two cannot be multiplied",
-            "make one of them a constant",
-        )
+        problem = f"is a schedule, and so is {path_a} above it; the two cannot be multiplied"
+        raise UserError(path_b, problem, "make one of them a constant")
     if isinstance(a, ScheduledWeight):
         a, b = b, a
     assert isinstance(a, ConstantWeight)
@@ -170,11 +158,11 @@ def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -
     return ConstantWeight(a.value * b.value, path_b)
 
 
-Batches = TypeVar("Batches", int, IntArray)
+Batches = TypeVar("Batches", int, Ints)
 
 
 def positions(unit: str, batches: Batches, micro_batches: int) -> Batches:
-    """Where on its axis a weight stands at a batch index: the index itself, or the optimizer step that it belongs to.
+    """The x of a weight at a batch index: the index itself, or the optimizer step that it belongs to.
 
     Batches count from 0 and steps from 1, as `global_step` does.
     """
@@ -210,12 +198,12 @@ def first_all_zero(
 ) -> Interval | None:
     """The first interval of batches in which every weight is zero, or None.
 
-    Exact: works on the schedules' zero sets, not on samples. See `positions` for weights in steps.
+    Exact: intersects the zero sets of the schedules instead of sampling them. See `positions` for weights in steps.
 
     Args:
         specs: the weights of one blend.
         micro_batches: micro-batches per optimizer step.
-        num_batches: only intervals that begin before this batch count; None: all.
+        num_batches: ignore intervals that begin at this batch or later; None: ignore none.
     """
     if not specs:
         return None

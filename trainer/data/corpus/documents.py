@@ -1,4 +1,4 @@
-"""Documents before they are written: found, checked, and known by size and content, with the text left on disk."""
+"""Documents before they are written: found and checked, known by size and digest, with the text left on disk."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from trainer.data.corpus.manifest import Skipped
 
-Progress = Callable[[int, int, str], None]
+ReportProgress = Callable[[int, int, str], None]
 """Called with (done, total, what is being done)."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that may become a document: its text is a file's, or is given."""
+    """A potential document: a file, or a text."""
 
     source: str
-    """Where it comes from, relative to its package or root, with forward slashes; the directory decides the stream."""
+    """Its origin relative to its package or root, with forward slashes; the directory determines the stream."""
     origin: Path | str
     """A file, or the text itself."""
 
@@ -33,7 +33,7 @@ class Document:
     digest: str
 
     def text(self) -> str:
-        """Read it (again)."""
+        """Read the text (again)."""
         return _raw(self.origin).decode("utf-8-sig")
 
 
@@ -42,12 +42,12 @@ def _raw(origin: Path | str) -> bytes:
 
 
 def check(candidate: Candidate, *, max_bytes: int, forbidden: Iterable[str] = ()) -> Document | Skipped:
-    """Read a candidate once and say whether it is text.
+    """Read a candidate once and check that it is text.
 
     Args:
         candidate: what to read.
         max_bytes: a larger file is skipped unread.
-        forbidden: strings that must not get into the corpus, such as absolute paths of this machine.
+        forbidden: strings that must not enter the corpus, such as absolute paths of this machine.
     """
     try:
         size = len(candidate.origin) if isinstance(candidate.origin, str) else candidate.origin.stat().st_size
@@ -74,9 +74,13 @@ def check_all(
     what: str,
     max_bytes: int,
     forbidden: Iterable[str] = (),
-    progress: Progress | None = None,
+    warn: Callable[[str], None] | None = None,
+    progress: ReportProgress | None = None,
 ) -> tuple[list[Document], list[Skipped]]:
-    """Check candidates in the order of their sources and drop exact duplicates; the first one stays."""
+    """Check the candidates of the modality `what`, sorted by source, and skip all but the first of exact duplicates.
+
+    `warn` gets one line for every skipped file.
+    """
     ordered = sorted(candidates, key=lambda candidate: candidate.source)
     words = tuple(forbidden)
     documents: list[Document] = []
@@ -89,7 +93,9 @@ def check_all(
         if isinstance(result, Document) and result.digest in first_source:
             result = Skipped(result.source, f"the same text as {first_source[result.digest]}")
         if isinstance(result, Skipped):
-            skipped.append(result)
+            skipped.append(Skipped(f"{what}/{result.source}", result.reason))
+            if warn is not None:
+                warn(f"{what}/{result.source}: skipped: {result.reason}")
             continue
         first_source[result.digest] = result.source
         documents.append(result)

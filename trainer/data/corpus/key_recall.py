@@ -1,17 +1,17 @@
-"""Key recall: a corpus that cannot be learned without state that is carried from cell to cell.
+"""Key recall: a corpus that can only be learned with state carried from cell to cell.
 
-A group is a document of `cells` cells, each `seq_len` bytes long and ended by a newline. Its first cell reveals two of
-eight symbols, drawn independently; every later cell asks for both. With 6 bytes a cell:
+A group is a document of `cells` cells of `seq_len` bytes, each ending in a newline. Its first cell reveals two of eight
+symbols, drawn independently; every later cell asks for both. With 6 bytes per cell:
 
     <CF>.        the symbols are 2 (C) and 5 (F)
     a2b5.        asked for the first symbol: 2; for the second: 5
     a2b5.        ...
 
-The reveal is in letters and the answers are in digits, and digits stand nowhere else: the loss of the token type `digit`
-is the loss of the answers. A cell ends in bytes that are always the same, since the last byte of a cell is the first
-input of the next one. So nothing within a cell tells its answers. Without carried state their loss cannot fall below
-ln 8 = 2.079 nats, with it they can be known for certain. Of the other bytes only the two revealed ones are unpredictable:
-over all bytes a perfect model with state reaches 2 ln 8 / (cells * seq_len).
+The reveal uses letters and the answers use digits, which occur nowhere else: the loss of the token type `digit` is the
+loss of the answers. The last bytes of a cell are constant, since its last byte is the first input of the next cell. So
+nothing within a cell tells its answers: without carried state their loss cannot fall below ln 8 = 2.079 nats, with it
+they are certain. Of the other bytes only the two revealed ones are unpredictable: over all bytes a perfect model with
+state reaches 2 ln 8 / (cells * seq_len).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.corpus.documents import Document, Progress
+from trainer.data.corpus.documents import Document, ReportProgress
 from trainer.data.corpus.manifest import Manifest
 from trainer.data.corpus.writer import write_corpus
 from trainer.data.keyed import keyed_generator
@@ -50,15 +50,15 @@ def build_key_recall(
     streams: int = 8,
     seed: int = 0,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Manifest:
-    """Write the corpus as `out/recall/stream<k>.jsonl`, a group a document. Equal arguments give equal bytes.
+    """Write the corpus as `out/recall/stream<k>.jsonl`, one document per group. Equal arguments give equal bytes.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already.
         groups: documents over all streams.
-        cells: cells a group; train with `max_group_cells` of at least this.
-        seq_len: bytes a cell; train with this `data.seq_len` and the tokenizer `bytes`.
+        cells: cells per group; train with `max_group_cells` of at least this.
+        seq_len: bytes per cell; train with this `data.seq_len` and the tokenizer `bytes`.
         streams: files.
         seed: of the symbols.
         force: replace another corpus in `out`.
@@ -84,7 +84,10 @@ def build_key_recall(
         count = len(range(stream, groups, streams))
         symbols = keyed_generator("key-recall", seed, stream).integers(NUM_SYMBOLS, size=(count, 2)).tolist()
         texts = [group_text(first, second, cells=cells, seq_len=seq_len) for first, second in symbols]
-        documents[name] = [_document(f"{name}/{index}", text) for index, text in enumerate(texts)]
+        documents[name] = [
+            Document(f"{name}/{index}", text, len(text), hashlib.sha256(text.encode()).hexdigest())
+            for index, text in enumerate(texts)
+        ]
     floor = 2 * np.log(NUM_SYMBOLS)
     rules = {
         "groups": f"{groups} documents of {cells} cells of {seq_len} bytes, seed {seed}",
@@ -94,7 +97,3 @@ def build_key_recall(
     return write_corpus(
         out, {MODALITY: documents}, builder="key-recall", rules=rules, skipped=[], force=force, progress=progress
     )
-
-
-def _document(source: str, text: str) -> Document:
-    return Document(source, text, len(text), hashlib.sha256(text.encode()).hexdigest())

@@ -1,4 +1,4 @@
-"""What a corpus on disk consists of: `manifest.json` beside its modalities, without times or paths of the machine."""
+"""`manifest.json`: the contents of a corpus on disk, without times or paths of the machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StreamEntry:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Something that was not taken, and why."""
+    """A candidate that was not used, and why."""
 
     source: str
     reason: str
@@ -42,9 +42,9 @@ class Manifest:
 
     builder: str
     inputs_sha256: str
-    """Of the options and of every document taken: place and content."""
+    """Of the options and of every document: position and content."""
     rules: Mapping[str, str]
-    """How documents were chosen, in words, with the numbers that were used."""
+    """How documents were chosen, in words, with the numbers used."""
     modalities: Mapping[str, tuple[StreamEntry, ...]]
     skipped: tuple[Skipped, ...] = ()
     format_version: int = field(default=FORMAT_VERSION)

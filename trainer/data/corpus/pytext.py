@@ -1,4 +1,4 @@
-"""A corpus that every installation has: Python, C++ and prose from the running interpreter and its packages.
+"""A corpus available on every installation: Python, C++ and prose from the running interpreter and its packages.
 
 For smoke runs, tests and benchmarks without a download. The same installation gives the same bytes.
 """
@@ -15,13 +15,12 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import cast
 
-from trainer.data.corpus.documents import Candidate, Progress, check_all
+from trainer.data.corpus.documents import Candidate, ReportProgress, check_all
 from trainer.data.corpus.manifest import Manifest, Skipped
-from trainer.data.corpus.selection import Streams, cap_evenly, group_by_directory
+from trainer.data.corpus.selection import MIN_STREAM_BYTES, Streams, cap_evenly, group_by_directory
 from trainer.data.corpus.writer import write_corpus
 from trainer.errors import UserError
 
-MIN_STREAM_BYTES = 65_536
 MAX_BYTES: Mapping[str, int] = {"python": 18_000_000, "cpp": 10_000_000, "prose": 5_000_000}
 _MAX_FILE_BYTES = 2_000_000
 _KEY = "train data build pytext"
@@ -36,7 +35,7 @@ def build_pytext(
     max_bytes: Mapping[str, int] | None = None,
     force: bool = False,
     warn: Callable[[str], None] | None = None,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Manifest:
     """Build the corpus at `out/{python,cpp,prose}/<stream>.jsonl`.
 
@@ -46,13 +45,13 @@ def build_pytext(
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already.
-        max_bytes: modality -> cap on its text, in place of `MAX_BYTES`; see `cap_evenly` for the choice.
+        max_bytes: modality -> cap on its text, instead of `MAX_BYTES`; see `cap_evenly`.
         force: replace another corpus in `out`.
-        warn: gets one line for every file that is skipped.
+        warn: gets one line for every skipped file.
         progress: gets (done, total, what).
 
     Raises:
-        UserError: numpy or torch's headers are not there, or `max_bytes` names an unknown modality.
+        UserError: numpy or torch's headers are missing, or `max_bytes` names an unknown modality.
     """
     caps = {**MAX_BYTES, **(max_bytes or {})}
     for name in caps:
@@ -65,15 +64,12 @@ def build_pytext(
     skipped: list[Skipped] = []
     for name, find in sources.items():
         documents, refused = check_all(
-            find(), what=name, max_bytes=_MAX_FILE_BYTES, forbidden=forbidden, progress=progress
+            find(), what=name, max_bytes=_MAX_FILE_BYTES, forbidden=forbidden, warn=warn, progress=progress
         )
         modalities[name] = cap_evenly(
             group_by_directory(documents, min_bytes=MIN_STREAM_BYTES), caps[name], min_bytes=MIN_STREAM_BYTES
         )
-        skipped.extend(Skipped(f"{name}/{item.source}", item.reason) for item in refused)
-    if warn is not None:
-        for item in skipped:
-            warn(f"{item.source}: skipped: {item.reason}")
+        skipped.extend(refused)
     return write_corpus(
         out, modalities, builder="pytext", rules=_rules(caps), skipped=skipped, force=force, progress=progress
     )

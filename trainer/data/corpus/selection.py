@@ -1,4 +1,4 @@
-"""Which document goes into which stream, and which ones fit under a cap; no files, no randomness."""
+"""Assigning documents to streams, and choosing those that fit under a cap; no files, no randomness."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import PurePosixPath
 
 from trainer.data.corpus.documents import Document
 
+MIN_STREAM_BYTES = 65_536
 MISC = "misc"
 Streams = dict[str, list[Document]]
 
 
 def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
-    """One stream per directory of the sources; a directory with less than `min_bytes` goes into its parent.
+    """One stream per directory of the sources; a directory with less than `min_bytes` joins its parent.
 
-    What is left of a top directory below `min_bytes` goes into the stream `misc`; if that is too small itself it joins
-    the smallest other stream. Streams are named by the directory with dots: `numpy.linalg`.
+    Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins the smallest other
+    stream. Streams are named after the directory, with dots: `numpy.linalg`.
     """
     by_directory: dict[tuple[str, ...], list[Document]] = {}
     for document in documents:
@@ -38,11 +39,11 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
 
 
 def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
-    """At most `max_bytes` of text in all, in even shares; what a small stream leaves of its share goes to the others.
+    """At most `max_bytes` of text in total, in even shares; what a small stream does not need goes to the others.
 
-    Within a stream documents are tried in the order of the SHA-256 of their source, and those that fit are taken. A
-    stream that stays below `min_bytes` because its documents are larger than its share takes its smallest ones too; one
-    that cannot reach it even so, being one small document and a huge one, is left out.
+    Within a stream documents are considered in the order of the SHA-256 of their source, and those that fit are taken.
+    A stream that stays below `min_bytes` because its documents are larger than its share takes its smallest ones too;
+    if it still stays below (one small document and a huge one), it is dropped.
     """
     chosen: Streams = {}
     left = max_bytes

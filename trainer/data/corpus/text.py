@@ -8,14 +8,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from trainer.data.corpus.documents import Candidate, Progress, check_all
+from trainer.data.corpus.documents import Candidate, ReportProgress, check_all
 from trainer.data.corpus.manifest import Manifest, Skipped
-from trainer.data.corpus.selection import Streams, group_by_directory
+from trainer.data.corpus.selection import MIN_STREAM_BYTES, Streams, group_by_directory
 from trainer.data.corpus.writer import write_corpus
 from trainer.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-MIN_STREAM_BYTES = 65_536
 MAX_FILE_BYTES = 64 * 2**20
 
 
@@ -27,40 +26,33 @@ def build_text(
     max_file_bytes: int = MAX_FILE_BYTES,
     force: bool = False,
     warn: Callable[[str], None] | None = None,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Manifest:
-    """Build a corpus of text files, a file a document, at `out/<modality>/<stream>.jsonl`.
+    """Build a corpus of text files, one document per file, at `out/<modality>/<stream>.jsonl`.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already.
-        modalities: modality -> globs (`**` crosses directories, `~` is the home directory). Hidden files are left out.
+        modalities: modality -> globs (`**` crosses directories, `~` is the home directory). Hidden files are skipped.
         min_stream_bytes: a directory becomes a stream; one with less text joins its parent.
         max_file_bytes: larger files are skipped.
         force: replace another corpus in `out`.
-        warn: gets one line for every file that is skipped (not UTF-8, binary, empty, too large, a duplicate).
+        warn: gets one line for every skipped file (not UTF-8, binary, empty, too large, a duplicate).
         progress: gets (done, total, what).
 
     Raises:
-        UserError: a modality's name is no plain name, a glob matches no file, or no matched file can be used.
+        UserError: a modality's name is not a plain name, a glob matches no file, or no matched file is usable.
     """
     for name in modalities:
         if not _NAME.fullmatch(name):
-            raise UserError(
-                "--modality",
-                f"{name!r} is not a plain name",
-                "use letters, digits, - and _, as in --modality code=GLOB",
-            )
+            fix = "use letters, digits, - and _, as in --modality code=GLOB"
+            raise UserError("--modality", f"{name!r} is not a plain name", fix)
     if not modalities:
         raise UserError("--modality", "no modality is named", "add --modality NAME=GLOB")
     chosen: dict[str, Streams] = {}
     skipped: list[Skipped] = []
     for name, patterns in modalities.items():
         candidates = _candidates(name, patterns)
-        documents, refused = check_all(candidates, what=name, max_bytes=max_file_bytes, progress=progress)
-        refused = [Skipped(f"{name}/{item.source}", item.reason) for item in refused]
-        if warn is not None:
-            for item in refused:
-                warn(f"{item.source}: skipped: {item.reason}")
+        documents, refused = check_all(candidates, what=name, max_bytes=max_file_bytes, warn=warn, progress=progress)
         if not documents:
             problem = f"none of the {len(candidates)} files can be used; {refused[0].source}: {refused[0].reason}"
             raise UserError(f"--modality {name}", problem, "name text files in UTF-8")
@@ -70,9 +62,7 @@ def build_text(
         "streams": f"a directory is a stream; one with less than {min_stream_bytes} bytes of text joins its parent",
         "files": f"larger than {max_file_bytes} bytes, empty, binary and not UTF-8 are skipped; duplicates once",
     }
-    return write_corpus(
-        out, chosen, builder="text", rules=rules, skipped=skipped, force=force, progress=progress
-    )  # the order of modalities is the user's
+    return write_corpus(out, chosen, builder="text", rules=rules, skipped=skipped, force=force, progress=progress)
 
 
 def _candidates(modality: str, patterns: Sequence[str]) -> list[Candidate]:

@@ -1,4 +1,4 @@
-"""Writes a corpus, streams of JSON lines and a manifest, in a sibling directory that is renamed at the end."""
+"""Writes a corpus (streams of JSON lines and a manifest) into a sibling directory that is renamed at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainer.data.corpus.documents import Document, Progress
+from trainer.data.corpus.documents import Document, ReportProgress
 from trainer.data.corpus.manifest import MANIFEST_NAME, Manifest, Skipped, StreamEntry, read_manifest
 from trainer.data.corpus.selection import Streams
 from trainer.errors import UserError
@@ -25,14 +25,14 @@ def write_corpus(
     rules: Mapping[str, str],
     skipped: Sequence[Skipped],
     force: bool,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Manifest:
-    """Write `out/<modality>/<stream>.jsonl`, a document a line as `{"text": ..., "source": ...}`, and the manifest.
+    """Write `out/<modality>/<stream>.jsonl`, one document per line as `{"text": ..., "source": ...}`, and the manifest.
 
-    An `out` that was built from the same inputs and is whole is left as it is, unless `force`.
+    An `out` that is complete and was built from the same inputs is left untouched, unless `force`.
 
     Raises:
-        UserError: `out` holds something else, and `force` is not given, or it is not all of it a corpus of ours.
+        UserError: `out` holds something else and `force` is not given, or it holds files that no builder wrote.
     """
     digest = _inputs_digest(modalities, builder, rules)
     existing = _existing(out, force=force)
@@ -41,9 +41,8 @@ def write_corpus(
             return existing
         raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
     if existing is not None and (others := _not_ours(out, existing)):
-        raise UserError(
-            str(out), f"holds {others[0]}, which is no part of the corpus", "move it away, or name another directory"
-        )
+        problem = f"holds {others[0]}, which is no part of the corpus"
+        raise UserError(str(out), problem, "move it away, or name another directory")
     total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
     with _replaced(out) as directory:
         done = 0
@@ -75,7 +74,7 @@ def _inputs_digest(modalities: Mapping[str, Streams], builder: str, rules: Mappi
 
 
 def _existing(out: Path, *, force: bool) -> Manifest | None:
-    """The manifest in `out`; None where there is nothing to lose."""
+    """The manifest in `out`; None if there is nothing to lose."""
     if not out.exists():
         return None
     if not out.is_dir():
@@ -87,20 +86,19 @@ def _existing(out: Path, *, force: bool) -> Manifest | None:
     try:
         return read_manifest(out)
     except UserError as error:
-        raise UserError(
-            str(out), f"holds a manifest that is not ours ({error.problem})", "name a new directory"
-        ) from None
+        problem = f"holds a manifest that is not ours ({error.problem})"
+        raise UserError(str(out), problem, "name a new directory") from None
 
 
 def _not_ours(out: Path, manifest: Manifest) -> list[str]:
-    """Files in `out` that no builder wrote, and that would go with the corpus."""
+    """Files in `out` that no builder wrote, and that would be lost with the corpus."""
     ours = {MANIFEST_NAME, *(entry.path for entries in manifest.modalities.values() for entry in entries)}
     found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
     return sorted(name for name in found if name not in ours and not Path(name).name.startswith("."))
 
 
 def _is_whole(out: Path, manifest: Manifest) -> bool:
-    """Whether every stream has its size; contents are not read again."""
+    """Whether every stream has its size; contents are not checked."""
     for entries in manifest.modalities.values():
         for entry in entries:
             file = out / entry.path
@@ -128,7 +126,7 @@ def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> 
 
 @contextlib.contextmanager
 def _replaced(out: Path) -> Iterator[Path]:
-    """A new directory beside `out` that takes its place at the end; on any failure `out` is as it was."""
+    """A new directory beside `out` that replaces it at the end; on any failure `out` is unchanged."""
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))

@@ -1,4 +1,4 @@
-"""Ids in token files that are too large to be looked through when they are opened: checked where they are read."""
+"""The range of token ids in a file. Files too large to check when they are opened are checked as they are read."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ import numpy.typing as npt
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
-WHOLE = 1 << 22  # tokens: a file of at most so many is looked through when it is opened
-SAMPLE, NUM_SAMPLES = (
-    1 << 14,
-    16,
-)  # of a larger one so many stretches of so many tokens, its beginning and end among them
+WHOLE = 1 << 22  # tokens: files up to this size are checked completely when they are opened
+SAMPLE, NUM_SAMPLES = 1 << 14, 16  # larger files: this many stretches of this many tokens, both ends included
 
 
 @dataclass(frozen=True)
 class IdBounds:
-    """What the ids of a file must be: at least 0 and less than the vocabulary.
+    """Ids of a file must be at least 0 and less than the vocabulary size.
 
     Args:
         path: the file, for messages.
-        vocab_size: ids there are, the one that begins documents included.
+        vocab_size: number of ids, including the one that begins documents.
         tokenizer: its name, for messages.
     """
 
@@ -35,21 +32,22 @@ class IdBounds:
 
     @classmethod
     def of(cls, path: Path, tokenizer: Tokenizer) -> IdBounds:
-        """The bounds that a tokenizer sets to a file."""
+        """The bounds that a tokenizer sets for a file."""
         return cls(path, tokenizer.vocab_size, tokenizer.name)
 
     def is_broken_by(self, tokens: npt.NDArray[Any]) -> bool:
-        """Whether some id is outside. A negative id, seen as unsigned, is a large one."""
+        """Whether some id is out of range."""
         if tokens.size == 0:
             return False
+        # Viewed as unsigned, a negative id is a large one: a single maximum checks both ends.
         seen = tokens if tokens.dtype.kind == "u" else tokens.view(f"u{tokens.dtype.itemsize}")
         return int(np.maximum.reduce(seen, axis=None)) >= self.vocab_size
 
     def check(self, tokens: npt.NDArray[Any], begin: int) -> None:
-        """Refuse the first id that is outside; `begin` is where `tokens` lie in the file.
+        """Reject the first id that is out of range; `begin` is the position of `tokens` in the file.
 
         Raises:
-            UserError: with the id and its place.
+            UserError: with the id and its position.
         """
         if not self.is_broken_by(tokens):
             return
@@ -62,10 +60,10 @@ class IdBounds:
         )
 
     def check_sample(self, tokens: npt.NDArray[Any]) -> IdBounds | None:
-        """Look through a small file, or a few stretches of a large one.
+        """Check a small file completely, or a few stretches of a large one.
 
         Returns:
-            None if every id is known to be inside, otherwise these bounds, for the reads to come.
+            None if every id is known to be in range, otherwise these bounds, for later reads.
 
         Raises:
             UserError: as `check`.

@@ -1,4 +1,4 @@
-"""JSON lines: a document a line, as `text` (tokenised here) or as `tokens` (ids)."""
+"""JSON lines: one document per line, as `text` (tokenized here) or as `tokens` (ids)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable, table_from_pieces
+from trainer.data.formats.documents import Kind, ReadOptions, TokenArray, TokenTable, table_from_pieces
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
@@ -19,7 +19,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(where, f"is not JSON ({error})", "write one JSON object a line") from error
+        raise UserError(where, f"is not JSON ({error})", "write one JSON object per line") from error
     if not isinstance(record, dict):
         raise UserError(where, f"is a JSON {type(record).__name__}, not an object", 'write {"text": "..."}')
     return record
@@ -35,27 +35,24 @@ def _tokens(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> TokenAr
         try:
             return tokenizer.encode(record["text"])
         except UnicodeEncodeError as error:
-            raise UserError(where, "text has half of a surrogate pair", "write the text as UTF-8") from error
+            raise UserError(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
     ids = record["tokens"]
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise UserError(where, "tokens must be a list of whole numbers")
+        raise UserError(where, "tokens must be a list of integers")
     wrong = next((i for i in ids if not 0 <= i < tokenizer.vocab_size), None)
     if wrong is not None:
-        raise UserError(
-            where,
-            f"token id {wrong} is outside the vocabulary of {tokenizer.vocab_size} ids ({tokenizer.name})",
-            "use the tokenizer that made the file",
-        )
+        problem = f"token id {wrong} is outside the vocabulary of {tokenizer.vocab_size} ids ({tokenizer.name})"
+        raise UserError(where, problem, "use the tokenizer that made the file")
     return np.array(ids, dtype=np.int64)
 
 
 def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a JSON lines file, tokenised into memory; blank lines are no documents.
+    """The documents of a JSON lines file, tokenized into memory; blank lines are skipped.
 
     Raises:
         UserError: with path and line number, for anything but an object with one of the two fields.
     """
-    pieces = []
+    pieces: list[TokenArray] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -64,3 +61,13 @@ def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
     if not pieces:
         raise UserError(str(path), "has no documents, only blank lines", "remove the file")
     return table_from_pieces(pieces, options.tokenizer.vocab_size)
+
+
+def jsonl_kind(path: Path) -> Kind:
+    """What the first record holds; `text` where it cannot be read, since reading the file gives the better message."""
+    try:
+        with path.open("rb") as lines:
+            first = json.loads(next((line for line in lines if line.strip()), b"{}"))
+    except (OSError, ValueError, RecursionError):
+        return "text"
+    return "ids" if isinstance(first, dict) and "tokens" in first else "text"

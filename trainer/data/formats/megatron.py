@@ -1,8 +1,9 @@
-"""Megatron-LM's indexed token files: `NAME.bin` with the ids, `NAME.idx` with where the documents lie.
+"""Megatron-LM's indexed token files: `NAME.bin` holds the ids, `NAME.idx` the positions of the documents.
 
-The index, all little-endian: the magic, the version (u64, 1), the dtype's code (u8), the number of sequences (u64), the
-number of document indices (u64), the sequences' sizes in tokens (i32 each), their byte offsets in the `.bin` (i64 each),
-and the document indices (i64 each): document d holds the sequences from index d up to index d + 1. Both files are mapped.
+The index, all little-endian: the magic, the version (u64, 1), the dtype code (u8), the number of sequences (u64), the
+number of document indices (u64), the sizes of the sequences in tokens (i32 each), their byte offsets in the `.bin` (i64
+each), and the document indices (i64 each): document d holds the sequences from index d up to index d + 1. Both files
+are memory-mapped.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import NoReturn
 
 import numpy as np
 
+from trainer.arrays import Ints
 from trainer.data.formats.documents import ReadOptions, TokenTable
 from trainer.data.formats.id_bounds import IdBounds
-from trainer.data.keyed import IntArray
 from trainer.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -33,8 +34,8 @@ class _Index:
     path: Path
     dtype: np.dtype[np.generic]
     sizes: np.ndarray
-    pointers: IntArray
-    documents: IntArray
+    pointers: Ints
+    documents: Ints
 
     def refuse(self, problem: str) -> NoReturn:
         raise UserError(str(self.path), problem, AGAIN)
@@ -59,7 +60,7 @@ def _read_header(path: Path, size: int) -> tuple[np.dtype[np.generic], int, int]
         raise UserError(str(path), f"has an unknown dtype code {code} at byte offset 17", AGAIN)
     wanted = HEADER.size + 12 * num_sequences + 8 * num_indices
     if size != wanted:
-        how = "is cut off" if size < wanted else "goes on behind its last table"
+        how = "is cut off" if size < wanted else "continues past its last table"
         problem = (
             f"{how}: {num_sequences} sequences and {num_indices} document indices take {wanted} bytes, it has {size}"
         )
@@ -79,7 +80,7 @@ def _read_index(path: Path) -> _Index:
 
 
 def _check(index: _Index, bin_path: Path) -> None:
-    """Refuse an index that is wrong in itself, or that does not belong to the `.bin`."""
+    """Reject an index that is inconsistent, or that does not belong to the `.bin`."""
     itemsize, bin_size = index.dtype.itemsize, bin_path.stat().st_size
     if not len(index.sizes) or len(index.documents) < 2:
         index.refuse("has no documents")
@@ -89,50 +90,48 @@ def _check(index: _Index, bin_path: Path) -> None:
     first, last = int(index.documents[0]), int(index.documents[-1])
     falls = np.flatnonzero(np.diff(index.documents) < 0)
     if first != 0 or last != len(index.sizes) or len(falls):
-        place = f", and fall behind index {int(falls[0])}" if len(falls) else ""
+        place = f", and decrease after index {int(falls[0])}" if len(falls) else ""
         index.refuse(
-            f"its document indices must rise from 0 to {len(index.sizes)}; they run from {first} to {last}{place}"
+            f"its document indices must increase from 0 to {len(index.sizes)}; they run from {first} to {last}{place}"
         )
     ends = index.pointers + index.sizes.astype(np.int64) * itemsize
     outside = (index.pointers < 0) | (index.pointers % itemsize != 0) | (ends > bin_size)
     if outside.any():
         at = int(np.flatnonzero(outside)[0])
         index.refuse(
-            f"sequence {at} lies at bytes {int(index.pointers[at])} to {int(ends[at])}, which is not inside "
+            f"sequence {at} lies at bytes {int(index.pointers[at])} to {int(ends[at])}, which is outside "
             f"{bin_path.name} ({bin_size} bytes of {index.dtype})"
         )
     if int(ends.max()) != bin_size:
         index.refuse(f"its sequences end at byte {int(ends.max())}, but {bin_path.name} has {bin_size} bytes")
 
 
-def _documents(index: _Index) -> tuple[IntArray, IntArray]:
-    """(first token, tokens) of each document; the sequences of a document must follow one another in the `.bin`."""
+def _documents(index: _Index) -> tuple[Ints, Ints]:
+    """(first token, number of tokens) of each document; its sequences must be contiguous in the `.bin`."""
     starts = index.pointers // index.dtype.itemsize
     if len(index.documents) == len(index.sizes) + 1 and int(np.diff(index.documents).min()) == 1:
         return starts, index.sizes.astype(np.int64)
     ends = starts + index.sizes
-    is_inner = np.ones(len(starts), dtype=np.bool_)  # sequences that go on with a document
+    is_inner = np.ones(len(starts), dtype=np.bool_)  # sequences that continue a document
     is_inner[index.documents[:-1][index.documents[:-1] < len(starts)]] = False
     gaps = np.flatnonzero(is_inner[1:] & (starts[1:] != ends[:-1]))
     if len(gaps):
-        index.refuse(f"sequence {int(gaps[0]) + 1} does not follow the one before it, of the same document")
+        index.refuse(f"sequence {int(gaps[0]) + 1} does not directly follow the previous one of its document")
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(index.sizes, dtype=np.int64)])
     lengths = totals[index.documents[1:]] - totals[index.documents[:-1]]
     return starts[np.minimum(index.documents[:-1], len(starts) - 1)], lengths
 
 
 def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of an indexed `.bin`. Opening reads the index only, and a few stretches of ids.
+    """The documents of an indexed `.bin`. Opening reads the index and a few stretches of ids.
 
     Raises:
-        UserError: no index, an index that is damaged or of another file, ids beyond the vocabulary.
+        UserError: no index, a damaged index or one of another file, ids outside the vocabulary.
     """
     index_path = path.with_suffix(".idx")
     if options.eod is not None or options.dtype is not None:
         given = "eod" if options.eod is not None else "dtype"
-        raise UserError(
-            given, f"has no meaning for {path}, whose index {index_path.name} says it", f"leave {given} out"
-        )
+        raise UserError(given, f"does not apply to {path}: its index {index_path.name} defines it", f"remove {given}")
     if not index_path.is_file():
         raise UserError(str(index_path), f"is missing beside {path.name}", 'put it there, or set format = "bin"')
     index = _read_index(index_path)

@@ -1,4 +1,4 @@
-"""Stream formats of one's own: a function `(path, options) -> TokenTable`, named by import path."""
+"""User-defined formats: a function `(path, options) -> TokenTable`, named by its import path."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def find_loader(format: str) -> Any:
         inspect.signature(load).bind(Path(), None)
     except TypeError as error:
         raise UserError("format", f"{format} cannot be called with (path, options): {error}", _FIX) from error
-    except ValueError:  # a function written in C may have no signature to look at
+    except ValueError:  # C functions may have no signature
         pass
     return load
 
 
 def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
-    """Read a file with a function of the user's, and check what it gave before anything is trained on it.
+    """Read a file with the user's function, and check the result before anything is trained on it.
 
-    Ids are held against the vocabulary here, since only formats of ours are known to have done so.
+    Ids are checked against the vocabulary here too: a user's function need not have done so.
 
     Raises:
-        UserError: it gave no TokenTable, or one whose parts do not fit together, or an id outside the vocabulary.
+        UserError: the result is not a TokenTable, its parts do not fit together, or an id is outside the vocabulary.
     """
     table = find_loader(format)(path, options)
     where = f"{path} (read by {format})"
     if not isinstance(table, TokenTable):
-        raise UserError(where, f"the format gave a {type(table).__name__}", _FIX)
+        raise UserError(where, f"the format returned a {type(table).__name__}", _FIX)
     tokens = np.asarray(table.tokens)
     starts, lengths = np.asarray(table.starts), np.asarray(table.lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise UserError(where, f"tokens are {tokens.dtype} {list(tokens.shape)}, not integers [N]", _FIX)
     if starts.ndim != 1 or starts.shape != lengths.shape or {starts.dtype.kind, lengths.dtype.kind} - set("iu"):
         problem = f"starts are {starts.dtype} {list(starts.shape)}, lengths {lengths.dtype} {list(lengths.shape)}"
-        raise UserError(where, problem, "give both as integers [number of documents]")
+        raise UserError(where, problem, "return both as integers [number of documents]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens)))
     if outside.size:
@@ -65,4 +65,4 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     return replace(table, tokens=tokens, starts=starts, lengths=lengths, bounds=bounds)
 
 
-_FIX = "write it as trainer.data.formats.own_format says: (path, options) -> TokenTable"
+_FIX = "see trainer.data.formats.own_format: (path, options) -> TokenTable"

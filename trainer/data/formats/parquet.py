@@ -1,4 +1,4 @@
-"""Parquet (extra `parquet`, pyarrow): a document a row, in a column `text` (tokenised here) or `tokens` (lists of ids)."""
+"""Parquet (extra `parquet`, pyarrow): one document per row, in a column `text` (tokenized here) or `tokens` (id lists)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable, table_from_pieces
+from trainer.data.formats.documents import Kind, ReadOptions, TokenArray, TokenTable, table_from_pieces
 from trainer.data.formats.id_bounds import IdBounds
 from trainer.errors import UserError
 
@@ -19,14 +19,13 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(
-            str(path), "needs the package pyarrow, which is not installed", "run: pip install 'trainer[parquet]'"
-        ) from error
+        problem = "needs the package pyarrow, which is not installed"
+        raise UserError(str(path), problem, "run: pip install 'trainer[parquet]'") from error
     return pyarrow, pyarrow.parquet
 
 
 def _column(path: Path, schema: Any, types: Any) -> str:
-    """The one column of documents, of a type that holds them."""
+    """The column of documents, once its type is checked."""
     found = [name for name in COLUMNS if name in schema.names]
     if len(found) != 1:
         have = "both columns text and tokens" if found else "neither a column text nor a column tokens"
@@ -37,7 +36,7 @@ def _column(path: Path, schema: Any, types: Any) -> str:
         fits, wanted = types.is_string(kind) or types.is_large_string(kind), "strings"
     else:
         is_list = types.is_list(kind) or types.is_large_list(kind)
-        fits, wanted = is_list and types.is_integer(kind.value_type), "lists of whole numbers"
+        fits, wanted = is_list and types.is_integer(kind.value_type), "lists of integers"
     if not fits:
         raise UserError(str(path), f"its column {found[0]} must hold {wanted}, got {kind}", "write the file again")
     return found[0]
@@ -54,16 +53,15 @@ def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list
 def _tokens(path: Path, array: Any, first_row: int, bounds: IdBounds) -> list[TokenArray]:
     values = array.flatten()
     if values.null_count:
-        raise UserError(str(path), f"a list from row {first_row} on has a null token", "write the ids of every token")
+        raise UserError(str(path), f"a list from row {first_row} on has a null token", "write an id for every token")
     ids = values.to_numpy(zero_copy_only=False)
+    ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
     if bounds.is_broken_by(ids):
         place = int(np.flatnonzero((ids < 0) | (ids >= bounds.vocab_size))[0])
-        ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
         row = first_row + int(np.searchsorted(ends, place, side="right"))
         problem = f"row {row}: token id {int(ids[place])} is outside the vocabulary of {bounds.vocab_size} ids"
         raise UserError(str(path), f"{problem} ({bounds.tokenizer})", "use the tokenizer that made the file")
-    cuts = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))[:-1]
-    pieces: list[TokenArray] = np.split(ids, cuts)
+    pieces: list[TokenArray] = np.split(ids, ends[:-1])
     return pieces
 
 
@@ -71,8 +69,8 @@ def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
     """The documents of a Parquet file, read into memory.
 
     Raises:
-        UserError: pyarrow is not installed, no readable Parquet file, the column is missing or of another type, nulls,
-            ids beyond the vocabulary.
+        UserError: pyarrow is not installed; the file is not Parquet; the column is missing, of the wrong type, or has
+            nulls or ids outside the vocabulary.
     """
     pyarrow, parquet = _pyarrow(path)
     pieces: list[TokenArray] = []
@@ -84,7 +82,7 @@ def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
                 array = batch.column(0)
                 if array.null_count:
                     row = rows + array.is_null().to_pylist().index(True)
-                    raise UserError(str(path), f"row {row}: {column} is null", "leave such rows out")
+                    raise UserError(str(path), f"row {row}: {column} is null", "remove such rows")
                 if column == "text":
                     pieces += _texts(path, array, rows, options)
                 else:
@@ -92,9 +90,19 @@ def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
                 rows += len(array)
     except UserError:
         raise
-    except Exception as error:  # pyarrow says the same of a damaged file in many ways
+    except Exception as error:  # pyarrow raises many types for a damaged file
         reason = " ".join(str(error).split())
         raise UserError(str(path), f"is not a readable Parquet file ({reason})", "write the file again") from error
     if not pieces:
         raise UserError(str(path), "has no rows", "remove the file")
     return table_from_pieces(pieces, options.tokenizer.vocab_size)
+
+
+def parquet_kind(path: Path) -> Kind:
+    """What the columns hold; `text` where they cannot be read, since reading the file gives the better message."""
+    _, parquet = _pyarrow(path)
+    try:
+        names = parquet.read_schema(path).names
+    except Exception:  # noqa: BLE001 - pyarrow raises many types for a damaged file
+        return "text"
+    return "ids" if "tokens" in names else "text"

@@ -1,4 +1,4 @@
-"""The table of formats: which loader reads which file."""
+"""The table of formats. A new format is one row here: everything else about formats derives from the row."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
-from trainer.data.formats.documents import ArrayDocuments, Documents, ReadOptions, TokenTable
-from trainer.data.formats.jsonl import load_jsonl
+from trainer.data.formats.documents import Kind, ReadOptions, TokenTable
+from trainer.data.formats.jsonl import jsonl_kind, load_jsonl
 from trainer.data.formats.megatron import load_megatron
 from trainer.data.formats.own_format import find_loader, is_import_path, load_own
-from trainer.data.formats.parquet import load_parquet
+from trainer.data.formats.parquet import load_parquet, parquet_kind
 from trainer.data.formats.text import load_text
 from trainer.data.formats.token_arrays import load_bin, load_npy
 from trainer.data.tokenizer import Tokenizer
@@ -25,57 +26,71 @@ class Format:
     """One row of the table.
 
     Args:
-        suffixes: the endings of file names that the format is told by.
+        suffixes: file extensions that select the format.
         load: reads a file.
-        beside: the format is told by a second file with this ending too; that file is no stream of its own.
+        kind: text or token ids; a function of the path where it depends on the file.
+        options: what the user may have to set for such files: `dtype`, `eod`.
+        beside: extension of a second file that must be there too, and is not a stream of its own.
     """
 
     suffixes: tuple[str, ...]
     load: Callable[[Path, ReadOptions], TokenTable]
+    kind: Kind | Callable[[Path], Kind]
+    options: tuple[Literal["dtype", "eod"], ...] = ()
     beside: str | None = None
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "text": Format((".txt", ".md", ".py"), load_text),
-        "jsonl": Format((".jsonl",), load_jsonl),
-        "npy": Format((".npy",), load_npy),
-        "megatron": Format((".bin",), load_megatron, beside=".idx"),
-        "bin": Format((".bin",), load_bin),
-        "parquet": Format((".parquet",), load_parquet),
+        "text": Format((".txt", ".md", ".py"), load_text, kind="text"),
+        "jsonl": Format((".jsonl",), load_jsonl, kind=jsonl_kind),
+        "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
+        "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
+        "bin": Format((".bin",), load_bin, kind="ids", options=("dtype", "eod")),
+        "parquet": Format((".parquet",), load_parquet, kind=parquet_kind),
     }
 )
-TEXT_SPLITS = ("file", "blank_line")
 
 
 def suffixes() -> tuple[str, ...]:
-    """All file name endings that some format is told by."""
+    """All file extensions that select a format."""
     return tuple(dict.fromkeys(suffix for each in FORMATS.values() for suffix in each.suffixes))
 
 
 def index_suffixes() -> tuple[str, ...]:
-    """The endings of files that only say where things lie in the file beside them."""
+    """Extensions of files that only index the file beside them."""
     return tuple(each.beside for each in FORMATS.values() if each.beside is not None)
 
 
+def file_kind(path: Path, name: str) -> Kind:
+    """Whether a file of the format `name` holds text or token ids; `text` for formats by import path."""
+    kind = "text" if is_import_path(name) else FORMATS[name].kind
+    return kind(path) if callable(kind) else kind
+
+
+def takes_option(name: str, option: Literal["dtype", "eod"]) -> bool:
+    """Whether files of the format `name` may need this option."""
+    return name in FORMATS and option in FORMATS[name].options
+
+
 def check_format(name: str) -> None:
-    """Refuse a name that is neither `auto`, nor a row of the table, nor the import path of a function that can be called.
+    """Reject a name that is not `auto`, a row of the table, or the import path of a callable.
 
     Raises:
-        UserError: so it is.
+        UserError: with the names that exist.
     """
     if is_import_path(name):
         find_loader(name)
     elif name != "auto" and name not in FORMATS:
         problem = f"must be one of auto, {', '.join(FORMATS)}, or an import path package.module:function; got {name!r}"
-        raise UserError("format", problem, "take one of these, or write a format of your own")
+        raise UserError("format", problem, "use one of these, or write a format of your own")
 
 
 def format_name(path: Path, name: str = "auto") -> str:
-    """The name of the format that a file is read as: the given one, or, with `auto`, the first row that fits.
+    """The format a file is read as: the given one, or, with `auto`, the first row that matches.
 
     Raises:
-        UserError: no such format, or none is known for the file's name.
+        UserError: no such format, or none matches the file's name.
     """
     check_format(name)
     if name != "auto":
@@ -86,7 +101,11 @@ def format_name(path: Path, name: str = "auto") -> str:
     raise UserError(str(path), f"no format is known for {path.suffix!r}", f"name the format: {', '.join(FORMATS)}")
 
 
-def _load(path: Path, load: Callable[[Path, ReadOptions], TokenTable], options: ReadOptions) -> TokenTable:
+def load_documents(path: str | Path, format: str, options: ReadOptions) -> TokenTable:
+    """The documents of a file; see `open_documents`."""
+    path = Path(path)
+    name = format_name(path, format)
+    load = partial(load_own, name) if is_import_path(name) else FORMATS[name].load
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -94,17 +113,16 @@ def _load(path: Path, load: Callable[[Path, ReadOptions], TokenTable], options: 
             raise UserError(str(path), f"is {kind}, not a file", "name the files in it, or remove it")
         if status.st_size == 0:
             raise UserError(str(path), "the file is empty", "remove it")
-        with path.open("rb"):  # what cannot be opened at all is not a matter of the format
+        with path.open("rb"):  # a file that cannot be opened at all is no matter of its format
             pass
         return load(path, options)
     except OSError as error:
-        raise UserError(
-            str(path), f"cannot be read ({error.strerror or error})", "check the path and its mode"
-        ) from error
+        problem = f"cannot be read ({error.strerror or error})"
+        raise UserError(str(path), problem, "check the path and its mode") from error
     except ValueError as error:
         if "null byte" not in str(error):
             raise
-        raise UserError(repr(str(path)), "is no path: it has a NUL character", "correct the path") from error
+        raise UserError(repr(str(path)), "is not a path: it has a NUL character", "correct the path") from error
 
 
 def open_documents(
@@ -115,20 +133,17 @@ def open_documents(
     dtype: str | None = None,
     eod: int | None = None,
     text_split: str = "file",
-) -> Documents:
-    """The documents of a file; the file itself is read at the first use.
+) -> TokenTable:
+    """The documents of a file: mapped where the format allows, otherwise read into memory.
 
     Args:
         path: the file.
-        format: `auto` (by file name), a key of `FORMATS`, or an import path `package.module:function` (see `own_format`).
+        format: `auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function` (see
+            `own_format`).
         tokenizer, dtype, eod, text_split: see `ReadOptions`.
 
     Raises:
-        UserError: unknown format now; an unreadable or damaged file at the first use, with path, place and fix.
+        UserError: an unknown format, or an unreadable or damaged file, with path, position and fix.
     """
-    if text_split not in TEXT_SPLITS:
-        raise UserError("text_split", f"must be one of {', '.join(TEXT_SPLITS)}; got {text_split!r}")
     options = ReadOptions(tokenizer=tokenizer, dtype=dtype, eod=eod, text_split=text_split)
-    name = format_name(Path(path), format)
-    load = partial(load_own, name) if is_import_path(name) else FORMATS[name].load
-    return ArrayDocuments(partial(_load, Path(path), load, options))
+    return load_documents(path, format, options)

@@ -1,4 +1,4 @@
-"""Raw text files: one document a file, or one a block between blank lines."""
+"""Raw text files: one document per file, or one per block between blank lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.formats.documents import ReadOptions, TokenTable, table_from_pieces
+from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable, table_from_pieces
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
 
@@ -20,7 +20,7 @@ def _block_starts(data: bytes) -> list[int]:
 
 
 def load_text(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a text file. With the bytes tokenizer the file itself is mapped; any bytes will do.
+    """The documents of a text file. With the bytes tokenizer the file itself is mapped, whatever its bytes.
 
     Raises:
         UserError: with another tokenizer, text that is not UTF-8 (with the byte's offset).
@@ -31,15 +31,12 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
     if isinstance(options.tokenizer, BytesTokenizer):
         return TokenTable(mapped, bounds[:-1], np.diff(bounds))
     data = mapped.tobytes()
-    pieces = []
+    pieces: list[TokenArray] = []
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         try:
             text = data[start:stop].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
-                str(path),
-                f"is not UTF-8 text (byte offset {start + error.start})",
-                "convert the file to UTF-8, or use the bytes tokenizer",
-            ) from error
+            problem = f"is not UTF-8 text (byte offset {start + error.start})"
+            raise UserError(str(path), problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
         pieces.append(options.tokenizer.encode(text))
     return table_from_pieces(pieces, options.tokenizer.vocab_size)

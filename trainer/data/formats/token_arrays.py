@@ -1,4 +1,4 @@
-"""Flat arrays of token ids, mapped from the disk: `.npy`, and headerless `.bin` of a given dtype."""
+"""Flat arrays of token ids, memory-mapped: `.npy`, and headerless `.bin` of a given dtype."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from trainer.arrays import Ints
 from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable
 from trainer.data.formats.id_bounds import IdBounds
-from trainer.data.keyed import IntArray
 from trainer.errors import UserError
 
-CHUNK = 1 << 22  # tokens looked at together while a file is scanned
+CHUNK = 1 << 22  # tokens scanned at a time
 
 
-def _scan(tokens: TokenArray, eod: int, bounds: IdBounds) -> IntArray:
-    """Where documents end (behind each end-of-document id); checks every id on the way."""
+def _scan(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
+    """The end of each document (just past its end-of-document id), int64 [D]; checks every id along the way."""
     ends = []
     for start in range(0, len(tokens), CHUNK):
         chunk = tokens[start : start + CHUNK]
@@ -27,10 +27,10 @@ def _scan(tokens: TokenArray, eod: int, bounds: IdBounds) -> IntArray:
 
 
 def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
-    """Without an end-of-document id the file is one document and is not read; with one it has to be read through."""
+    """Without an end-of-document id the file is one document and stays unread; with one it is scanned completely."""
     if not len(mapped):
         raise UserError(str(path), "has no tokens", "remove the file")
-    # As a plain ndarray: slicing the memmap subclass costs several times as much.
+    # A plain ndarray: slicing the memmap subclass costs several times as much.
     tokens, bounds = np.asarray(mapped), IdBounds.of(path, options.tokenizer)
     if options.eod is None:
         length = np.array([len(tokens)], dtype=np.int64)
@@ -42,7 +42,7 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
 
 def _check_dtype(dtype: np.dtype[Any], key: str) -> None:
     if dtype.kind not in "iu":
-        raise UserError(key, f"must be a dtype of whole numbers, got {dtype}", 'use "uint16", or what wrote the file')
+        raise UserError(key, f"must be an integer dtype, got {dtype}", 'use "uint16", or the dtype that wrote the file')
     if not dtype.isnative:
         raise UserError(key, f"is big-endian ({dtype.str})", "write the ids little-endian: array.astype('<u2')")
 
@@ -51,21 +51,18 @@ def load_npy(path: Path, options: ReadOptions) -> TokenTable:
     """The documents of a 1-D integer `.npy`; a document keeps its end-of-document id as its last token.
 
     Raises:
-        UserError: no `.npy` file, truncated, another shape or dtype, ids beyond the vocabulary.
+        UserError: not a `.npy` file, truncated, another shape or dtype, ids outside the vocabulary.
     """
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy evaluates the header: a damaged one fails in many ways
+    except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
         reason = " ".join(str(error).split())
         raise UserError(str(path), f"is not a readable .npy array ({reason})", "write the file again") from error
     if not isinstance(tokens, np.ndarray):
         raise UserError(str(path), "is an archive of arrays (.npz), not one array", "save one array with numpy.save")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise UserError(
-            str(path),
-            f"must be a 1-D array of whole numbers, got {tokens.dtype} of shape {tokens.shape}",
-            "save the ids of all documents one after another",
-        )
+        problem = f"must be a 1-D integer array, got {tokens.dtype} of shape {tokens.shape}"
+        raise UserError(str(path), problem, "save the ids of all documents concatenated")
     _check_dtype(tokens.dtype, str(path))
     return _table(path, tokens, options)
 
@@ -74,21 +71,22 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
     """The documents of a headerless array of `options.dtype`.
 
     Raises:
-        UserError: no or no integer dtype, a size that is not a multiple of it, ids beyond the vocabulary.
+        UserError: no dtype or not an integer one, a size that is not a multiple of it, ids outside the vocabulary.
     """
     if options.dtype is None:
-        raise UserError(str(path), "a headerless token file needs a dtype", 'set dtype = "uint16", or what wrote it')
+        problem = "a headerless token file needs a dtype"
+        raise UserError(str(path), problem, 'set dtype = "uint16", or the dtype that wrote it')
     try:
         dtype = np.dtype(options.dtype)
     except (TypeError, ValueError, SyntaxError) as error:
-        raise UserError("dtype", f"no such dtype: {options.dtype!r}", 'set it to "uint16", for example') from error
+        raise UserError("dtype", f"unknown dtype {options.dtype!r}", 'set it to "uint16", for example') from error
     _check_dtype(dtype, "dtype")
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise UserError(
             str(path),
-            f"ends in the middle of a token: {size} bytes are no multiple of {dtype.itemsize} ({dtype}), "
-            f"the last whole token ends at byte offset {size - size % dtype.itemsize}",
+            f"ends in the middle of a token: {size} bytes are not a multiple of {dtype.itemsize} ({dtype}), "
+            f"the last complete token ends at byte offset {size - size % dtype.itemsize}",
             "write the file again, or set the dtype that wrote it",
         )
     return _table(path, np.memmap(path, dtype=dtype, mode="r"), options)

@@ -1,26 +1,23 @@
-"""A look at data that nobody has described yet: is it text or token ids, of which dtype, and how many ids are there?"""
+"""Facts about undescribed data: is it text or token ids, of which dtype, and how many ids are there?"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
-from trainer.data.corpus.documents import Progress
-from trainer.data.formats.documents import ReadOptions
-from trainer.data.formats.registry import format_name
-from trainer.data.inspection.survey import open_stream, token_chunks
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
+from trainer.data.corpus.documents import ReportProgress
+from trainer.data.formats.documents import Kind, ReadOptions
+from trainer.data.formats.registry import file_kind, format_name, load_documents, takes_option
+from trainer.data.inspection.survey import each_stream, token_chunks
 from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 
-Kind = Literal["text", "ids"]
-UNBOUNDED = 1 << 40  # more ids than any vocabulary has
+UNBOUNDED = 1 << 40  # larger than any vocabulary
 PEEK_BYTES = 1 << 20
 # Ids of a vocabulary below a million leave at most this in the upper half of a 32-bit word.
 LARGEST_UPPER_HALF = 15
@@ -28,12 +25,12 @@ LARGEST_UPPER_HALF = 15
 
 @dataclass(frozen=True)
 class Guess:
-    """What the files hold, as `[data]` and a source say it.
+    """What the files hold, in terms of `[data]` and a source.
 
     Args:
-        kind: text to be tokenised, or token ids.
-        formats: the names of the formats that occur, sorted.
-        dtype: of headerless `.bin` files; None where there are none.
+        kind: text to be tokenized, or token ids.
+        formats: names of the formats that occur, sorted.
+        dtype: of headerless files; None if there are none.
     """
 
     kind: Kind
@@ -43,81 +40,46 @@ class Guess:
 
 @dataclass(frozen=True)
 class Look:
-    """What reading the streams told.
+    """What reading the streams showed.
 
     Args:
         lengths: tokens of each document, by stream.
         largest_id: the largest token id, and how often it occurs.
     """
 
-    lengths: list[IntArray]
+    lengths: list[Ints]
     largest_id: int
     largest_id_count: int
 
 
 def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None) -> Guess:
-    """Tell text from token ids by the formats and the first record of each stream.
+    """Distinguish text from token ids by the format and first record of each stream.
 
     Raises:
-        UserError: text and ids, or headerless files of different dtypes, lie together; or a file cannot be read.
+        UserError: text is mixed with ids, or headerless files differ in dtype; or a file cannot be read.
     """
     examples: dict[Kind, str] = {}
     dtypes: dict[str, str] = {}
     formats = set()
     for stream in streams:
-        name = format_name(Path(stream.path), format)
+        path = Path(stream.path)
+        name = format_name(path, format)
         formats.add(name)
-        examples.setdefault(_kind(Path(stream.path), name), stream.path)
-        if name == "bin" and dtype is None:
-            dtypes.setdefault(
-                guess_dtype(_two_stretches(Path(stream.path)), Path(stream.path).stat().st_size), stream.path
-            )
+        examples.setdefault(file_kind(path, name), stream.path)
+        if dtype is None and takes_option(name, "dtype"):
+            dtypes.setdefault(guess_dtype(_two_stretches(path), path.stat().st_size), stream.path)
     if len(examples) > 1:
-        problem = f"is text, and {examples['ids']} holds token ids: one run reads one of the two"
+        problem = f"is text, and {examples['ids']} holds token ids: a run reads only one of the two"
         raise UserError(examples["text"], problem, "name the files of one kind, with a glob in quotes")
     if len(dtypes) > 1:
         seen = ", ".join(f"{path} looks like {each}" for each, path in dtypes.items())
         raise UserError("dtype", f"differs between the files: {seen}", "give --dtype, or name the files of one dtype")
-    found = dtype if "bin" in formats else None
+    found = dtype if any(takes_option(name, "dtype") for name in formats) else None
     return Guess(next(iter(examples)), tuple(sorted(formats)), next(iter(dtypes), found))
 
 
-def _kind(path: Path, format: str) -> Kind:
-    if format in ("npy", "bin", "megatron"):
-        return "ids"
-    if format == "jsonl":
-        return "ids" if "tokens" in _first_record(path) else "text"
-    if format == "parquet":
-        return _parquet_kind(path)
-    return "text"
-
-
-def _first_record(path: Path) -> dict[str, Any]:
-    """The first line of JSON; empty where it is none, which reading the file says better."""
-    try:
-        with path.open("rb") as lines:
-            first = next((line for line in lines if line.strip()), b"{}")
-        record = json.loads(first)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _parquet_kind(path: Path) -> Kind:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        problem = "needs the package pyarrow, which is not installed"
-        raise UserError(str(path), problem, "run: pip install 'trainer[parquet]'") from None
-    try:
-        names = parquet.read_schema(path).names
-    except Exception:  # noqa: BLE001 - pyarrow says it in many ways, and reading the file says it better
-        return "text"
-    return "ids" if "tokens" in names else "text"
-
-
 def _two_stretches(path: Path) -> bytes:
-    """The file's beginning and its middle, cut at a multiple of 8 bytes.
+    """The beginning and the middle of the file, aligned to 8 bytes.
 
     Raises:
         UserError: the file cannot be read, or is empty.
@@ -136,11 +98,11 @@ def _two_stretches(path: Path) -> bytes:
 
 
 def guess_dtype(sample: bytes, size: int) -> str:
-    """The integer type of headerless little-endian ids: the widest whose upper bytes stay as empty as ids leave them.
+    """The integer type of headerless little-endian ids: the widest whose upper bytes are as empty as those of ids.
 
     Args:
-        sample: bytes of the file from a multiple of 8 on.
-        size: bytes of the whole file, which must be a multiple of the type's.
+        sample: bytes of the file, from an offset that is a multiple of 8.
+        size: bytes of the whole file, which must be a multiple of the type's size.
     """
     if size % 8 == 0 and len(sample) >= 16:
         words = np.frombuffer(sample[: len(sample) // 8 * 8], dtype="<u4")
@@ -161,26 +123,23 @@ def look(
     tokenizer: str,
     format: str = "auto",
     eod: int | None = None,
-    report: Progress | None = None,
+    report: ReportProgress | None = None,
 ) -> Look:
-    """Read the streams once: documents' lengths and, of token ids, the largest.
+    """Read the streams once, for the lengths of the documents and the largest token id.
 
     Raises:
         UserError: a file cannot be read or is damaged.
     """
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
     options = ReadOptions(bounded, found.dtype, eod)
-    lengths: list[IntArray] = []
+    lengths: list[Ints] = []
     largest, count = 0, 0
-    for number, stream in enumerate(streams):
-        if report is not None:
-            report(number, len(streams), stream.relative_path)
-        documents = open_stream(stream, options, format)
-        lengths.append(np.asarray(documents.lengths))
+    for stream in each_stream(streams, report):
+        documents = load_documents(stream.path, format, options)
+        lengths.append(documents.lengths)
         for chunk in token_chunks(documents) if tokenizer == "ids" else ():
             top = int(chunk.max(initial=0))
             if top >= largest:
                 count = int((chunk == top).sum()) + (count if top == largest else 0)
                 largest = top
-        documents.close()
     return Look(lengths, largest, count)

@@ -1,4 +1,4 @@
-"""Sizes to begin with, from the lengths of documents alone: cells, groups, batches, steps."""
+"""Initial sizes from document lengths: cells, groups, batches, steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 from trainer.data.streams.holdout import held_out
 
-CELLS_PER_DOCUMENT = 8  # carried state has something to do
+CELLS_PER_DOCUMENT = 8  # enough for carried state to matter
 SEQ_LEN_RANGE = (16, 256)
 PACKED_SEQ_LEN = 128
 LARGEST_BATCH, LARGEST_POOL, LARGEST_GROUP, SMALLEST_GROUP = 8, 8, 64, 4
@@ -22,7 +22,7 @@ MOST_HELD_OUT = 0.3
 
 @dataclass(frozen=True)
 class Sizes:
-    """What `[data]`, `[train]` and `[eval]` begin with. `holdout_fraction` 0: too few documents to hold any out."""
+    """Initial values of `[data]`, `[train]` and `[eval]`. `holdout_fraction` 0: too few documents to hold any out."""
 
     seq_len: int
     max_group_cells: int
@@ -35,20 +35,20 @@ class Sizes:
     holdout_fraction: float
 
 
-def choose_sizes(paths: Sequence[str], lengths: Sequence[IntArray], *, share: float = 1.0) -> Sizes:
+def choose_sizes(paths: Sequence[str], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
     """Sizes that fill the rows of a batch and let a run see the data about once, within `STEPS_RANGE`.
 
     Args:
         paths: relative path of each stream.
         lengths: tokens of each document, by stream; at least one document has a token.
-        share: how much of all streams these are.
+        share: of all data that these streams are.
     """
     all_lengths = np.concatenate(lengths)
     total = int(all_lengths.sum())
     seq_len, pack = _cell(all_lengths, total)
     cells = [-(-int(each.sum()) // seq_len) if pack else int((-(-each // seq_len)).sum()) for each in lengths]
     batch = _power_of_two(sum(cells) // 32, 1, LARGEST_BATCH)
-    # A stream's groups are what its rows read side by side: long documents are cut so that there are enough of them.
+    # The rows of a batch read different groups: long documents are cut so that a stream has enough of them.
     typical_cells = int(np.median([count for count in cells if count]))
     group = int(np.clip(typical_cells // (2 * batch), SMALLEST_GROUP, LARGEST_GROUP))
     groups = cells if pack else [int((-(-each // (seq_len * group))).sum()) for each in lengths]
@@ -69,23 +69,23 @@ def choose_sizes(paths: Sequence[str], lengths: Sequence[IntArray], *, share: fl
     )
 
 
-def _cell(lengths: IntArray, total: int) -> tuple[int, bool]:
-    """(seq_len, pack): half of all tokens lie in documents of at least about `CELLS_PER_DOCUMENT` cells."""
+def _cell(lengths: Ints, total: int) -> tuple[int, bool]:
+    """(seq_len, pack): half of all tokens are in documents of at least about `CELLS_PER_DOCUMENT` cells."""
     ordered = np.sort(lengths)
     typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
-    roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # a little data still makes some cells
+    roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
     if typical < 2 * CELLS_PER_DOCUMENT * SEQ_LEN_RANGE[0] and len(lengths) > 1:
         return min(PACKED_SEQ_LEN, roomy), True
     return min(_power_of_two(typical // CELLS_PER_DOCUMENT, *SEQ_LEN_RANGE), roomy), False
 
 
 def _power_of_two(value: int, lowest: int, highest: int) -> int:
-    """The largest power of two that is not above `value`, within bounds that are powers of two."""
+    """The largest power of two up to `value`, clipped to bounds that are powers of two."""
     return int(np.clip(1 << max(value, 1).bit_length() - 1, lowest, highest))
 
 
-def _holdout(paths: Sequence[str], lengths: Sequence[IntArray], total: int) -> float:
-    """The smallest usual fraction that holds some tokens out and leaves most; 0 where none does."""
+def _holdout(paths: Sequence[str], lengths: Sequence[Ints], total: int) -> float:
+    """The smallest usual fraction that holds out some tokens and leaves most; 0 if none does."""
     for fraction in HOLDOUT_FRACTIONS:
         held = sum(
             int(each[held_out(path, len(each), fraction)].sum()) for path, each in zip(paths, lengths, strict=True)

@@ -1,4 +1,4 @@
-"""What streams hold, counted: documents, tokens, groups and cells by modality, and how often each token id occurs."""
+"""Counts over streams: documents, tokens, groups and cells by modality, and how often each token id occurs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.corpus.documents import Progress
-from trainer.data.formats.documents import Documents, ReadOptions, TokenArray
-from trainer.data.formats.registry import format_name, open_documents
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
+from trainer.data.corpus.documents import ReportProgress
+from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable
+from trainer.data.formats.registry import format_name, load_documents
 from trainer.data.streams.groups import build_groups
 from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ CHUNK = 1 << 20  # tokens counted together
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """What one stream holds. `empty_documents` have no token and are never read; `padding_share` is of the cells' tokens."""
+    """Counts of one stream. `empty_documents` have no token and are never read; `padding_share` is of the cells' tokens."""
 
     stream: str
     modality: str
@@ -36,18 +36,18 @@ class StreamFacts:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a list of streams holds.
+    """Counts of a list of streams.
 
     Args:
-        streams: one entry a stream.
+        streams: one entry per stream.
         counts: how often each id occurs, int64 [vocab_size].
     """
 
     streams: list[StreamFacts]
-    counts: IntArray = field(repr=False)
+    counts: Ints = field(repr=False)
 
     def total(self, seq_len: int, modality: str | None = None) -> dict[str, float]:
-        """The facts of one modality, or of all, added up."""
+        """Sums over one modality, or over all."""
         chosen = [facts for facts in self.streams if modality in (None, facts.modality)]
         names = ("documents", "empty_documents", "tokens", "groups", "cells")
         totals: dict[str, float] = {"streams": len(chosen)}
@@ -61,7 +61,7 @@ class Survey:
         return sorted({facts.modality for facts in self.streams})
 
     def type_counts(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Tokens of each type; empty if the tokenizer knows none."""
+        """Tokens of each type; empty if the tokenizer has none."""
         table = tokenizer.token_type_table
         if table is None:
             return {}
@@ -69,7 +69,7 @@ class Survey:
         return dict(zip(tokenizer.token_type_names, by_type.astype(np.int64).tolist(), strict=True))
 
     def top_ids(self, number: int) -> list[tuple[int, int]]:
-        """(id, occurrences) of the most frequent ids; of equally frequent ones the smaller id first."""
+        """(id, occurrences) of the most frequent ids; ties in ascending order of id."""
         order = np.argsort(-self.counts, kind="stable")[:number]
         return [(int(i), int(self.counts[i])) for i in order if self.counts[i]]
 
@@ -78,20 +78,18 @@ def _padding(tokens: int, cells: int, seq_len: int) -> float:
     return 1.0 - tokens / (cells * seq_len) if cells else 0.0
 
 
-def open_stream(stream: Stream, options: ReadOptions, format: str) -> Documents:
-    """The documents of a stream."""
-    return open_documents(
-        stream.path,
-        format=format,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        eod=options.eod,
-        text_split=options.text_split,
-    )
+def each_stream(streams: Sequence[Stream], report: ReportProgress | None) -> Iterator[Stream]:
+    """The streams, reporting (streams done, streams, the next path) on the way."""
+    for number, stream in enumerate(streams):
+        if report is not None:
+            report(number, len(streams), stream.relative_path)
+        yield stream
+    if report is not None:
+        report(len(streams), len(streams), "done")
 
 
-def token_chunks(documents: Documents) -> Iterator[TokenArray]:
-    """Every token of every document once, some documents at a time.
+def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
+    """Every token of every document once, in chunks of whole or partial documents.
 
     Raises:
         UserError: the file is damaged.
@@ -117,25 +115,23 @@ def survey(
     seq_len: int,
     max_group_cells: int,
     pack: bool,
-    report: Progress | None = None,
+    report: ReportProgress | None = None,
 ) -> Survey:
-    """Read every stream once and count what is in it.
+    """Read every stream once and count.
 
     Args:
         streams: from `discover_nested` or `discover_direct`.
         options, format: how files are read.
         seq_len, max_group_cells, pack: how documents would be cut; see `build_groups`.
-        report: called with (streams done, streams, the next one's path).
+        report: see `each_stream`.
 
     Raises:
-        UserError: for the first file that cannot be read or is damaged.
+        UserError: for the first file that is unreadable or damaged.
     """
     found = []
     counts = np.zeros(options.tokenizer.vocab_size, dtype=np.int64)
-    for number, stream in enumerate(streams):
-        if report is not None:
-            report(number, len(streams), stream.relative_path)
-        documents = open_stream(stream, options, format)
+    for stream in each_stream(streams, report):
+        documents = load_documents(stream.path, format, options)
         lengths = documents.lengths
         groups = build_groups(
             lengths,
@@ -161,7 +157,4 @@ def survey(
             padding_share=_padding(tokens, cells, seq_len),
         )
         found.append(facts)
-        documents.close()
-    if report is not None:
-        report(len(streams), len(streams), "done")
     return Survey(found, counts)

@@ -1,4 +1,4 @@
-"""Reading everything once, to find every damaged file before a run does."""
+"""Reading everything once, to find damaged files before a run does."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.corpus.documents import Progress
+from trainer.data.corpus.documents import ReportProgress
 from trainer.data.corpus.manifest import MANIFEST_NAME, StreamEntry, read_manifest
 from trainer.data.formats.documents import ReadOptions
-from trainer.data.inspection.survey import open_stream, token_chunks
+from trainer.data.formats.registry import load_documents
+from trainer.data.inspection.survey import each_stream, token_chunks
 from trainer.data.streams.layout import Stream
 from trainer.errors import UserError
 
-READ_BYTES = 1 << 22
-
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was read, and one error for each file that is damaged; `is_hashed`: a manifest's hashes were compared."""
+class Verification:
+    """What was read, and one error per damaged file; `is_hashed`: hashes of a manifest were compared."""
 
     streams: int
     documents: int
@@ -29,15 +28,12 @@ class Verdict:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _compare(path: Path, entry: StreamEntry | None) -> None:
-    """Raise UserError unless the file is what the manifest says."""
+    """Raise UserError unless the file matches the manifest."""
     again = "build the corpus again, or remove manifest.json"
     if entry is None:
         raise UserError(str(path), f"is not in {MANIFEST_NAME}", again)
@@ -58,18 +54,18 @@ def verify(
     *,
     format: str,
     root: Path | None = None,
-    report: Progress | None = None,
-) -> Verdict:
-    """Read every stream from beginning to end.
+    report: ReportProgress | None = None,
+) -> Verification:
+    """Read every stream completely.
 
     Args:
         streams: from `discover_nested` or `discover_direct`.
         options, format: how files are read.
-        root: of a NESTED layout; if it has the manifest of a corpus, sizes and hashes are compared too.
-        report: called with (streams done, streams, the next one's path).
+        root: of a NESTED layout; if it has a corpus manifest, sizes and hashes are compared too.
+        report: see `each_stream`.
 
     Raises:
-        UserError: the manifest itself is damaged. What is wrong with streams is in the verdict.
+        UserError: the manifest itself is damaged. Damaged streams are in the result.
     """
     entries: dict[str, StreamEntry] | None = None
     if root is not None and (root / MANIFEST_NAME).exists():
@@ -77,20 +73,15 @@ def verify(
         entries = {entry.path: entry for each in manifest.modalities.values() for entry in each}
     errors: list[UserError] = []
     num_documents = num_tokens = 0
-    for number, stream in enumerate(streams):
-        if report is not None:
-            report(number, len(streams), stream.relative_path)
+    for stream in each_stream(streams, report):
         try:
             if entries is not None:
                 _compare(Path(stream.path), entries.pop(stream.relative_path, None))
-            documents = open_stream(stream, options, format)
+            documents = load_documents(stream.path, format, options)
             num_tokens += sum(len(chunk) for chunk in token_chunks(documents))
             num_documents += documents.num_documents
-            documents.close()
         except UserError as error:
             errors.append(error)
     absent = f"is in {MANIFEST_NAME}, but not here"
     errors += [UserError(f"{root}/{path}", absent, "build the corpus again") for path in sorted(entries or ())]
-    if report is not None:
-        report(len(streams), len(streams), "done")
-    return Verdict(len(streams), num_documents, num_tokens, errors, entries is not None)
+    return Verification(len(streams), num_documents, num_tokens, errors, entries is not None)

@@ -7,20 +7,20 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.keyed import KeyedUniforms
 from trainer.data.mixing import state as mixing_state
 from trainer.data.mixing.collate import Batch, Collator
-from trainer.data.mixing.epochs import BatchSizes, QueueKey, active_streams
-from trainer.data.mixing.pool import EXHAUST_EVENTS, PICK_MODES, ActivePool, PickMode
+from trainer.data.mixing.epochs import BatchSizes, QueueKey
+from trainer.data.mixing.pool import PICK_MODES, ActivePool, PickMode, pool_metric_keys
 from trainer.data.mixing.reader import StreamReader
-from trainer.data.mixing.reader_queue import RankPlace, ReaderQueue
-from trainer.data.mixing.reduction import ReduceOp, pool_ops, reduce_over_ranks
+from trainer.data.mixing.reader_queue import ReaderQueue
 from trainer.data.streams.holdout import Split, check_split
 from trainer.data.streams.layout import Stream
-from trainer.data.streams.opener import CutOptions, StreamOpener
+from trainer.data.streams.open_stream import CutOptions, open_stream
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
@@ -30,63 +30,62 @@ if TYPE_CHECKING:
 
 BatchingMode: TypeAlias = Literal["per_stream", "device_per_stream"]
 BATCHING_MODES: tuple[BatchingMode, ...] = ("per_stream", "device_per_stream")
+EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
 logger = logging.getLogger("trainer.data")
 
 
-def _check_settings(choices: Mapping[str, tuple[str, Sequence[str]]], positive: Mapping[str, int]) -> None:
-    for key, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise UserError(key, f"must be one of {', '.join(allowed)}; got {value!r}")
-    for key, number in positive.items():
+def _check_positive(**settings: int) -> None:
+    for key, number in settings.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UserError(key, f"must be a whole number >= 1, got {number!r}")
+            raise UserError(key, f"must be an integer >= 1, got {number!r}")
 
 
 def _numbered(streams: Sequence[Stream], name: str) -> list[Stream]:
-    """The streams with ids that count positions in this list, which may be a part of what was discovered."""
+    """The streams, renumbered: they may be only a part of those discovered."""
     if not streams:
         raise UserError(name, "has no streams", "check the source's paths")
     path, times = Counter(stream.relative_path for stream in streams).most_common(1)[0]
     if times > 1:
-        raise UserError(name, f"names the stream {path} twice", "list each file once")
+        raise UserError(name, f"lists the stream {path} twice", "list each file once")
     return [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
 
 
 class StreamMixingDataset:
     """An iterator of micro-batches; see `Collator` for their keys.
 
-    `num_streams_mixed` readers are active. Each micro-batch one is picked and gives up to `batch_size` cells; an
-    exhausted reader's place is taken by the next stream of the epoch's permuted queue. When the queue and the pool are
-    empty the epoch ends: with `repeat` the next begins, otherwise iteration stops. In an epoch every cell of the split
-    is read exactly once over all ranks.
+    `num_streams_mixed` readers are active. For each micro-batch one is picked and gives up to `batch_size` cells; an
+    exhausted reader is replaced by the next stream of the epoch's permuted queue. When the queue and the pool are empty
+    the epoch ends: with `repeat` the next begins, otherwise iteration stops. In an epoch every cell of the split is read
+    exactly once over all ranks.
 
-    Every random choice is a pure function of (name, seed, epoch, batch index, and the rank where ranks pick alone):
-    the state is cursors (and what the pool has observed, for its metrics), and resuming on the same world gives the same
-    samples to the bit.
+    Every random choice is a pure function of (name, seed, epoch, batch index, and the rank where ranks pick alone). So
+    the state is cursors (and the pool's observations, for its metrics), and resuming on the same world gives bitwise
+    identical samples.
 
     Args:
         streams: from `discover_nested` or `discover_direct`.
         name: the source's name: `dataset_labels`, and part of every group id; unique in a blend.
-        tokenizer: makes ids of text and bounds those in files.
-        seq_len: target tokens a cell, T.
+        tokenizer: tokenizes text, and bounds the ids in files.
+        seq_len: target tokens per cell, T.
         num_streams_mixed: K; fewer if there are fewer streams.
         pick_mode: `weighted` by remaining picks, `uniform`, or `round_robin`.
         batching_mode: `per_stream`: all ranks pick the same stream and read disjoint slices of it; a rank whose slice
-            has ended yields one fully masked row. `device_per_stream`: each rank has a pool and picks of its own; with
-            `repeat`, a rank to which no cell falls yields fully masked rows.
+            is exhausted yields one fully masked row. `device_per_stream`: each rank has its own pool and picks; with
+            `repeat`, a rank without any cells yields fully masked rows.
         batch_size, batch_size_by_modality: cells per micro-batch and rank.
-        max_group_cells: most cells a group.
-        pack: put documents shorter than a cell several to a row.
+        max_group_cells: most cells per group.
+        pack: put several documents shorter than a cell into one row.
         repeat: begin a new epoch after the last cell.
-        seed, rank, world_size: as they say.
-        split, holdout_fraction: which documents are seen.
+        seed: of every random choice.
+        rank, world_size: this rank, and the number of ranks.
+        split, holdout_fraction: which documents are used.
         format, dtype, eod, text_split: how files are read; see `open_documents`.
 
     Raises:
-        UserError: a setting is out of range; while iterating: a damaged file, or a split without any document.
+        UserError: a setting is out of range; while iterating: a damaged file, or a split without documents.
     """
 
-    # Over 60 lines: a third is the signature, and the rest hands each setting to the one part that needs it.
+    # Over 60 lines: a third is the signature, the rest passes each setting to the part that needs it.
     def __init__(
         self,
         streams: Sequence[Stream],
@@ -113,16 +112,13 @@ class StreamMixingDataset:
         text_split: str = "file",
     ) -> None:
         sizes = dict(batch_size_by_modality or {})
-        _check_settings(
-            {"pick_mode": (pick_mode, PICK_MODES), "batching_mode": (batching_mode, BATCHING_MODES)},
-            {
-                "num_streams_mixed": num_streams_mixed,
-                "batch_size": batch_size,
-                "seq_len": seq_len,
-                "max_group_cells": max_group_cells,
-                **{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()},
-            },
-        )
+        if pick_mode not in PICK_MODES:
+            raise UserError("pick_mode", f"must be one of {', '.join(PICK_MODES)}; got {pick_mode!r}")
+        if batching_mode not in BATCHING_MODES:
+            raise UserError("batching_mode", f"must be one of {', '.join(BATCHING_MODES)}; got {batching_mode!r}")
+        _check_positive(num_streams_mixed=num_streams_mixed, batch_size=batch_size)
+        _check_positive(seq_len=seq_len, max_group_cells=max_group_cells)
+        _check_positive(**{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()})
         check_split(split, holdout_fraction)
         assert 0 <= rank < world_size, (rank, world_size)
         self.name = name
@@ -134,29 +130,36 @@ class StreamMixingDataset:
         self._shared = batching_mode == "per_stream"
         self._repeat = repeat
         self._batch_sizes = BatchSizes(batch_size, sizes)
+        self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         options = ReadOptions(tokenizer, dtype, eod, text_split)
         cut = CutOptions(name, seq_len, max_group_cells, pack, split, holdout_fraction)
-        fingerprint = mixing_state.fingerprint(
-            self.streams, options, cut, format=format, seed=seed, batching_mode=batching_mode
-        )
-        self._fixed_state = mixing_state.fixed_state(
-            fingerprint, rank, world_size, num_streams_mixed, self._batch_sizes
-        )
+        self._fixed_state = {  # the part of a state that is constant throughout a run
+            "version": mixing_state.VERSION,
+            "fingerprint": mixing_state.fingerprint(
+                self.streams, options, cut, format=format, seed=seed, batching_mode=batching_mode
+            ),
+            "rank": rank,
+            "world_size": world_size,
+            "num_streams_mixed": num_streams_mixed,
+            "batch_size": batch_size,
+            "batch_size_by_modality": sizes,
+        }
         self._uniforms = KeyedUniforms("pick", name, seed, "all" if self._shared else rank)
         self._no_stream = f'"source": {json.dumps(name)}, "stream": null'
-        max_rows = max(batch_size, *sizes.values(), 0)
-        self._collator = Collator(name=name, tokenizer=tokenizer, seq_len=seq_len, pack=pack, max_rows=max_rows)
+        self._collator = Collator(name=name, tokenizer=tokenizer, seq_len=seq_len, pack=pack)
         self._queue = ReaderQueue(
             self.streams,
-            opener=StreamOpener(format=format, options=options, cut=cut, keep=2 * num_streams_mixed),
+            # Readers keep their streams open themselves; the cache serves those of the next epoch.
+            open=lru_cache(2 * num_streams_mixed)(partial(open_stream, format=format, options=options, cut=cut)),
             key=QueueKey(name, seed, len(streams), self._shared),
             batch_sizes=self._batch_sizes,
-            place=RankPlace(rank, world_size),
+            rank=rank,
+            world_size=world_size,
         )
         self._pool: ActivePool[StreamReader] = ActivePool(self.modalities, pick_mode)
         self._batch_index = 0
         self._exhaust_events = 0
-        self._is_barren = False  # a whole epoch had no cell for this rank
+        self._has_no_cells = False  # a whole epoch had none for this rank
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -166,7 +169,7 @@ class StreamMixingDataset:
 
         Raises:
             StopIteration: without `repeat`, after the last.
-            UserError: a file cannot be read or is damaged, or no document is left for the split.
+            UserError: a file is unreadable or damaged, or the split has no documents.
         """
         pool, queue = self._pool, self._queue
         if not pool.readers and not self._fill():
@@ -177,16 +180,18 @@ class StreamMixingDataset:
         position = reader.position
         batch = self._collator.batch(reader, reader.take(), epoch=queue.epoch, position=position)
         self._batch_index += 1
-        if not reader.remaining_picks:
+        if reader.remaining_picks:
+            pool.note(slot)
+        else:
             self._exhaust_events += 1
             pool.replace(slot, queue.next_reader())
         return batch
 
     def _fill(self) -> bool:
-        """Fill the empty pool, from the next epoch if this one is over; False if no cell ever falls to this rank."""
+        """Fill the empty pool, from the next epoch if this one is over; False if this rank never gets a cell."""
         pool, queue = self._pool, self._queue
-        while not self._is_barren:
-            # What is left of an epoch may hold nothing for this rank; only a whole one proves that none ever does.
+        while not self._has_no_cells:
+            # The rest of an epoch may hold nothing for this rank; only a whole one proves that none ever does.
             is_whole = queue.is_whole
             while len(pool.readers) < self._num_streams_mixed and (reader := queue.next_reader()) is not None:
                 pool.add(reader)
@@ -197,33 +202,28 @@ class StreamMixingDataset:
             if not self._repeat:
                 raise StopIteration
             if is_whole:
-                self._is_barren = True
+                self._has_no_cells = True
             else:
-                queue.begin_epoch(queue.epoch + 1, queue.chapters)
+                queue.begin_epoch(queue.epoch + 1, queue.points)
         return False
 
     def count_cells(self) -> dict[str, int]:
-        """Cells an epoch has over all ranks, by modality. Reads every stream, so it finds damaged files beforehand.
+        """Cells per epoch over all ranks, by modality. Opens every stream, so it finds damaged files in advance.
 
         Raises:
-            UserError: for the first file that cannot be read or is damaged.
+            UserError: for the first file that is unreadable or damaged.
         """
         counts = dict.fromkeys(self.modalities, 0)
         for stream in self.streams:
             counts[stream.modality] += self._queue.count_cells(stream)
         return counts
 
-    @property
-    def metric_ops(self) -> dict[str, ReduceOp]:
-        """Every key that `drain_step_metrics` can return, and how it is reduced over ranks."""
-        return pool_ops(self.modalities)
-
     def drain_step_metrics(self) -> dict[str, float]:
-        """The pool that the last pick was drawn from, and the exhaustions since the last drain; {} before any pick."""
-        metrics = self._pool.snapshot()
-        if metrics:
-            metrics[EXHAUST_EVENTS] = float(self._exhaust_events)
-            self._exhaust_events = 0
+        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick."""
+        if not self._pool.seen:
+            return {}
+        metrics = {**self._pool.seen, EXHAUST_EVENTS: float(self._exhaust_events)}
+        self._exhaust_events = 0
         return metrics
 
     def aggregate_step_metrics(
@@ -234,42 +234,44 @@ class StreamMixingDataset:
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, float]:
         """Reduce drained metrics over ranks; every rank must call it, also with {}. See `reduce_over_ranks`."""
-        return reduce_over_ranks(local, self.metric_ops, world_size=world_size, device=device, group=group)
+        from trainer.metrics.rank_reduction import reduce_over_ranks  # needs torch, which looking at data does not
+
+        return reduce_over_ranks(local, self.metric_keys, group=group, device=device, world_size=world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursors, and what the pool has observed, as plain python; a snapshot that later picks do not change."""
+        """Cursors and the pool's observations as plain Python; a snapshot that later picks do not change."""
         return {
             **self._fixed_state,
             "epoch": self._queue.epoch,
             "batch_index": self._batch_index,
             "queue_index": self._queue.index,
             "turn": self._pool.turn,
-            "is_barren": self._is_barren,
+            "is_barren": self._has_no_cells,
             "pool": [[reader.stream_id, reader.picks] for reader in self._pool.readers],
             "observed": self._pool.observed(),
-            "chapters": mixing_state.chapters_to(self._queue.chapters),
+            "chapters": self._queue.points_state,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where a run stopped.
+        """Continue where a run stopped.
 
         Args:
             state: this rank's state, or those of all ranks in rank order. The latter is needed after a change of world
-                size (or pool or batch size) with `device_per_stream`; with `per_stream` any one rank's state will do.
-                After such a change what every group has consumed stays consumed: in the epoch nothing is read twice
-                and nothing is lost.
+                size (or pool or batch size) with `device_per_stream`; with `per_stream` any one rank's state is enough.
+                After such a change, what every group has consumed stays consumed: within the epoch nothing is read
+                twice and nothing is lost.
 
         Raises:
-            UserError: naming what differs, if the state does not fit this dataset.
+            UserError: naming the differences, if the state does not fit this dataset.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        mixing_state.check_states(states, self._fixed_state["fingerprint"])
+        mixing_state.check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
         self._pool = ActivePool(self.modalities, self._pick_mode)
-        self._is_barren = False
+        self._has_no_cells = False
         self._exhaust_events = 0
         self._batch_index = max(each["batch_index"] for each in states)
-        if mixing_state.is_same_layout(own, self._world_size, self._num_streams_mixed, self._batch_sizes):
+        if mixing_state.is_same_layout(own, self._fixed_state):
             if not self._shared and own["rank"] != self._rank:
                 problem = f"the state is rank {own['rank']}'s, not rank {self._rank}'s"
                 raise UserError(self.name, problem, "give each rank its own, or all ranks' states as a list")
@@ -278,25 +280,20 @@ class StreamMixingDataset:
             self._reshard(states)
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        self._queue.begin_epoch(state["epoch"], mixing_state.chapters_from(state), state["queue_index"])
+        self._queue.begin_epoch(state["epoch"], mixing_state.points_from_state(state), state["queue_index"])
         for stream_id, picks in state["pool"]:
-            reader = self._queue.reader(stream_id)
-            reader.skip_to(picks)
-            self._pool.add(reader)
+            self._pool.add(self._queue.reader(stream_id, picks))
         self._pool.turn = state["turn"]
         self._pool.restore(state["observed"])
-        self._is_barren = state["is_barren"]
+        self._has_no_cells = state["is_barren"]
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         if not self._shared and len(states) != states[0]["world_size"]:
-            raise UserError(
-                self.name,
-                f"the saved layout was another ({states[0]['world_size']} ranks), and one rank's state is not enough",
-                "give the states of all ranks, in rank order",
-            )
-        epoch, chapters = mixing_state.next_chapters(states, len(self.streams), shared=self._shared)
-        dropped = len(active_streams(chapters[epoch][-1])) - self._num_streams_mixed
+            problem = f"the saved layout differs ({states[0]['world_size']} ranks), and one rank's state is not enough"
+            raise UserError(self.name, problem, "give the states of all ranks, in rank order")
+        epoch, points = mixing_state.reshard(states, len(self.streams), shared=self._shared)
+        dropped = len(points[epoch][-1].active_streams()) - self._num_streams_mixed
         if dropped > 0:
-            # They stand at the queue's front, so that nothing is lost.
+            # They are at the front of the queue, so nothing is lost.
             logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
-        self._queue.begin_epoch(epoch, chapters)
+        self._queue.begin_epoch(epoch, points)

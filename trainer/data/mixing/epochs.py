@@ -1,9 +1,9 @@
-"""What a mixing dataset remembers of an epoch: which streams come in which order, and how far each was read.
+"""What a mixing dataset remembers of an epoch: the order of its streams, and how far each was read.
 
-An epoch that runs on one world from its beginning needs no memory: its queue is a keyed permutation. When a run goes on
-with another world size (or pool, or batch size) in the middle of an epoch, the old ranks' cursors are kept as one
-`Chapter`, and the rest of the epoch is planned from the chapters: a stream's remaining cells are what its readers left,
-cut into new slices. Chapters are small (cursors only), are dropped at the epoch's end, and may follow one another.
+An epoch that runs on one world from its beginning needs no memory: its queue is a keyed permutation. When a run
+continues on another world size (or pool, or batch size) in the middle of an epoch, the cursors of the old ranks are
+kept as a `ReshardPoint`, and the rest of the epoch is planned from these points: what the readers left of a stream is
+cut into new slices. Points hold cursors only, are dropped at the end of the epoch, and may follow one another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.data.keyed import keyed_generator
-from trainer.data.mixing.reader import Progress
+from trainer.data.mixing.reader import PastReads
 from trainer.data.streams.layout import Stream
 
 
@@ -31,21 +31,21 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class RankCursor:
-    """Where one rank stood in an epoch: the queue up to `queue_index` was taken; `active` gives (stream, picks)."""
+    """One rank's position in an epoch: streams taken from the queue, and (stream, picks) of the active readers."""
 
     queue_index: int
     active: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Chapter:
-    """Where all ranks of one world stood in an epoch when it ended. With a shared pool all cursors are the same."""
+class ReshardPoint:
+    """The positions of all ranks of one world when it stopped in an epoch. With a shared pool they are all equal."""
 
     batch_sizes: BatchSizes
     cursors: tuple[RankCursor, ...]
 
     def to_state(self) -> dict[str, Any]:
-        """As plain python."""
+        """As plain Python."""
         return {
             "batch_size": self.batch_sizes.default,
             "batch_size_by_modality": dict(self.batch_sizes.by_modality),
@@ -53,10 +53,20 @@ class Chapter:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Chapter:
+    def from_state(cls, state: Mapping[str, Any]) -> ReshardPoint:
         """The inverse of `to_state`."""
         cursors = tuple(RankCursor(index, tuple((s, p) for s, p in active)) for index, active in state["cursors"])
         return cls(BatchSizes(state["batch_size"], state["batch_size_by_modality"]), cursors)
+
+    def active_streams(self) -> list[int]:
+        """The streams that were active on any rank: by slot, then by rank, each once."""
+        slots = max((len(cursor.active) for cursor in self.cursors), default=0)
+        found: dict[int, None] = {}
+        for slot in range(slots):
+            for cursor in self.cursors:
+                if slot < len(cursor.active):
+                    found[cursor.active[slot][0]] = None
+        return list(found)
 
 
 @dataclass(frozen=True)
@@ -70,52 +80,40 @@ class QueueKey:
 
     def _permutation(self, epoch: int, rank: int, part: int) -> list[int]:
         who = "all" if self.shared else rank
-        order: list[int] = (
-            keyed_generator("queue", self.name, self.seed, epoch, who, part).permutation(self.num_streams).tolist()
-        )
+        generator = keyed_generator("queue", self.name, self.seed, epoch, who, part)
+        order: list[int] = generator.permutation(self.num_streams).tolist()
         return order
 
-    def order(self, epoch: int, rank: int, chapters: Sequence[Chapter]) -> list[int]:
+    def order(self, epoch: int, rank: int, points: Sequence[ReshardPoint]) -> list[int]:
         """The streams in the order in which a rank takes them.
 
-        After chapters: first those that were active on any rank (so what was begun goes on), then those that some rank
-        had not come to; streams that were read completely are left out.
+        After reshard points: first the streams that were active on any rank (so that what was begun continues), then
+        those that some rank had not reached; completely read streams are left out.
         """
-        if not chapters:
+        if not points:
             return self._permutation(epoch, rank, 0)
-        begun = active_streams(chapters[-1])
-        rest = self._untouched(epoch, chapters) - set(begun)
+        begun = points[-1].active_streams()
+        rest = self._untouched(epoch, points) - set(begun)
         if self.shared:
-            before = self.order(epoch, 0, chapters[:-1])
+            before = self.order(epoch, 0, points[:-1])
         else:
-            before = self._permutation(epoch, rank, len(chapters))
+            before = self._permutation(epoch, rank, len(points))
         return begun + [stream for stream in before if stream in rest]
 
-    def _untouched(self, epoch: int, chapters: Sequence[Chapter]) -> set[int]:
+    def _untouched(self, epoch: int, points: Sequence[ReshardPoint]) -> set[int]:
         found: set[int] = set()
-        for rank, cursor in enumerate(chapters[-1].cursors):
-            found.update(self.order(epoch, rank, chapters[:-1])[cursor.queue_index :])
+        for rank, cursor in enumerate(points[-1].cursors):
+            found.update(self.order(epoch, rank, points[:-1])[cursor.queue_index :])
         return found
 
-    def progress(self, epoch: int, stream: Stream, chapters: Sequence[Chapter]) -> list[Progress]:
-        """How far a stream was read in each chapter."""
+    def past_reads(self, epoch: int, stream: Stream, points: Sequence[ReshardPoint]) -> list[PastReads]:
+        """How far a stream had been read at each reshard point."""
         found = []
-        for number, chapter in enumerate(chapters):
+        for number, point in enumerate(points):
             picks = []
-            for rank, cursor in enumerate(chapter.cursors):
-                waiting = self.order(epoch, rank, chapters[:number])[cursor.queue_index :]
+            for rank, cursor in enumerate(point.cursors):
+                waiting = self.order(epoch, rank, points[:number])[cursor.queue_index :]
                 active = dict(cursor.active)
                 picks.append(active.get(stream.stream_id, 0 if stream.stream_id in waiting else -1))
-            found.append(Progress(chapter.batch_sizes.of(stream), tuple(picks)))
+            found.append(PastReads(point.batch_sizes.of(stream), tuple(picks)))
         return found
-
-
-def active_streams(chapter: Chapter) -> list[int]:
-    """The streams that were active on any rank: by slot, then by rank, each once."""
-    slots = max((len(cursor.active) for cursor in chapter.cursors), default=0)
-    found: dict[int, None] = {}
-    for slot in range(slots):
-        for cursor in chapter.cursors:
-            if slot < len(cursor.active):
-                found[cursor.active[slot][0]] = None
-    return list(found)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
+from trainer.data.mixing.rows import Rows, rows_of_batches
 from trainer.data.streams.groups import GroupTable
 from trainer.data.streams.lanes import LanePlan, cut_slices, plan_lanes, plan_length
-from trainer.data.streams.open_stream import OpenStream, Rows, RowTable
+from trainer.data.streams.open_stream import OpenStream
+
+ROWS_BLOCK = 512  # batches whose rows are computed together
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far one world read a stream in an epoch, before it was cut anew for another.
+class PastReads:
+    """How far one world read a stream in an epoch, before the stream was cut again for another world.
 
     Args:
         batch_size: lanes it was read on.
-        picks: batches that each of its ranks had taken; -1: all of its slice.
+        picks: batches that each of its ranks had taken; -1: its whole slice.
     """
 
     batch_size: int
@@ -30,18 +34,18 @@ class Progress:
 
 @dataclass(frozen=True)
 class Remainder:
-    """What is left of a stream: for each group that is not finished, where it goes on.
+    """The unread part of a stream: for each unfinished group, where it continues.
 
     Args:
         groups: indices of the groups, ascending, int64 [n].
-        first_cells: the stream's cell at which each goes on, int64 [n].
+        first_cells: the stream's cell at which each continues, int64 [n].
         num_cells: cells from there to the group's end, all > 0, int64 [n].
-        priority: ascending is earlier, [n].
+        priority: groups are read in ascending order of it, [n].
     """
 
-    groups: IntArray
-    first_cells: IntArray
-    num_cells: IntArray
+    groups: Ints
+    first_cells: Ints
+    num_cells: Ints
     priority: npt.NDArray[np.float64]
 
     def plan(self, start: int, stop: int, num_lanes: int) -> LanePlan:
@@ -49,103 +53,112 @@ class Remainder:
         part = slice(start, stop)
         return plan_lanes(self.first_cells[part], self.num_cells[part], self.priority[part], num_lanes)
 
+    def after(self, reads: PastReads, num_groups: int) -> Remainder:
+        """What is left once a world has read from each slice; begun groups continue where they stopped, and come first.
 
-def whole_stream(groups: GroupTable, generator: np.random.Generator) -> Remainder:
-    """All groups, from their beginnings, in an order drawn from the generator."""
-    return Remainder(
-        np.arange(groups.num_groups), groups.cell_offsets[:-1], groups.num_cells, generator.random(groups.num_groups)
+        Args:
+            reads: by a world that was given this remainder.
+            num_groups: groups of the whole stream.
+        """
+        bounds = cut_slices(self.num_cells, len(reads.picks)).tolist()
+        taken = np.zeros(num_groups, dtype=np.int64)
+        for start, stop, picks in zip(bounds[:-1], bounds[1:], reads.picks, strict=True):
+            if picks < 0:
+                taken[self.groups[start:stop]] = self.num_cells[start:stop]
+            elif picks > 0 and stop > start:
+                plan = self.plan(start, stop, reads.batch_size)
+                taken[self.groups[start:stop]] = plan.taken(self.num_cells[start:stop], picks)
+        taken = taken[self.groups]
+        left = taken < self.num_cells
+        # Drawn priorities lie in [0, 1): subtracting 1 puts begun groups first and keeps their order.
+        priority = np.where((taken > 0) & (self.priority >= 0), self.priority - 1.0, self.priority)
+        return Remainder(
+            self.groups[left], (self.first_cells + taken)[left], (self.num_cells - taken)[left], priority[left]
+        )
+
+
+def remaining_stream(groups: GroupTable, generator: np.random.Generator, reads: Sequence[PastReads]) -> Remainder:
+    """What is left of a stream after `reads`, by one world after another; the generator draws the order of groups."""
+    num_groups = groups.num_groups
+    remainder = Remainder(
+        np.arange(num_groups), groups.cell_offsets[:-1], groups.num_cells, generator.random(num_groups)
     )
-
-
-def after_progress(groups: GroupTable, before: Remainder, progress: Progress) -> Remainder:
-    """What is left after a world read some of each slice; begun groups go on where they stopped, and come first."""
-    bounds = cut_slices(before.num_cells, len(progress.picks)).tolist()
-    taken = np.zeros(groups.num_groups, dtype=np.int64)
-    for start, stop, picks in zip(bounds[:-1], bounds[1:], progress.picks, strict=True):
-        if picks < 0:
-            taken[before.groups[start:stop]] = before.num_cells[start:stop]
-        elif picks > 0 and stop > start:
-            plan = before.plan(start, stop, progress.batch_size)
-            taken[before.groups[start:stop]] = plan.taken(before.num_cells[start:stop], picks)
-    taken = taken[before.groups]
-    left = taken < before.num_cells
-    # Uniform priorities lie in [0, 1): subtracting 1 puts begun groups first and keeps their order.
-    priority = np.where((taken > 0) & (before.priority >= 0), before.priority - 1.0, before.priority)
-    return Remainder(
-        before.groups[left], (before.first_cells + taken)[left], (before.num_cells - taken)[left], priority[left]
-    )
+    for each in reads:
+        remainder = remainder.after(each, num_groups)
+    return remainder
 
 
 class StreamReader:
     """A cursor over the slice of a stream that one rank reads in one pass.
 
-    `slice_start`, `position` and `slice_end` count cells in the stream's (remaining) cell order: `position` is
+    `slice_start`, `position` and `slice_end` count cells in the order of the stream's (remaining) cells: `position` is
     `slice_start` plus the cells read so far. `remaining_picks`, the batches left until the reader is exhausted, is
-    exact: those that the longest plan over the ranks that follow this cursor still has.
-    `ceil((slice_end - position) / bs)` equals it while all lanes are level; towards the end of a slice of long groups
-    fewer lanes run, and the plan has more batches than that. Being exact is what makes picks in proportion to it a
-    uniform permutation of all remaining batches.
+    exact: those left in the longest plan over the ranks that follow this cursor. `ceil((slice_end - position) / bs)`
+    equals it while all lanes are level; towards the end of a slice of long groups fewer lanes run, and the plan has
+    more batches than that. Exactness is what makes picks in proportion to it a uniform permutation of all remaining
+    batches.
 
     Args:
         source: the open stream.
-        remainder: what is left of it in this epoch, over all ranks.
-        bs: lanes, the most cells a pick gives.
+        remainder: its unread part in this epoch, over all ranks.
+        bs: lanes, the most cells per pick.
         rank, world_size: which slice is read.
         shared: all ranks pick this stream together (`per_stream`): it is exhausted when the longest slice is.
+        picks: batches that were taken before, by the reader that this one continues.
     """
 
     def __init__(
-        self, source: OpenStream, remainder: Remainder, *, bs: int, rank: int, world_size: int, shared: bool
+        self,
+        source: OpenStream,
+        remainder: Remainder,
+        *,
+        bs: int,
+        rank: int,
+        world_size: int,
+        shared: bool,
+        picks: int = 0,
     ) -> None:
         self.source = source
         self.stream = source.stream
         self.stream_id = source.stream.stream_id
-        self.path = source.stream.path
-        self.bs = bs
+        namespace, path = json.dumps(source.groups.namespace), json.dumps(source.stream.relative_path)
+        self.name_json = f'"source": {namespace}, "stream": {path}'  # members of a JSON object
         bounds = cut_slices(remainder.num_cells, world_size).tolist()
         self._plan = plan = remainder.plan(bounds[rank], bounds[rank + 1], bs)
-        self._rows = RowTable(source, plan, remainder.groups[bounds[rank] : bounds[rank + 1]])
+        self._groups = remainder.groups[bounds[rank] : bounds[rank + 1]]
         self._num_own_picks = plan.num_batches
         self.num_picks = plan.num_batches
         if shared:
             others = [pair for other, pair in enumerate(itertools.pairwise(bounds)) if other != rank]
             lengths = [plan_length(remainder.num_cells[start:stop], bs) for start, stop in others]
             self.num_picks = max([plan.num_batches, *lengths])
+        assert 0 <= picks <= self.num_picks, (picks, self.num_picks)
         self.slice_start = int(remainder.num_cells[: bounds[rank]].sum())
         self.slice_end = int(remainder.num_cells[: bounds[rank + 1]].sum())
-        self.position = self.slice_start
-        self.picks = 0
-        self.remaining_picks = self.num_picks
+        self.position = self.slice_start + plan.cells_before(picks)
+        self.picks = picks
+        self.remaining_picks = self.num_picks - picks
         self._slice_cells = max(self.slice_end - self.slice_start, 1)
+        self.remaining_fraction = (self.slice_end - self.position) / self._slice_cells
+        self._prepare(picks)
 
-    @property
-    def remaining_fraction(self) -> float:
-        """Share of this rank's slice that is not read yet."""
-        return (self.slice_end - self.position) / self._slice_cells
+    def _prepare(self, start: int) -> None:
+        """Compute the rows of the next block of batches, so that taking one is a look-up."""
+        stop = min(start + ROWS_BLOCK, self._num_own_picks)
+        self._rows = rows_of_batches(self.source, self._plan, self._groups, start, stop) if start < stop else []
+        self._rows_start, self._rows_stop = start, stop
 
     def take(self) -> Rows | None:
-        """The rows of the next batch; None if only other ranks' slices still have some."""
+        """The rows of the next batch; None if only other ranks' slices have batches left."""
         index = self.picks
         assert self.remaining_picks, "an exhausted reader was picked"
         self.picks = index + 1
         self.remaining_picks -= 1
         if index >= self._num_own_picks:
             return None
-        rows = self._rows.batch(index)
+        if index >= self._rows_stop:
+            self._prepare(index)
+        rows = self._rows[index - self._rows_start]
         self.position += len(rows.owners)
+        self.remaining_fraction = (self.slice_end - self.position) / self._slice_cells
         return rows
-
-    def skip_to(self, picks: int) -> None:
-        """Go on as if `picks` batches had been taken."""
-        assert 0 <= picks <= self.num_picks, (picks, self.num_picks)
-        self.picks = picks
-        self.remaining_picks = self.num_picks - picks
-        self.position = self.slice_start + self._plan.cells_before(picks)
-
-
-def remaining_stream(groups: GroupTable, generator: np.random.Generator, progress: Sequence[Progress]) -> Remainder:
-    """What is left of a stream after the worlds in `progress`, one after another, read from it."""
-    remainder = whole_stream(groups, generator)
-    for each in progress:
-        remainder = after_progress(groups, remainder, each)
-    return remainder

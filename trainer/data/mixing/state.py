@@ -1,4 +1,7 @@
-"""The saved state of a mixing dataset: what must not change, and how the states of another world are taken up."""
+"""The saved state of a mixing dataset: what must match, and how the states of another world are continued.
+
+Saved states keep their key names from version to version: `chapters` holds the reshard points.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any
 
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.keyed import stable_hash
-from trainer.data.mixing.epochs import BatchSizes, Chapter, RankCursor
+from trainer.data.mixing.epochs import BatchSizes, RankCursor, ReshardPoint
 from trainer.data.streams.layout import Stream
-from trainer.data.streams.opener import CutOptions
+from trainer.data.streams.open_stream import CutOptions
 from trainer.errors import UserError
 
 VERSION = 2
@@ -18,7 +21,7 @@ State = Mapping[str, Any]
 
 
 def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions, **settings: object) -> dict[str, Any]:
-    """Everything that must be the same for a state to fit: how files are read and cut, and the list of streams."""
+    """Everything that must match for a state to fit: how files are read and cut, and the list of streams."""
     paths = [part for stream in streams for part in (stream.relative_path, stream.modality)]
     tokenizer = options.tokenizer
     return {
@@ -32,26 +35,12 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     }
 
 
-def fixed_state(
-    fingerprint: dict[str, Any], rank: int, world_size: int, num_streams_mixed: int, sizes: BatchSizes
-) -> dict[str, Any]:
-    """The part of a state that stays the same all through a run."""
-    return {
-        "version": VERSION,
-        "fingerprint": fingerprint,
-        "rank": rank,
-        "world_size": world_size,
-        "num_streams_mixed": num_streams_mixed,
-        "batch_size": sizes.default,
-        "batch_size_by_modality": dict(sizes.by_modality),
-    }
+def check_states(states: Sequence[State], own: State) -> None:
+    """Raise UserError, naming the differences, unless a dataset like the `own` saved the states.
 
-
-def check_states(states: Sequence[State], expected: Mapping[str, Any]) -> None:
-    """Raise UserError, naming what differs, unless the states were saved by a dataset with this fingerprint.
-
-    `states` are those of one world, in rank order.
+    `states` are those of one world, in rank order; `own` has at least this dataset's fingerprint.
     """
+    expected = own["fingerprint"]
     name = str(expected["namespace"])
     if not states:
         raise UserError(name, "no data state to resume from", "give the states of all ranks, in rank order")
@@ -63,13 +52,11 @@ def check_states(states: Sequence[State], expected: Mapping[str, Any]) -> None:
         differing = [key for key in expected if saved.get(key) != expected[key]]
         if differing:
             found = ", ".join(f"{key} was {saved.get(key)!r} and is {expected[key]!r}" for key in differing)
-            raise UserError(name, f"the saved state does not fit: {found}", "set it back, or start without this state")
+            problem = f"the saved state does not fit: {found}"
+            raise UserError(name, problem, "restore the old value, or start without this state")
         if len(states) > 1 and (state["rank"] != rank or state["world_size"] != len(states)):
-            raise UserError(
-                name,
-                f"state {rank} of {len(states)} was saved by rank {state['rank']} of {state['world_size']}",
-                "give the states of all ranks of one checkpoint, in rank order",
-            )
+            problem = f"state {rank} of {len(states)} was saved by rank {state['rank']} of {state['world_size']}"
+            raise UserError(name, problem, "give the states of all ranks of one checkpoint, in rank order")
 
 
 def _cursor(state: State) -> RankCursor:
@@ -80,41 +67,38 @@ def _sizes(state: State) -> BatchSizes:
     return BatchSizes(state["batch_size"], state["batch_size_by_modality"])
 
 
-def is_same_layout(state: State, world_size: int, num_streams_mixed: int, batch_sizes: BatchSizes) -> bool:
-    """Whether a state's cursors hold as they are: same world size, pool size and batch sizes."""
-    return (
-        state["world_size"] == world_size
-        and state["num_streams_mixed"] == num_streams_mixed
-        and _sizes(state) == batch_sizes
-    )
+def is_same_layout(state: State, own: State) -> bool:
+    """Whether a state's cursors are valid as they are: same world size, pool size and batch sizes."""
+    keys = ("world_size", "num_streams_mixed", "batch_size", "batch_size_by_modality")
+    return all(state[key] == own[key] for key in keys)
 
 
-def chapters_from(state: State) -> dict[int, list[Chapter]]:
-    """The chapters that a state carries, by epoch."""
-    return {epoch: [Chapter.from_state(each) for each in chapters] for epoch, chapters in state["chapters"]}
+def points_from_state(state: State) -> dict[int, list[ReshardPoint]]:
+    """The reshard points in a state, by epoch."""
+    return {epoch: [ReshardPoint.from_state(each) for each in points] for epoch, points in state["chapters"]}
 
 
-def chapters_to(chapters: Mapping[int, Sequence[Chapter]]) -> list[list[Any]]:
-    """The chapters as plain python, for a state."""
-    return [[epoch, [part.to_state() for part in parts]] for epoch, parts in chapters.items()]
+def points_to_state(points: Mapping[int, Sequence[ReshardPoint]]) -> list[list[Any]]:
+    """The inverse of `points_from_state`, as plain Python."""
+    return [[epoch, [each.to_state() for each in parts]] for epoch, parts in points.items()]
 
 
-def next_chapters(states: Sequence[State], num_streams: int, *, shared: bool) -> tuple[int, dict[int, list[Chapter]]]:
-    """Close the world that saved `states`.
+def reshard(states: Sequence[State], num_streams: int, *, shared: bool) -> tuple[int, dict[int, list[ReshardPoint]]]:
+    """End the world that saved `states`, so that another can continue.
 
-    Ranks that pick alone may stand in different epochs: the run goes on in the earliest, where a rank that is ahead
-    has read its whole part, and in the later ones a rank that is behind has read nothing.
+    Ranks that pick alone may be in different epochs: the run continues in the earliest one. There, a rank that is ahead
+    has read its whole part; in the later epochs, a rank that is behind has read nothing.
 
     Returns:
-        The epoch to go on in, and the chapters by epoch, the closed world's included.
+        The epoch to continue in, and the reshard points by epoch, including those of the world that ended.
     """
     kept = states[:1] * states[0]["world_size"] if shared else states
-    # A rank to which no cell falls never leaves its epoch: it says nothing about where the run is.
+    # A rank without any cells never leaves its epoch: it does not tell where the run is.
     epochs = [state["epoch"] for state in kept if not state["is_barren"]]
-    chapters: dict[int, list[Chapter]] = {}
+    points: dict[int, list[ReshardPoint]] = {}
     for state in kept:
-        chapters.update(chapters_from(state))
-    chapters = {epoch: parts for epoch, parts in chapters.items() if epoch >= min(epochs)}
+        points.update(points_from_state(state))
+    points = {epoch: parts for epoch, parts in points.items() if epoch >= min(epochs)}
     for epoch in range(min(epochs), max(epochs) + 1):
         cursors = []
         for state in kept:
@@ -122,5 +106,5 @@ def next_chapters(states: Sequence[State], num_streams: int, *, shared: bool) ->
                 cursors.append(_cursor(state))
             else:
                 cursors.append(RankCursor(num_streams if state["epoch"] > epoch else 0, ()))
-        chapters[epoch] = [*chapters.get(epoch, []), Chapter(_sizes(states[0]), tuple(cursors))]
-    return min(epochs), chapters
+        points[epoch] = [*points.get(epoch, []), ReshardPoint(_sizes(states[0]), tuple(cursors))]
+    return min(epochs), points

@@ -1,4 +1,4 @@
-"""Finding streams on the disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs)."""
+"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Stream:
 
     Args:
         stream_id: its index in the sorted list.
-        path: where it lies.
-        relative_path: what names it for ever (group ids are made of it): below the root under NESTED, the path as
-            it was given under DIRECT.
+        path: the file.
+        relative_path: its permanent name (part of group ids): relative to the root under NESTED, the path as given under
+            DIRECT.
         modality: its label.
     """
 
@@ -40,7 +40,7 @@ def _is_stream_file(path: Path, format: str) -> bool:
 
 
 def _numbered(found: list[tuple[str, str, str]]) -> list[Stream]:
-    """(relative path, path, modality) to streams, in the order of the relative paths' bytes on every machine."""
+    """Streams from (relative path, path, modality), sorted by relative path, in the same order on every machine."""
     return [Stream(i, path, relative, modality) for i, (relative, path, modality) in enumerate(sorted(found))]
 
 
@@ -53,17 +53,17 @@ def discover_nested(
     """The streams below `root/<modality>/`, sorted by relative path.
 
     Args:
-        root: the directory with one directory a modality.
-        modalities: take these only; None: all.
-        format: `auto` takes the files whose ending a format is told by; a named format takes every file.
+        root: the directory with one directory per modality.
+        modalities: use only these; None: all.
+        format: `auto` takes the files with a known extension; a named format takes every file.
 
     Raises:
-        UserError: no such format, directory or modality, or no stream in one that was asked for.
+        UserError: no such format, directory or modality, or a requested modality without streams.
     """
     check_format(format)
     base = Path(root)
     if not base.is_dir():
-        raise UserError(str(root), "no such directory", "set root to a directory with one directory a modality")
+        raise UserError(str(root), "no such directory", "set root to a directory with one directory per modality")
     present = sorted(d.name for d in base.iterdir() if d.is_dir() and not d.name.startswith((".", "_")))
     found: list[tuple[str, str, str]] = []
     for modality in present if modalities is None else sorted(set(modalities)):
@@ -71,7 +71,7 @@ def discover_nested(
             raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
         files = [path for path in (base / modality).rglob("*") if path.is_file() and _is_stream_file(path, format)]
         if not files and modalities is not None:
-            raise UserError(str(base / modality), "has no stream files", f"endings looked for: {' '.join(suffixes())}")
+            raise UserError(str(base / modality), "has no stream files", f"known extensions: {' '.join(suffixes())}")
         found += [(path.relative_to(base).as_posix(), str(path), modality) for path in files]
     if not found:
         raise UserError(str(root), "has no stream files", f"put files into {base}/<modality>/ ({' '.join(suffixes())})")
@@ -79,13 +79,13 @@ def discover_nested(
 
 
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
-    """The streams that a list of files and globs names, sorted by path; the modality is the parent directory's name.
+    """The streams of a list of files and globs, sorted by path; the modality is the name of the parent directory.
 
-    A file that is named outright is taken whatever its ending; one that only a glob names must have a known ending,
+    A file that is named explicitly is used whatever its extension; one that matches a glob must have a known extension,
     unless `format` is set.
 
     Raises:
-        UserError: no such format; a path or glob that names nothing.
+        UserError: no such format; a path or glob that matches nothing.
     """
     check_format(format)
     found: dict[str, tuple[str, str, str]] = {}
@@ -99,7 +99,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         if not matches and not glob.has_magic(text) and not os.path.exists(text):
             raise UserError(str(given), "no such file or directory", "check the path")
         if not matches:
-            raise UserError(str(given), "names no stream file", f"endings looked for: {' '.join(suffixes())}")
+            raise UserError(str(given), "names no stream file", f"known extensions: {' '.join(suffixes())}")
         for match in matches:
             found[match] = (Path(match).as_posix(), match, os.path.basename(os.path.dirname(os.path.abspath(match))))
     if not found:
@@ -109,21 +109,21 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
 
 @dataclass(frozen=True)
 class Discovery:
-    """The streams that a user's paths mean, and how a source of a config says it: `root` (nested) or `paths` (direct)."""
+    """The streams at a user's paths, and how a config's source names them: `root` (nested) or `paths` (direct)."""
 
     layout: Literal["nested", "direct"]
     streams: list[Stream]
     root: str | None = None
     paths: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Files of a known ending that lie in the root itself, where NESTED does not look."""
+    """Files with a known extension in the root itself, which NESTED does not read."""
 
 
 def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
-    """A single directory with a directory a modality is NESTED; files, globs and any other directory are DIRECT.
+    """A single directory with one directory per modality is NESTED; anything else is DIRECT.
 
     Raises:
-        UserError: nothing is there.
+        UserError: no stream is found.
     """
     directory = Path(paths[0])
     if len(paths) > 1 or not directory.is_dir():

@@ -1,17 +1,17 @@
-"""Packing documents that are shorter than a cell several to a row."""
+"""Packing several documents that are shorter than a cell into one row."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from trainer.data.keyed import IntArray
+from trainer.arrays import Ints
 
 
-def pack_rows(lengths: IntArray, capacity: int) -> IntArray:
+def pack_rows(lengths: Ints, capacity: int) -> Ints:
     """Best-fit decreasing: the row of each document, int64 [n]; no row holds more than `capacity` tokens.
 
-    Rows are numbered in the order of their first documents. The free room of all open rows is kept as one bit set, so
-    that the fullest row that still has room is found in a few machine operations.
+    Rows are numbered in the order of their first documents. The free room of all open rows is one bit set, so that the
+    fullest row that still fits is found in a few machine operations.
     """
     rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r is set where a row with room r is open

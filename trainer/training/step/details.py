@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from trainer.arrays import IGNORED
 from trainer.metrics.aggregate import SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.compose import ObjectiveOutput
 from trainer.objective.token_types import TokenTypeMismatch, token_type_sums
-from trainer.training.step.microbatch import IGNORED, MicroBatch
+from trainer.training.step.microbatch import MicroBatch
 
 
 class StepDetails:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.arrays import IGNORED
 from trainer.errors import UserError
 from trainer.metrics.batch_extras import check_inputs, pop_extras
 
-IGNORED = -100
 CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 
 

@@ -28,12 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.arrays import IGNORED
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Objective
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import IGNORED, MicroBatch
+from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.optimizer import set_lr
 
