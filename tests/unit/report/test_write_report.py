@@ -1,4 +1,4 @@
-"""The page as `train report` writes it."""
+"""Writing the page of `train report`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from trainer.cli.report import write_report
 from trainer.errors import UserError
 
 
-def test_a_page_that_is_there_is_replaced_only_with_force(make_run, tmp_path):
+def test_an_existing_page_is_replaced_only_with_force(make_run, tmp_path):
     run, page = str(make_run("a", {"loss": [3.0, 2.0]}).path), tmp_path / "x.html"
     page.write_text("mine")
-    with pytest.raises(UserError, match="exists already; name another file, or add --force"):
+    with pytest.raises(UserError, match="--force"):
         write_report([run], str(page), force=False)
     assert page.read_text() == "mine"
     write_report([run], str(page), force=True)
