@@ -116,4 +116,4 @@ class Diagnosis:
 
 def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
     """Apply every rule."""
-    return Diagnosis(run, tuple(Ruling(rule, rule.check(run)) for rule in rules))
+    return Diagnosis(run, tuple(Ruling(rule, rule.apply(run)) for rule in rules))

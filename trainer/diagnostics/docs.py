@@ -66,7 +66,7 @@ def render_diagnosis_markdown(calibration: Mapping[str, Any]) -> str:
 def _rules() -> list[str]:
     lines = []
     for rule in RULES:
-        keys = ", ".join(f"`{key}`" if " " not in key else key for key in rule.keys)
+        keys = ", ".join(f"`{key}`" if " " not in key else key for key in (*rule.needs, *rule.uses))
         lines += [
             f"### {rule.name} ({rule.severity})",
             "",
@@ -81,14 +81,10 @@ def _rules() -> list[str]:
 
 def _healthy(calibration: Mapping[str, Any]) -> list[str]:
     synthetic, real = calibration["healthy"], calibration["real"]["runs"]
-    alarms = len(synthetic["false_alarms"]) + sum(len(run["false_alarms"]) for run in real)
-    names = [
-        *synthetic["false_alarms"],
-        *(f"{run['run']}: {', '.join(run['false_alarms'])}" for run in real if run["false_alarms"]),
-    ]
-    listed = f" ({'; '.join(names)})" if names else ""
+    alarms = [*synthetic["false_alarms"], *(f"{run['run']}: {name}" for run in real for name in run["false_alarms"])]
+    listed = f" ({'; '.join(alarms)})" if alarms else ""
     return [
-        f"False alarms in {synthetic['runs']} synthetic and {len(real)} real healthy runs: **{alarms}**{listed}. "
+        f"False alarms in {synthetic['runs']} synthetic and {len(real)} real healthy runs: **{len(alarms)}**{listed}. "
         f"Wrong advice: {len(synthetic['false_advice'])}.",
         "",
     ]

@@ -74,13 +74,8 @@ def explained(sentence: str) -> Outcome:
     return Outcome("explained", sentence)
 
 
-def not_logged(*keys: str) -> Outcome:
-    """Not measured: the run lacks these keys."""
-    return Outcome("not_measured", f"the run does not log {' or '.join(keys)}")
-
-
-def not_applicable(reason: str) -> Outcome:
-    """Not measured: the keys are there, but say nothing about this run."""
+def not_measured(reason: str) -> Outcome:
+    """The run lacks the keys, has too few steps, or the rule does not apply to it."""
     return Outcome("not_measured", reason)
 
 

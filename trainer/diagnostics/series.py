@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import fsum
 from statistics import median
@@ -54,22 +54,18 @@ class Series:
         return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
 
     def evidence(self, indices: Iterable[int] | None = None) -> Evidence:
-        """Steps and values at some indices (None: all), at most `MAX_EVIDENCE` of them, evenly spread."""
-        shown = self.at(thin(list(range(len(self)) if indices is None else indices)))
-        return Evidence(self.key, tuple(shown.steps), tuple(shown.values))
+        """Steps and values at some indices (None: all), at most `MAX_EVIDENCE`: first, last and evenly between."""
+        shown = list(range(len(self)) if indices is None else indices)
+        if len(shown) > MAX_EVIDENCE:
+            stride = (len(shown) - 1) / (MAX_EVIDENCE - 1)
+            shown = [shown[round(k * stride)] for k in range(MAX_EVIDENCE)]
+        column = self.at(shown)
+        return Evidence(self.key, tuple(column.steps), tuple(column.values))
 
 
 def series(run: RunRecord, key: str) -> Series:
     """The values of a key; empty if the run does not log it."""
     return Series(key, *run.column(key))
-
-
-def thin(indices: Sequence[int]) -> list[int]:
-    """At most `MAX_EVIDENCE` of the indices, including the first and the last."""
-    if len(indices) <= MAX_EVIDENCE:
-        return list(indices)
-    stride = (len(indices) - 1) / (MAX_EVIDENCE - 1)
-    return [indices[round(k * stride)] for k in range(MAX_EVIDENCE)]
 
 
 def aligned(*columns: Series) -> list[Series]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trainer.config.base import ScheduleTable
 from trainer.config.schema import RunConfig
-from trainer.preview.summary import LedgerView, ModalityView, Preview, SourceView
+from trainer.preview.summary import LedgerView, Preview, SourceView
 from trainer.training.setup.plan import Plan
 
 SPARE_LEDGER = 4  # a capacity above this many times the need is waste,
@@ -130,18 +130,16 @@ def _pool_warnings(view: SourceView) -> Iterator[ConfigWarning]:
         )
         value = "{ " + f"{small.name} = {-(-large.batch_size // SOFT_BATCH_RATIO)}" + " }"
         yield ConfigWarning("data.mixing.batch_size_by_modality", problem, value, settable=False)
-    yield from (_absence(view, modality) for modality in view.modalities if modality.absent_share > ABSENT)
-
-
-def _absence(view: SourceView, modality: ModalityView) -> ConfigWarning:
-    total = sum(each.streams for each in view.modalities)
-    wanted = min(total, -(-2 * total // modality.streams))
-    problem = (
-        f"{view.num_mixed} readers leave {modality.name} ({modality.streams} of {total} streams) without an active "
-        f"reader in {modality.absent_share:.0%} of the picks"
-    )
-    fix = f"set it to {wanted}, or make {modality.name} a source of its own"
-    return ConfigWarning(f"source {view.name}: mixing.num_streams_mixed", problem, fix, settable=False)
+    total = sum(modality.streams for modality in view.modalities)
+    for modality in view.modalities:
+        if modality.absent_share > ABSENT:
+            wanted = min(total, -(-2 * total // modality.streams))
+            problem = (
+                f"{view.num_mixed} readers leave {modality.name} ({modality.streams} of {total} streams) without an active "
+                f"reader in {modality.absent_share:.0%} of the picks"
+            )
+            fix = f"set it to {wanted}, or make {modality.name} a source of its own"
+            yield ConfigWarning(f"source {view.name}: mixing.num_streams_mixed", problem, fix, settable=False)
 
 
 def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[ConfigWarning]:

@@ -138,7 +138,7 @@ def summary_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     ]
     settings: Html = element("p", "All settings and recorded versions are the same.")
     if different:
-        settings = table(["Setting", *head[1:]], different, caption="Settings that differ", class_="wide-cells")
+        settings = table(["Setting", *head[1:]], different, caption="Settings that differ")
     outcome = section("Outcome", table(head, rows, caption="Outcome of each run", class_="numbers"))
     return join([outcome, section("What differs", settings)])
 

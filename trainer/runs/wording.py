@@ -16,6 +16,6 @@ def number_text(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def counted(number: float, noun: str, digits: int = 4) -> str:
+def counted(number: float, noun: str) -> str:
     """`1 step`, `2 steps`, `1,234 steps`."""
-    return f"{number_text(number, digits)} {noun}" if number == 1 else f"{number_text(number, digits)} {noun}s"
+    return f"{number_text(number)} {noun}{'' if number == 1 else 's'}"

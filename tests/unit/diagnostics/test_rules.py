@@ -42,7 +42,7 @@ def make_run(columns: Mapping[str, Mapping[int, float] | list[float]], **changes
 
 
 def check(name: str, run: RunRecord) -> Outcome:
-    return BY_NAME[name].check(run)
+    return BY_NAME[name].apply(run)
 
 
 def pool_rows(count: int = 60, **changes: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_a_single_row_raises_no_exception(name: str) -> None:
 
 def test_rules_read_keys_of_the_catalog() -> None:
     for rule in RULES:
-        for key in rule.keys:
+        for key in (*rule.needs, *rule.uses):
             assert " " in key or key.endswith(".json") or is_known(key.replace("<", "").replace(">", "")), key
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from trainer.diagnostics.facts import micro_batches
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_applicable, not_logged
+from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import aligned, series
 from trainer.runs.load import RunRecord
@@ -23,13 +23,11 @@ ERRORS = 2.0
 def check_batch_size(run: RunRecord) -> Outcome:
     """Whether the batch is too small, about right or wasteful, over the second half of the run."""
     batch = series(run, B_BIG)
-    if not batch:
-        return not_logged(B_SIMPLE, B_BIG)
     half = (batch.steps[0] + batch.steps[-1]) // 2
     late = batch.since(half)
     scales, errors, batches = aligned(series(run, B_SIMPLE).since(half), series(run, ERROR).since(half), late)
     if len(scales) < max(MIN_ROWS, len(late) // 4):
-        return not_applicable(f"the noise scale was estimated in only {len(scales)} of the last {len(late)} rows")
+        return not_measured(f"the noise scale was estimated in only {len(scales)} of the last {len(late)} rows")
     scale, size = median(scales.values), median(batches.values)
     low = median(max(b - ERRORS * e, 0.0) for b, e in zip(scales.values, errors.values, strict=True))
     high = median(b + ERRORS * e for b, e in zip(scales.values, errors.values, strict=True))
@@ -43,7 +41,7 @@ def check_batch_size(run: RunRecord) -> Outcome:
     if size < TOO_SMALL * low:
         more = max(round(micros * min(factor, 1 / TOO_SMALL)), micros + 1)
         return finding(
-            f"the batch is too small: {words}; a larger batch needs hardly more tokens and fewer steps",
+            f"the batch is too small: {words}; a larger batch takes fewer steps and hardly more tokens",
             evidence=evidence,
             knob=Knob("train.micro_batches", micros, more),
         )
@@ -62,7 +60,7 @@ def check_batch_size(run: RunRecord) -> Outcome:
 RULES = (
     Rule(
         name="batch_size",
-        keys=(B_SIMPLE, ERROR, B_BIG),
+        needs=(B_SIMPLE, ERROR, B_BIG),
         threshold=f"over the second half of the run, the batch is below {TOO_SMALL:g} of the lower bound of the noise scale "
         f"(too small) or above {WASTEFUL:g} times its upper bound (wasteful); the bounds are {ERRORS:g} standard errors away",
         why="A batch B needs 1 + B / B_simple times the minimum number of tokens and 1 + B_simple / B times the minimum "

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 
 from trainer.diagnostics.facts import SHARE_ERROR, micro_batches, sources
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_logged
+from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, series
 from trainer.runs.load import RunRecord
@@ -19,8 +19,6 @@ ALPHA = 1e-3
 def check_shares(run: RunRecord) -> Outcome:
     """Realised shares against configured ones."""
     errors = series(run, SHARE_ERROR)
-    if not errors:
-        return not_logged(SHARE_ERROR)
 
     def limit(step: int) -> float:
         return share_limit(step * micro_batches(run))
@@ -31,22 +29,19 @@ def check_shares(run: RunRecord) -> Outcome:
             step, error = column.steps[hits[-1]], column.values[hits[-1]]
             name = column.key.removeprefix(SHARES)
             whose = "the share of a source" if column is errors else f"the share of source {name}"
+            repeats = run.setting("data.mixing.repeat", True)
+            remedy = "a weight that the amount of data allows" if repeats else "data.mixing.repeat = true, or more data"
             key = "data.source.weight" if column is errors else f"data.source.{name}.weight"
             return finding(
                 f"{whose} is off by {error:.3f} at step {step}; sampling noise explains at most {limit(step):.3f}",
                 evidence=[column.evidence(hits)],
-                knob=Knob(key, None, _remedy(run)),
+                knob=Knob(key, None, remedy),
             )
     step = errors.steps[-1]
     return healthy(
         f"shares are within {errors.values[-1]:.3f} of their weights at step {step}; "
         f"sampling noise explains at most {limit(step):.3f}"
     )
-
-
-def _remedy(run: RunRecord) -> str:
-    repeats = run.setting("data.mixing.repeat", True)
-    return "a weight that the amount of data allows" if repeats else "data.mixing.repeat = true, or more data"
 
 
 def share_limit(batches: int) -> float:
@@ -78,7 +73,8 @@ def _errors_by_source(run: RunRecord) -> Iterator[Series]:
 RULES = (
     Rule(
         name="shares",
-        keys=(SHARE_ERROR, f"{SHARES}<source>"),
+        needs=(SHARE_ERROR,),
+        uses=(f"{SHARES}<source>",),
         threshold="the realised and the configured share differ by more than sqrt(ln(1024 / 0.001) / (2 N)) after N batches",
         why="Each batch is an independent draw, so Hoeffding's bound holds; it is tested whenever the number of steps has "
         "doubled. With `metrics.per_source` and constant weights, the rule also finds a source that ran out of data.",

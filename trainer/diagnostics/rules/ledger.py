@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 
 from trainer.diagnostics.facts import lower_lr, micro_batches, ranks, readers_of_a_rank, state_bytes
-from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_applicable, not_logged
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.runs.load import RunRecord
@@ -33,8 +33,6 @@ OVERSIZE_STEPS = 100
 def check_false_evictions(run: RunRecord, *, mode: str) -> Outcome:
     """Groups that continued after their state had been evicted."""
     losses = series(run, FALSE_EVICTIONS[mode])
-    if not losses:
-        return not_logged(losses.key)
     if not losses.positive:
         return healthy(f"no group continued after its state was evicted ({mode})")
     evictions = series(run, EVICTIONS[mode])
@@ -76,8 +74,6 @@ def _longer_threshold(run: RunRecord) -> Knob:
 def check_cold_starts(run: RunRecord) -> Outcome:
     """Cells that found no state, beyond those explained by false evictions and refused rows."""
     cold = series(run, COLD_STARTS)
-    if not cold:
-        return not_logged(cold.key)
     if not cold.total:
         return healthy("every cell that continues a group found its state")
     causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
@@ -104,8 +100,6 @@ def check_cold_starts(run: RunRecord) -> Outcome:
 def check_thrash(run: RunRecord) -> Outcome:
     """A full ledger whose states live for less time than a reader may wait for its next pick."""
     evictions, live, fill = series(run, EVICTIONS["lru"]), series(run, LIVE), series(run, FILL)
-    if not evictions or not live or not fill:
-        return not_logged(EVICTIONS["lru"], LIVE, FILL)
     lives = _lives(evictions, live, fill)
     if not lives:
         return healthy("the ledger never had to evict while full")
@@ -139,13 +133,11 @@ def _lives(*columns: Series) -> dict[int, float]:
 def check_oversize(run: RunRecord) -> Outcome:
     """Memory that is allocated for states and never used."""
     fill = series(run, FILL)
-    if not fill:
-        return not_logged(FILL)
     capacity, width = _capacity(run), state_bytes(run)
     if capacity is None or width is None:
-        return not_applicable("the size of a state is unknown: no resolved config, or a custom model")
+        return not_measured("the size of a state is unknown: no resolved config, or a custom model")
     if fill.steps[-1] < OVERSIZE_STEPS:
-        return not_applicable(f"fewer than {OVERSIZE_STEPS} steps")
+        return not_measured(f"fewer than {OVERSIZE_STEPS} steps")
     peak = max(fill.values)
     spare = capacity * (1 - peak) * width
     device = max(series(run, "gpu/total_gb").values, default=0.0) * 1e9
@@ -160,8 +152,6 @@ def check_oversize(run: RunRecord) -> Outcome:
 def check_refused_rows(run: RunRecord) -> Outcome:
     """States that were not finite."""
     refused = series(run, REFUSED)
-    if not refused:
-        return not_logged(REFUSED)
     if not refused.positive:
         return healthy("every state was finite")
     first = refused.steps[refused.positive[0]]
@@ -175,7 +165,7 @@ def check_refused_rows(run: RunRecord) -> Outcome:
 def _false_evictions_rule(mode: str, knob: str) -> Rule:
     return Rule(
         name=f"false_evictions_{mode}",
-        keys=(FALSE_EVICTIONS[mode],),
+        needs=(FALSE_EVICTIONS[mode],),
         threshold="above 0",
         why="The counter includes only groups that continued after their state was evicted: each is a cell that started from "
         "the wrong state.",
@@ -193,7 +183,8 @@ RULES = (
     ),
     Rule(
         name="cold_starts",
-        keys=(COLD_STARTS, *FALSE_EVICTIONS.values(), REFUSED, WIPES),
+        needs=(COLD_STARTS,),
+        uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES),
         threshold="more cold starts than false evictions and refused rows explain",
         why="Wipes, and resuming without the ledger, are not counted as false evictions; cold starts count every cause.",
         knob="`ledger.wipe_mode`, the checkpoint, or `ledger.capacity`, depending on what happened before",
@@ -202,7 +193,8 @@ RULES = (
     ),
     Rule(
         name="ledger_thrash",
-        keys=(EVICTIONS["lru"], LIVE, FILL, WAIT),
+        needs=(EVICTIONS["lru"], LIVE, FILL),
+        uses=(WAIT,),
         threshold=f"fill of {FULL} or more, and live groups divided by evictions per step below the longest wait for a pick "
         f"({SHORT_LIFE_STEPS:g} steps if waits are not logged)",
         why="LRU evicts the oldest state, so a state lives for live groups / evictions steps; a reader that waits longer has "
@@ -213,7 +205,8 @@ RULES = (
     ),
     Rule(
         name="ledger_oversize",
-        keys=(FILL, "gpu/total_gb"),
+        needs=(FILL,),
+        uses=("gpu/total_gb",),
         threshold=f"at most {OVERSIZE_FILL:.0%} used over {OVERSIZE_STEPS} steps or more, and the unused rows take more than "
         f"{OVERSIZE_DEVICE_SHARE:.0%} of device memory (1 GB if its size is unknown)",
         why="The whole capacity is allocated at startup. A quarter leaves room for a fourfold increase; small ledgers cost "
@@ -224,7 +217,7 @@ RULES = (
     ),
     Rule(
         name="refused_rows",
-        keys=(REFUSED,),
+        needs=(REFUSED,),
         threshold="above 0",
         why="A state that is not finite comes from a recurrence that overflowed.",
         knob="`optimizer.lr`: half",

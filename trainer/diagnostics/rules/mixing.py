@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.diagnostics.facts import (
     MODALITIES,
@@ -16,7 +15,7 @@ from trainer.diagnostics.facts import (
     modality_columns,
     ranks,
 )
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_applicable, not_logged
+from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import aligned, series
 from trainer.runs.load import RunRecord
@@ -38,17 +37,15 @@ LANE_SLACK = 0.05
 CHURN_PICKS = 4.0
 CHURN_EVENTS = 20
 
-SEVERAL_POOLS = not_applicable("these keys merge the pools of several sources")
+SEVERAL_POOLS = not_measured("these keys merge the pools of several sources")
 
 
 def check_stuck_reader(run: RunRecord) -> Outcome:
     """A reader that is passed over more often than its weight explains."""
     surprise = series(run, SURPRISE)
-    if not surprise:
-        return not_logged(SURPRISE)
     mode = run.setting("data.mixing.pick_mode")
     if mode == "round_robin":
-        return not_applicable("round_robin picks readers in turn, so no wait is improbable")
+        return not_measured("round_robin picks readers in turn, so no wait is improbable")
     pools = ranks(run) if has_own_pools(run) else 1
     limit = math.log(max(surprise.steps[-1] * micro_batches(run) * pools, 2) / ALPHA)
     hits = surprise.where(lambda value: value > limit)
@@ -66,12 +63,9 @@ def check_stuck_reader(run: RunRecord) -> Outcome:
 
 def check_uneven_slices(run: RunRecord) -> Outcome:
     """Slices in one pool with so different numbers of picks that the short ones are rarely picked."""
-    columns = [series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)]
-    if not all(columns):
-        return not_logged(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)
     if not is_one_pool(run):
         return SEVERAL_POOLS
-    least, most, fraction = aligned(*columns)
+    least, most, fraction = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)))
     ratios = [
         # The reader with the fewest picks left started with at most low / share + 1, the other with at least `high`.
         high / (low / share + 1) if low > 0 and share > 0 else 0.0
@@ -101,19 +95,16 @@ def check_uneven_slices(run: RunRecord) -> Outcome:
 
 def check_closed_pool(run: RunRecord) -> Outcome:
     """Until the first reader is exhausted, weighted picks drain all slices at the same rate."""
-    keys = (REMAINING_MIN, FRACTION_MIN, FRACTION_MAX, EXHAUSTED)
-    columns = [series(run, key) for key in keys]
-    if not all(columns):
-        return not_logged(*keys)
     if not is_one_pool(run):
         return SEVERAL_POOLS
-    least, low, high, ended = aligned(*columns)
+    keys = (REMAINING_MIN, FRACTION_MIN, FRACTION_MAX, EXHAUSTED)
+    least, low, high, ended = aligned(*(series(run, key) for key in keys))
     closed = next((index for index, count in enumerate(ended.values) if count > 0), len(ended))
     if closed < 2 or ended.steps[0] > 1:
-        return not_applicable("fewer than two rows before the first slice was exhausted")
+        return not_measured("fewer than two rows before the first slice was exhausted")
     picks = max(least.values[:closed])
     if picks < 1:
-        return not_applicable("slices of fewer than two picks")
+        return not_measured("slices of fewer than two picks")
     limit = _spread_limit(run, picks)
     spreads = [top - bottom for top, bottom in zip(high.values[:closed], low.values[:closed], strict=True)]
     words = (
@@ -146,13 +137,11 @@ def _spread_limit(run: RunRecord, picks: float) -> float:
 
 def check_starved_modality(run: RunRecord) -> Outcome:
     """A modality without an active reader for longer than the shuffled queue of streams explains."""
-    columns = modality_columns(run)
-    ended = series(run, EXHAUSTED)
-    if not columns or not ended:
-        return not_logged(f"{MODALITIES}<modality>", EXHAUSTED)
+    ended, *columns = aligned(series(run, EXHAUSTED), *modality_columns(run))
+    if not columns:
+        return not_measured(f"the run does not log {MODALITIES}<modality>")
     if len(columns) == 1:
         return healthy("there is only one modality")
-    ended, *columns = aligned(ended, *columns)
     pools = 1 if has_own_pools(run) else ranks(run)
     refills = [events / pools for events in ended.values]
     counts = [column.values for column in columns]
@@ -164,11 +153,7 @@ def check_starved_modality(run: RunRecord) -> Outcome:
         return healthy(f"no modality was absent longer than its share of the streams explains (longest: {name})")
     first, last = column.steps[gap.first], column.steps[gap.last]
     readers = run.setting("data.mixing.num_streams_mixed")
-    more = (
-        2 * readers
-        if isinstance(readers, int)
-        else "twice as many; or give the modality a source and weight of its own"
-    )
+    more = 2 * readers if isinstance(readers, int) else "twice as many; or give the modality its own source and weight"
     return finding(
         f"modality {name} has no active reader from step {first} to {last}, "
         f"while {counted(gap.refills, 'reader')} entered the pool",
@@ -216,10 +201,8 @@ def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]]
 def check_exhaust_churn(run: RunRecord) -> Outcome:
     """Slices so short that readers are replaced all the time."""
     ended = series(run, EXHAUSTED)
-    if not ended:
-        return not_logged(EXHAUSTED)
     if len(ended) < 2:
-        return not_applicable("only one row")
+        return not_measured("only one row")
     events = math.fsum(ended.values[1:])
     picks = (ended.steps[-1] - ended.steps[0]) * micro_batches(run)
     per_slice = ranks(run) * picks / events if events else math.inf
@@ -229,23 +212,19 @@ def check_exhaust_churn(run: RunRecord) -> Outcome:
         words += f"; R / n is {number_text(ranks(run) / longest)} for the longest slice, {counted(longest, 'pick')}"
     if per_slice > CHURN_PICKS or events < CHURN_EVENTS * ranks(run):
         return healthy(words)
-    return finding(
-        f"a reader lasts {number_text(per_slice)} picks on average: {words}",
-        evidence=[ended.evidence(ended.positive)],
-        knob=_longer_slices(run.setting("data.mixing.batch_size")),
-    )
-
-
-def _longer_slices(size: Any) -> Knob:
+    knob = Knob("data.source", None, "longer streams: merge files")
+    size = run.setting("data.mixing.batch_size")
     if isinstance(size, int) and size >= 2:
-        return Knob("data.mixing.batch_size", size, max(size // 4, 1))
-    return Knob("data.source", None, "longer streams: merge files")
+        knob = Knob("data.mixing.batch_size", size, max(size // 4, 1))
+    words = f"a reader lasts {number_text(per_slice)} picks on average: {words}"
+    return finding(words, evidence=[ended.evidence(ended.positive)], knob=knob)
 
 
 RULES = (
     Rule(
         name="stuck_reader",
-        keys=(SURPRISE,),
+        needs=(SURPRISE,),
+        uses=(WAIT,),
         threshold="above ln(picks / 0.001): 12 for 200 picks, 21 for a million",
         why="The surprise accumulated since the last pick of a reader is a unit exponential in any pool, so one wait in a "
         "million exceeds ln(1e6). No threshold on waits or spreads themselves holds in general.",
@@ -255,7 +234,8 @@ RULES = (
     ),
     Rule(
         name="uneven_slices",
-        keys=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, WAIT),
+        needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN),
+        uses=(WAIT,),
         threshold=f"one slice has more than {UNEVEN_RATIO:g} times as many picks as another, in {UNEVEN_SHARE:.0%} of the rows",
         why="Picks are weighted by remaining picks, so readers with few picks (those with large batches) wait. Advice if the "
         "configured batch sizes are even: then the streams differ in size.",
@@ -265,7 +245,7 @@ RULES = (
     ),
     Rule(
         name="closed_pool_imbalance",
-        keys=(REMAINING_MIN, FRACTION_MIN, FRACTION_MAX, EXHAUSTED),
+        needs=(REMAINING_MIN, FRACTION_MIN, FRACTION_MAX, EXHAUSTED),
         threshold="before the first slice is exhausted, the spread of the remaining fractions exceeds c / sqrt(n) + 0.05; n is "
         "the number of picks of the shortest slice, c = 3 for a pool of 4 (c grows with the logarithm of the pool size)",
         why="Weighted picks shuffle all remaining batches, so fractions differ like a Brownian bridge. With refill no such "
@@ -276,7 +256,8 @@ RULES = (
     ),
     Rule(
         name="starved_modality",
-        keys=(f"{MODALITIES}<modality>", EXHAUSTED),
+        needs=(EXHAUSTED,),
+        uses=(f"{MODALITIES}<modality>",),
         threshold="no active reader of a modality while g of N readers entered the pool, where "
         "(x + 1)(1 - g/N)^x < 0.001 / modalities and x of the N have the modality",
         why="Rare modalities are absent at times. In a shuffled queue, x points leave a gap of g with this probability.",
@@ -286,7 +267,8 @@ RULES = (
     ),
     Rule(
         name="exhaust_churn",
-        keys=(EXHAUSTED, REMAINING_MAX),
+        needs=(EXHAUSTED,),
+        uses=(REMAINING_MAX,),
         threshold=f"a reader lasts {CHURN_PICKS:g} picks or fewer on average, over {CHURN_EVENTS} exhausted readers per rank "
         "or more",
         why="R / n readers are exhausted per micro-batch (R ranks, n picks per slice). With only a few picks per slice, most "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from trainer.diagnostics.outcome import Evidence, Knob, Outcome, finding, healthy, not_applicable
+from trainer.diagnostics.outcome import Evidence, Knob, Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series
 from trainer.runs.load import RunRecord
@@ -40,7 +40,7 @@ def check_ending(run: RunRecord) -> Outcome:
     """The final state of the run in status.json."""
     state = run.status.get("state")
     if state is None:
-        return not_applicable("no status.json beside the metrics")
+        return not_measured("no status.json beside the metrics")
     if state != "failed":
         return healthy(f"the run is {state}")
     step = run.status.get("last_step")
@@ -54,7 +54,7 @@ def check_ending(run: RunRecord) -> Outcome:
 RULES = (
     Rule(
         name="restarts",
-        keys=("the `restart` events of metrics.jsonl",),
+        uses=("the `restart` events of metrics.jsonl",),
         threshold=f"more than {LOST_SHARE:.0%} of the steps were repeated, or the run restarted more than {REPEATED} times "
         "from the same step",
         why="Resuming after a planned stop repeats no step. Repeated steps are wasted compute, and repeated restarts from one "
@@ -65,7 +65,7 @@ RULES = (
     ),
     Rule(
         name="ending",
-        keys=("status.json",),
+        uses=("status.json",),
         threshold="the state is `failed`",
         why="status.json has the reason even where torchrun replaced the exit code with 1.",
         knob="depends on the reason",

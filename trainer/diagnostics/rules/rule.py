@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.diagnostics.outcome import Outcome, Severity
+from trainer.diagnostics.outcome import Outcome, Severity, not_measured
 from trainer.runs.load import RunRecord
 
 
@@ -15,18 +15,25 @@ class Rule:
 
     Attributes:
         name: stable id, used in JSON and in the smoke matrix.
-        keys: metric keys that the rule reads.
+        needs: metric keys without which nothing can be measured.
+        uses: other keys and files that the rule reads if they are there.
         threshold: the condition for a finding, in words.
         why: the reason for the threshold.
         knob: what to change.
         severity: of a finding, unless its `Outcome` has another.
-        check: the rule itself.
+        check: the outcome for a run that has all keys in `needs`.
     """
 
     name: str
-    keys: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
     threshold: str
     why: str
     knob: str
     severity: Severity
     check: Callable[[RunRecord], Outcome]
+
+    def apply(self, run: RunRecord) -> Outcome:
+        """The outcome for any run."""
+        missing = [key for key in self.needs if not run.column(key)[0]]
+        return not_measured(f"the run does not log {' and '.join(missing)}") if missing else self.check(run)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_applicable, not_logged
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series, typical_deviation
 from trainer.runs.load import RunRecord
@@ -37,12 +37,10 @@ def _warm(run: RunRecord, key: str) -> Series:
 
 def check_throughput(run: RunRecord) -> Outcome:
     """A drop of throughput between blocks of rows, beyond the noise of the blocks."""
-    if not series(run, THROUGHPUT):
-        return not_logged(THROUGHPUT)
     speed = _warm(run, THROUGHPUT)
     size = max(len(speed) // NUM_BLOCKS, MIN_BLOCK)
     if len(speed) < 4 * size:
-        return not_applicable("too few rows to compare parts of the run")
+        return not_measured("too few rows to compare parts of the run")
     starts = range(len(speed) % size, len(speed), size)
     blocks = [median(speed.values[start : start + size]) for start in starts]
     cut, before, after, noise = _largest_drop(blocks)
@@ -82,11 +80,9 @@ def _largest_drop(blocks: Sequence[float]) -> tuple[int, float, float, float]:
 
 def check_data_bound(run: RunRecord) -> Outcome:
     """The share of step time spent waiting for data."""
-    if not series(run, DATA_TIME) or not series(run, STEP_TIME):
-        return not_logged(DATA_TIME, STEP_TIME)
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
     if len(waits) < MIN_ROWS:
-        return not_applicable(f"fewer than {MIN_ROWS} rows after warm-up")
+        return not_measured(f"fewer than {MIN_ROWS} rows after warm-up")
     share = waits.total / max(times.total, 1e-12)
     words = f"{share:.1%} of the logged step time was spent waiting for data"
     if share <= DATA_SHARE:
@@ -98,13 +94,11 @@ def check_data_bound(run: RunRecord) -> Outcome:
 
 def check_straggler(run: RunRecord) -> Outcome:
     """Ranks that reach the gradient reduction much later than others."""
-    if not series(run, SLOWEST) or not series(run, FASTEST):
-        return not_logged(SLOWEST, FASTEST)
     if run.world_size == 1:
-        return not_applicable("single rank")
+        return not_measured("single rank")
     slowest, fastest, times = aligned(*(_warm(run, key) for key in (SLOWEST, FASTEST, STEP_TIME)))
     if len(times) < MIN_ROWS:
-        return not_applicable(f"fewer than {MIN_ROWS} rows after warm-up")
+        return not_measured(f"fewer than {MIN_ROWS} rows after warm-up")
     waits = [high - low for high, low in zip(slowest.values, fastest.values, strict=True)]
     share = median(wait / time for wait, time in zip(waits, times.values, strict=True) if time > 0)
     words = f"the fastest rank waits for the slowest for {share:.0%} of a step (median)"
@@ -122,7 +116,8 @@ def check_straggler(run: RunRecord) -> Outcome:
 RULES = (
     Rule(
         name="throughput_regression",
-        keys=(THROUGHPUT, STEP_TIME),
+        needs=(THROUGHPUT,),
+        uses=(STEP_TIME,),
         threshold=f"the median over a block of rows drops by {LOST_SHARE:.0%} and by {BLOCK_SIGMAS:g} times the noise of "
         f"blocks, and steps take {MIN_GROWTH - 1:.0%} longer",
         why="Throughput varies from step to step with padding; medians of a dozen blocks do not. Smaller batches are not a "
@@ -133,7 +128,7 @@ RULES = (
     ),
     Rule(
         name="data_bound",
-        keys=(DATA_TIME, STEP_TIME),
+        needs=(DATA_TIME, STEP_TIME),
         threshold=f"waiting for data takes more than {DATA_SHARE:.0%} of the logged step time",
         why="With a prefetch thread the wait is close to 0 until loading is slower than computing.",
         knob="`data.prefetch`: twice as many",
@@ -142,7 +137,7 @@ RULES = (
     ),
     Rule(
         name="straggling_rank",
-        keys=(SLOWEST, FASTEST, STEP_TIME),
+        needs=(SLOWEST, FASTEST, STEP_TIME),
         threshold=f"the median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}",
         why="Every rank waits for the slowest in the gradient reduction. Uneven batches change from step to step, so a median "
         "over the run ignores them.",

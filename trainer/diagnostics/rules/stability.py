@@ -9,7 +9,7 @@ from itertools import islice
 from statistics import median
 
 from trainer.diagnostics.facts import lower_lr
-from trainer.diagnostics.outcome import Outcome, finding, healthy, not_applicable, not_logged
+from trainer.diagnostics.outcome import Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import series, typical_deviation
 from trainer.runs.load import RunRecord
@@ -34,8 +34,6 @@ FP16_FREE = 20
 def check_non_finite(run: RunRecord) -> Outcome:
     """Steps with a loss or gradient that is not finite."""
     loss, rejected = series(run, LOSS), series(run, REJECTED)
-    if not loss:
-        return not_logged(LOSS)
     skipped = f"{counted(rejected.total, 'step')} skipped"
     if run.setting("train.precision") == "fp16" and rejected.total <= FP16_FREE + FP16_SHARE * loss.steps[-1]:
         return healthy(f"{skipped}, as fp16 loss scaling does")
@@ -55,12 +53,10 @@ def check_non_finite(run: RunRecord) -> Outcome:
 def check_loss_spikes(run: RunRecord) -> Outcome:
     """Losses far outside their own noise: flagged by the tracker, or compared with the rows before."""
     loss = series(run, LOSS)
-    if not loss:
-        return not_logged(LOSS)
     flags = series(run, FLAG)
     flagged = {flags.steps[i] for i in flags.positive}
     if len(loss) <= MIN_BEFORE and not flagged:
-        return not_applicable(f"fewer than {MIN_BEFORE + 1} logged losses")
+        return not_measured(f"fewer than {MIN_BEFORE + 1} logged losses")
     hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
     if not hits:
         return healthy(f"no loss rose by {SIGMAS:g} times its noise")
@@ -117,7 +113,8 @@ def _noise(values: Iterable[float]) -> float:
 RULES = (
     Rule(
         name="non_finite",
-        keys=(REJECTED, LOSS, GRAD_NORM),
+        needs=(LOSS,),
+        uses=(REJECTED, GRAD_NORM),
         threshold=f"above 0 (fp16: above {FP16_FREE} + {FP16_SHARE:.0%} of the steps)",
         why="A step whose loss or gradient is not finite is skipped. fp16 skips some steps until its loss scale has settled.",
         knob="`optimizer.lr`: half; or the batch that events.jsonl names",
@@ -126,7 +123,8 @@ RULES = (
     ),
     Rule(
         name="loss_spikes",
-        keys=(LOSS, FLAG),
+        needs=(LOSS,),
+        uses=(FLAG,),
         threshold=f"above the median of the {CENTER} rows before by each of: {SIGMAS:g} deviations (of second differences), "
         f"{RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of the improvement, {MIN_RISE} nats",
         why="All but the last adapt to the run: a blend of sources with different losses is given room, and a rare source is "
