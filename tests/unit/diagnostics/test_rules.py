@@ -11,6 +11,8 @@ import pytest
 
 from trainer.diagnostics.outcome import Outcome
 from trainer.diagnostics.rules.all_rules import RULES
+from trainer.diagnostics.rules.stability import find_spikes
+from trainer.diagnostics.series import MAX_EVIDENCE, aligned, series
 from trainer.metrics.catalog.lookup import is_known
 from trainer.metrics.payload_contract import Restart
 from trainer.runs.load import RunRecord
@@ -250,6 +252,32 @@ def test_a_spike_in_a_loss_that_falls_steeply_is_found() -> None:
     assert "23" in outcome.sentence
 
 
+def test_neighboring_spikes_are_found_and_a_lasting_level_is_not_one_spike_per_row() -> None:
+    two = [*noisy(2.0, 40, 0.001), 4.0, 4.0, *noisy(2.0, 9, 0.001)]
+    assert {41, 42} <= set(check("loss_spikes", make_run({"loss": two})).evidence[0].steps)
+    assert len(find_spikes([*noisy(2.0, 40, 0.001), *noisy(4.0, 60, 0.001)])) < 12
+
+
+def test_aligned_columns_have_the_common_steps_only() -> None:
+    run = make_run({"a": {1: 10.0, 2: 20.0, 4: 40.0}, "b": {2: 2.0, 3: 3.0, 4: 4.0}, "c": {2: 0.2, 4: 0.4, 5: 0.5}})
+    columns = aligned(*(series(run, key) for key in "abc"))
+    assert [list(column.steps) for column in columns] == [[2, 4]] * 3
+    assert [list(column.values) for column in columns] == [[20.0, 40.0], [2.0, 4.0], [0.2, 0.4]]
+
+
+def test_evidence_is_spread_over_all_hits_and_includes_both_ends() -> None:
+    evidence = series(make_run({"a": [float(n) for n in range(100)]}), "a").evidence()
+    assert len(evidence.steps) == MAX_EVIDENCE
+    assert (evidence.steps[0], evidence.steps[-1]) == (1, 100)
+    assert evidence.values == tuple(step - 1 for step in evidence.steps)
+
+
+def test_an_absence_that_the_share_of_a_modality_explains_is_healthy() -> None:
+    # Of 64 readers 40 % have modality b; a gap of 20 has a probability of up to 0.002, the limit is 0.0005.
+    rows = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 20 + [2.0] * 20})
+    assert check("starved_modality", make_run(rows)).verdict == "healthy"
+
+
 def test_several_pools_in_one_key_are_not_compared() -> None:
     rows = pool_rows(**{"blend/max_share_error": [0.01] * 60, f"{POOL}remaining_max": [2000.0] * 60})
     assert check("uneven_slices", make_run(rows)).verdict == "not_measured"
@@ -269,6 +297,8 @@ def test_a_source_below_its_configured_share_is_named() -> None:
     knob = check("shares", make_run(rows, config=config)).knob
     assert knob is not None
     assert knob.key == "data.source.x.weight"
+    as_configured = {**rows, "blend/share/x": [0.75] * 900, "blend/share/y": [0.25] * 900}
+    assert check("shares", make_run(as_configured, config=config)).verdict == "healthy"
 
 
 def test_repeated_restarts_from_one_step_are_found_though_they_repeat_few_steps() -> None:

@@ -37,5 +37,18 @@ def test_uniform_picks_wait_far_less() -> None:
     assert max(waits(8, 50, 0, pick_mode="uniform")) < 8 * 50 / 2
 
 
+def test_with_a_single_reader_every_pick_lacks_the_other_modality() -> None:
+    part = SliceShape(np.full(4, 3), 12)
+    streams = tuple(StreamShape(modality, 4, 4, (part,)) for modality in "aabb")
+    mixing = CountedMixing(
+        SourceShape("pool", streams, 1, shared=True), pick_mode="weighted", repeat=True, seed=0, rank=0
+    )
+    for _ in range(100):
+        next(mixing)
+    picks, absent = mixing.tally.picks, mixing.tally.absent
+    assert picks["a"] + picks["b"] == 100
+    assert (absent["a"], absent["b"]) == (picks["b"], picks["a"])
+
+
 def test_a_lone_reader_never_waits() -> None:
     assert set(waits(1, 50, 0)) == {1}

@@ -60,6 +60,7 @@ def test_after_a_restart_the_later_row_of_a_step_replaces_the_earlier_one(tmp_pa
     assert column(run, "loss") == {5: 5.0, 10: 40.0, 15: 3.0}
     assert column(run, "grad_norm") == {5: 1.0}, "keys of the replaced row must be gone"
     assert [event.global_step for event in run.restarts] == [5]
+    assert run.steps_redone == [10]
     assert len(run.notes) == 1
     assert "1 row replaced" in run.notes[0]
 
