@@ -237,7 +237,7 @@ def test_a_chart_is_found_by_its_key(one):
         seen.page.fill("#find", "cold_starts lost")
         shown = seen.page.locator("article.card:visible h3").all_inner_texts()
         assert len(shown) == 1
-        assert "state lost" in shown[0]
+        assert "lost state" in shown[0]
         seen.page.fill("#find", "no such chart")
         assert seen.page.locator("#no-match").is_visible()
 
@@ -289,7 +289,7 @@ def test_without_plotly_the_command_to_install_it_is_named(runs, tmp_path):
         env=environment({"PYTHONPATH": str(tmp_path)}), cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == "train report: needs plotly; pip install 'trainer[report]'\n"
+    assert done.stderr == "train report: needs plotly; run: pip install 'trainer[report]'\n"
 
 
 def test_compare_prints_settings_outcome_and_differences_of_the_last_window(runs):

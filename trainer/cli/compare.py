@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.cli.verdicts import verdict_of
-from trainer.report.markup import fact_text, plain_number, value_text
-from trainer.report.names import NamedRun, with_distinct_names
-from trainer.report.outcome import Fact, KeyMean, config_differences, end_of, key_means, make_outcome
-from trainer.report.verdict import Verdict
-from trainer.runs.load import load_run
+from trainer.diagnostics.diagnose import Diagnosis, Ruling, diagnose
+from trainer.report.markup import value_text
+from trainer.report.names import with_distinct_names
+from trainer.report.run_summary import KeyMean, SummaryRow, config_differences, end_of, key_means, summarize
+from trainer.runs.load import RunRecord, load_run
+from trainer.runs.wording import number_text
 
 # A pipe has no width; a line there should not be cut.
 _PIPE_WIDTH = 160
@@ -31,35 +31,34 @@ def compare_runs(first: str, second: str, *, window: int | None, as_json: bool) 
         UserError: a path is no run.
     """
     runs = with_distinct_names([load_run(first), load_run(second)])
-    verdicts = [verdict_of(run) for run in runs]
+    diagnoses = [diagnose(run) for run in runs]
     means = key_means(runs[0], runs[1], window=window)
     if as_json:
-        typer.echo(json.dumps(_as_json(runs, verdicts, means, window), indent=2, allow_nan=False, default=str))
+        typer.echo(json.dumps(_as_json(diagnoses, means, window), indent=2, allow_nan=False, default=str))
         return
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PIPE_WIDTH)
-    for part in (_config_table(runs), _outcome_table(runs, verdicts, window), _means_table(runs, means, window)):
+    for part in (_config_table(runs), _outcome_table(diagnoses, window), _means_table(runs, means, window)):
         console.print(part)
     for run in runs:
         for note in run.notes:
             console.print(Text(f"{run.name}: {note}", style="yellow"))
 
 
-def _as_json(
-    runs: Sequence[NamedRun], verdicts: Sequence[Verdict], means: Sequence[KeyMean], window: int | None
-) -> dict[str, Any]:
-    outcomes = [make_outcome(run, window=window) for run in runs]
+def _as_json(diagnoses: Sequence[Diagnosis], means: Sequence[KeyMean], window: int | None) -> dict[str, Any]:
+    runs = [diagnosis.run for diagnosis in diagnoses]
+    outcomes = [summarize(run, window=window) for run in runs]
     return {
         "runs": [
             {
-                "name": run.name,
-                "path": str(run.path),
-                "verdict": _verdict_word(verdict),
-                "remarks": [asdict(remark) for remark in verdict.remarks],
-                "notes": run.notes,
+                "name": diagnosis.run.name,
+                "path": str(diagnosis.run.path),
+                "verdict": diagnosis.verdict,
+                "remarks": [_remark(ruling) for ruling in diagnosis.by_severity] if diagnosis.verdict else [],
+                "notes": diagnosis.run.notes,
             }
-            for run, verdict in zip(runs, verdicts, strict=True)
+            for diagnosis in diagnoses
         ],
         "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
         "outcome": [
@@ -83,14 +82,18 @@ def _as_json(
     }
 
 
-def _verdict_word(verdict: Verdict) -> str | None:
-    """None where nothing could be diagnosed."""
-    if not verdict.checks:
-        return None
-    return "findings" if verdict.findings else "healthy"
+def _remark(ruling: Ruling) -> dict[str, Any]:
+    outcome = ruling.outcome
+    return {
+        "rule": ruling.rule.name,
+        "severity": ruling.severity,
+        "text": outcome.sentence,
+        "setting": str(outcome.knob) if outcome.knob is not None else "",
+        "steps": ruling.steps,
+    }
 
 
-def _new_table(title: str, first: str, runs: Sequence[NamedRun], *more: str) -> Table:
+def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
     table = Table(
         title=title, title_justify="left", title_style="bold", header_style="", box=SIMPLE_HEAD, pad_edge=False
     )
@@ -102,7 +105,7 @@ def _new_table(title: str, first: str, runs: Sequence[NamedRun], *more: str) -> 
     return table
 
 
-def _config_table(runs: Sequence[NamedRun]) -> Table | Text:
+def _config_table(runs: Sequence[RunRecord]) -> Table | Text:
     rows = config_differences(runs)
     if not rows:
         return Text("No setting and no recorded version differs.")
@@ -112,30 +115,31 @@ def _config_table(runs: Sequence[NamedRun]) -> Table | Text:
     return table
 
 
-def _outcome_table(runs: Sequence[NamedRun], verdicts: Sequence[Verdict], window: int | None) -> Table:
+def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
+    runs = [diagnosis.run for diagnosis in diagnoses]
     table = _new_table("Outcome", "", runs, "difference")
-    for first, second in zip(*(make_outcome(run, window=window) for run in runs), strict=True):
+    for first, second in zip(*(summarize(run, window=window) for run in runs), strict=True):
         label = f"{first.label} ({first.unit})" if first.unit else first.label
         difference = ""
         if isinstance(first.value, float) and isinstance(second.value, float):
             difference = _signed(second.value - first.value)
         # What a loss covers belongs to it; the rest says itself, or is on the report's page.
-        cells = [_with_note(fact) if fact.unit == "nats/token" else Text(fact_text(fact)) for fact in (first, second)]
+        cells = [_with_note(fact) if fact.unit == "nats/token" else Text(fact.text) for fact in (first, second)]
         table.add_row(label, *cells, difference)
     words = [
-        "\n".join(remark.title for remark in verdict.findings) or _verdict_word(verdict) or "not diagnosed"
-        for verdict in verdicts
+        "\n".join(ruling.title for ruling in diagnosis.findings) or diagnosis.verdict or "not diagnosed"
+        for diagnosis in diagnoses
     ]
     table.add_row("Verdict", *(Text(cell, style="green" if cell == "healthy" else "yellow") for cell in words), "")
     return table
 
 
-def _with_note(fact: Fact) -> Text:
+def _with_note(fact: SummaryRow) -> Text:
     note = f"\n({fact.note})" if fact.note and fact.value is not None else ""
-    return Text.assemble(fact_text(fact), (note, "dim"))
+    return Text.assemble(fact.text, (note, "dim"))
 
 
-def _means_table(runs: Sequence[NamedRun], means: Sequence[KeyMean], window: int | None) -> Table:
+def _means_table(runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
     """Keys that differ; those that differ by more than the values scatter stand out."""
     same = [row.key for row in means if row.difference == 0]
     title = "Mean at the end (of lr, counters and running averages the last value)\n"
@@ -164,9 +168,9 @@ def _stands_out(row: KeyMean) -> bool:
 def _with_scatter(mean: float | None, deviation: float | None) -> Text:
     if mean is None:
         return Text("–")
-    around = f" ± {plain_number(deviation)}" if deviation else ""
-    return Text(f"{plain_number(mean)}{around}")
+    around = f" ± {number_text(deviation)}" if deviation else ""
+    return Text(f"{number_text(mean)}{around}")
 
 
 def _signed(value: float) -> str:
-    return "0" if value == 0 else f"{'+' if value > 0 else '-'}{plain_number(abs(value))}"
+    return "0" if value == 0 else f"{'+' if value > 0 else '-'}{number_text(abs(value))}"

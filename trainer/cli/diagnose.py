@@ -12,9 +12,9 @@ from rich.table import Table
 
 from trainer.diagnostics.diagnose import Diagnosis, Ruling, diagnose
 from trainer.diagnostics.outcome import Evidence
-from trainer.diagnostics.series import number
 from trainer.errors import UserError
 from trainer.runs.load import load_run
+from trainer.runs.wording import number_text
 
 EXIT_FINDINGS = 3
 COLOURS = {"error": "red", "warning": "yellow", "advice": "cyan"}
@@ -68,7 +68,7 @@ def _print_finding(ruling: Ruling, console: Console) -> None:
 
 def _evidence_line(evidence: Evidence) -> str:
     pairs = list(zip(evidence.steps, evidence.values, strict=True))
-    shown = ", ".join(f"step {step}: {number(value)}" for step, value in pairs[:SHOWN_STEPS])
+    shown = ", ".join(f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS])
     return f"{evidence.key}: {shown}{', ...' if len(pairs) > SHOWN_STEPS else ''}"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from trainer.runs.load import Run
+    from trainer.runs.load import RunRecord
 
 app = typer.Typer()
 
@@ -71,7 +71,7 @@ def _export_numbers(run_dir: str, out: Path, format: ExportFormat) -> None:
     from trainer.runs.load import load_run
     from trainer.runs.rows import write_csv, write_parquet
 
-    writers: dict[ExportFormat, Callable[[Run, Path], int]] = {
+    writers: dict[ExportFormat, Callable[[RunRecord, Path], int]] = {
         ExportFormat.csv: write_csv,
         ExportFormat.parquet: write_parquet,
         ExportFormat.tensorboard: _write_tensorboard,
@@ -83,7 +83,7 @@ def _export_numbers(run_dir: str, out: Path, format: ExportFormat) -> None:
     typer.echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
 
 
-def _write_tensorboard(run: Run, out: Path) -> int:
+def _write_tensorboard(run: RunRecord, out: Path) -> int:
     from trainer.errors import UserError
     from trainer.metrics.payload_contract import build_payload
     from trainer.metrics.sinks.tensorboard import TensorboardSink

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from trainer.config.load import load_config
-from trainer.preview.advice import advise
+from trainer.preview.config_warnings import find_warnings
 from trainer.preview.picture import check_picture, draw
 from trainer.preview.summary import make_preview
 from trainer.training.setup.plan import make_plan
@@ -30,7 +30,7 @@ def run_preview(config_path: str, overrides: list[str], *, world_size: int, as_j
         check_picture(out)
     plan = make_plan(load_config(config_path, overrides), Path(config_path), world_size)
     preview = make_preview(plan, world_size)
-    advice = advise(plan, preview)
+    warnings = find_warnings(plan, preview)
     if out is not None:
         draw(preview, out)
         typer.echo(f"the picture is in {out}", err=True)
@@ -39,11 +39,11 @@ def run_preview(config_path: str, overrides: list[str], *, world_size: int, as_j
             "schema_version": 1,
             "config": config_path,
             **asdict(preview),
-            "warnings": [{**asdict(each), "message": each.message} for each in advice],
+            "warnings": [{**asdict(each), "message": each.message} for each in warnings],
         }
         typer.echo(json.dumps(content, indent=2))
         return
     # plotext, which the tables' module needs, is only asked for where something is printed for people.
     from trainer.preview.terminal import print_preview
 
-    print_preview(preview, advice, Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH))
+    print_preview(preview, warnings, Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH))

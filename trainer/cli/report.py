@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from trainer.cli.verdicts import verdict_of
+from trainer.diagnostics.diagnose import diagnose
 from trainer.errors import UserError
 from trainer.report.names import with_distinct_names
 from trainer.report.page import plotly_script, render_page
@@ -28,9 +28,8 @@ def write_report(paths: Sequence[str], out: str, *, force: bool) -> None:
     if target.exists() and not force:
         raise UserError(out, "exists already", "name another file, or add --force")
     plotly = plotly_script()
-    runs = with_distinct_names([load_run(path) for path in paths])
-    verdicts = [verdict_of(run) for run in runs]
-    page = render_page(runs, verdicts, plotly=plotly).encode("utf-8")
+    diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in paths])]
+    page = render_page(diagnoses, plotly=plotly).encode("utf-8")
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -40,8 +39,9 @@ def write_report(paths: Sequence[str], out: str, *, force: bool) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise UserError("--out", f"{out} cannot be written: {error.strerror}", "choose another place") from None
-    for run, verdict in zip(runs, verdicts, strict=True):
-        typer.echo(f"{run.name}: {len(run.steps):,} logged steps. {verdict.sentence}", err=True)
+    for diagnosis in diagnoses:
+        run = diagnosis.run
+        typer.echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)
         for note in run.notes:
             typer.echo(f"{run.name}: note: {note}", err=True)
     typer.echo(f"the report is in {out} ({len(page) / 1e6:.1f} MB)", err=True)

@@ -19,7 +19,7 @@ from rich.markup import escape
 from trainer.diagnostics.diagnose import diagnose
 from trainer.errors import UserError
 from trainer.fitted_table import Column, fitted_table, needed_width
-from trainer.runs.load import Run, load_run
+from trainer.runs.load import RunRecord, load_run
 
 COLOURS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "died": "red", "unknown": "dim"}
 VERDICT_COLOURS = {"healthy": "green"}
@@ -133,7 +133,7 @@ def _age(path: Path, now: float) -> float | None:
     return None
 
 
-def verdict_of(run: Run) -> str:
+def verdict_of(run: RunRecord) -> str:
     """`healthy`, or the names of what `train diagnose` finds."""
     diagnosis = diagnose(run)
     return "healthy" if diagnosis.is_healthy else ", ".join(ruling.rule.name for ruling in diagnosis.findings)
@@ -162,7 +162,7 @@ def _is_held(path: Path) -> bool:
     return False
 
 
-def _last(run: Run, key: str) -> float | None:
+def _last(run: RunRecord, key: str) -> float | None:
     values = run.column(key)[1]
     return values[-1] if values else None
 

@@ -1,1 +1,1 @@
-"""Rules that find faults in the numbers a run has logged."""
+"""Rules that find faults of a run in its logged metrics."""

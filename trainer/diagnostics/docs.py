@@ -1,4 +1,4 @@
-"""docs/diagnosis.md, made from the table of rules and from what the calibration measured."""
+"""Renders docs/diagnosis.md from the table of rules and the results of the calibration."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from trainer.diagnostics.rules.all_rules import RULES
 _HEAD = """\
 # Diagnosis
 
-`train diagnose RUN_DIR` asks every rule below about one run. It reads metrics.jsonl and, where they are, events.jsonl,
-status.json, env.json and config.resolved.toml; a metrics.jsonl alone will do. torch is not needed.
+`train diagnose RUN_DIR` applies every rule below to one run. It reads metrics.jsonl and, if they exist, events.jsonl,
+status.json, env.json and config.resolved.toml; a metrics.jsonl alone is enough. It does not need torch.
 
     train diagnose runs/smoke-20261121-005620
     train diagnose runs/smoke-20261121-005620 --json
 
 | verdict | meaning |
 |---|---|
-| healthy | looked at, and as it should be |
-| error, warning | a finding: what was seen, the steps that are the evidence, the knob to turn and a value to try |
-| advice | costs time or tokens and does no harm |
-| explained | the symptom is there, and another finding is its cause |
-| not measured | the run has not the keys, or too few rows. It is never called healthy |
+| healthy | measured, and within bounds |
+| error, warning | a finding: what was measured, the steps to look at, the config key to change and a value to try |
+| advice | a finding that costs time or tokens but does no harm |
+| explained | the symptom is present, but another finding is its cause |
+| not measured | the run lacks the keys, or has too few rows; it is never called healthy |
 
-Exit code 0: no error and no warning. 3: findings. 2: there is no such run, or nothing in it can be read.
+Exit code 0: no error and no warning. 3: findings. 2: the run does not exist, or cannot be read.
 
 `--json` prints one object: `diagnosis_version` (1), `verdict` (`healthy` or `findings`), `findings` and `advice` (names of
 rules), `rules` (each with `rule`, `verdict`, `severity`, `sentence`, `evidence`: steps and values by key, `knob`: key, current
-and suggested value), `steps`, `num_rows` and `notes`. Later versions only add keys, or count the version up.
+and suggested value), `steps`, `num_rows` and `notes`. Later versions only add keys, or increase `diagnosis_version`.
 
-In a program, without torch:
+From Python, without torch:
 
 ```python
 from trainer.diagnostics.diagnose import diagnose
@@ -40,9 +40,9 @@ for ruling in diagnose(load_run("runs/smoke-20261121-005620")).findings:
     print(ruling.rule.name, ruling.outcome.sentence, ruling.outcome.knob)
 ```
 
-What happens to such files in life is no obstacle: a last line that is cut off, damaged lines and lines of another schema
-version are passed over and counted (`notes`); of a step that stands twice the later row counts; unknown keys pass. A file
-without one row that can be read is refused.
+Damaged files are read as far as possible. A truncated last line, damaged lines and lines of another schema version are skipped
+and counted in `notes`; if a step was logged twice, the later row counts; unknown keys are ignored. A file without any valid row
+is refused.
 
 ## Rules
 """
@@ -50,60 +50,52 @@ without one row that can be read is refused.
 _CALIBRATION_HEAD = """\
 ## Calibration
 
-`python scripts/calibrate_diagnosis.py` repeats it. Made-up runs have real parts where that is cheap: their streams are mixed by
-`StreamMixingDataset` and `BlendDataset`, their states kept by `Ledger`, their noise scale estimated by `NoiseScaleAverage` from
-drawn gradients. Loss and times are drawn, with heavy tails. Settings (readers, ranks, micro-batches, sources, log
-interval, batching mode) differ from seed to seed. Real runs are the trainer's own, of 120 steps on a small corpus; the rules
-about speed are left out there, since a machine that others use is slow at times and saying so is no false alarm.
+Measured by `python scripts/calibrate_diagnosis.py`. Synthetic runs use real components where that is cheap:
+`StreamMixingDataset` and `BlendDataset` mix their streams, `Ledger` keeps their states, and `NoiseScaleAverage` estimates their
+noise scale from random gradients. Losses and times are random, with heavy tails. The seed determines the settings (readers,
+ranks, micro-batches, sources, log interval, batching mode). Real runs are 120 steps of the trainer on a small corpus. They are
+not judged by the rules about speed: a shared machine is slow at times, and reporting that is not a false alarm.
 """
 
 
 def render_diagnosis_markdown(calibration: Mapping[str, Any]) -> str:
-    """The whole page.
-
-    Args:
-        calibration: what `scripts/calibrate_diagnosis.py` wrote.
-    """
+    """The page; `calibration` is the output of `scripts/calibrate_diagnosis.py`."""
     return "\n".join([_HEAD, *_rules(), _CALIBRATION_HEAD, *_healthy(calibration), *_faults(calibration)]) + "\n"
 
 
 def _rules() -> list[str]:
     lines = []
     for rule in RULES:
-        keys = ", ".join(f"`{key}`" if " " not in key else key for key in rule.looks_at)
+        keys = ", ".join(f"`{key}`" if " " not in key else key for key in (*rule.needs, *rule.uses))
         lines += [
             f"### {rule.name} ({rule.severity})",
             "",
-            f"- Looks at: {keys}",
-            f"- Fires: {rule.threshold}",
+            f"- Reads: {keys}",
+            f"- Condition: {rule.threshold}",
             f"- Why: {rule.why}",
-            f"- Knob: {rule.knob}",
+            f"- Change: {rule.knob}",
             "",
         ]
     return lines
 
 
 def _healthy(calibration: Mapping[str, Any]) -> list[str]:
-    made_up, real = calibration["healthy"], calibration["real"]["runs"]
-    alarms = len(made_up["false_alarms"]) + sum(len(run["false_alarms"]) for run in real)
-    names = [
-        *made_up["false_alarms"],
-        *(f"{run['run']}: {', '.join(run['false_alarms'])}" for run in real if run["false_alarms"]),
-    ]
-    listed = f" ({'; '.join(names)})" if names else ""
+    synthetic, real = calibration["healthy"], calibration["real"]["runs"]
+    alarms = [*synthetic["false_alarms"], *(f"{run['run']}: {name}" for run in real for name in run["false_alarms"])]
+    listed = f" ({'; '.join(alarms)})" if alarms else ""
     return [
-        f"False alarms in {made_up['runs']} made-up and {len(real)} real healthy runs: **{alarms}**{listed}. "
-        f"Advice that was wrong: {len(made_up['false_advice'])}.",
+        f"False alarms in {synthetic['runs']} synthetic and {len(real)} real healthy runs: **{len(alarms)}**{listed}. "
+        f"Wrong advice: {len(synthetic['false_advice'])}.",
         "",
     ]
 
 
 def _faults(calibration: Mapping[str, Any]) -> list[str]:
     lines = [
-        "Each fault was put into runs of different seeds. *After* is the most steps from where the fault begins to the first "
-        "logged step with which it is found; *promised* is what the tests hold it to.",
+        "Each fault was injected into runs of different seeds. *Within* is the largest number of steps from the onset of the "
+        "fault to the first logged step at which it is found; *limit* is the number that the tests allow.",
         "",
-        "| rule | fault | found | after | promised | other findings |",
+        "| rule | fault | found | within | limit | other findings |",
         "|---|---|---|---|---|---|",
     ]
     for row in calibration["faults"]:

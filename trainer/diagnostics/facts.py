@@ -1,54 +1,49 @@
-"""What rules know of a run beside its series: from its config where it is there, otherwise from the metrics themselves."""
+"""Settings of a run that rules need: from its config and environment where they are known, else from its metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+from trainer.diagnostics.outcome import Knob
 from trainer.diagnostics.series import Series, series
-from trainer.runs.load import Run
+from trainer.runs.load import RunRecord
 
-MODALITIES = "stream_mixing/active/modalities/"
-SHARE_ERROR = "blend/max_share_error"
-BUILT_IN_MODEL = "trainer.model:build"
+MODALITIES: Final = "stream_mixing/active/modalities/"
+SHARE_ERROR: Final = "blend/max_share_error"
+BUILT_IN_MODEL: Final = "trainer.model:build"
 
 
-def micro_batches(run: Run) -> int:
-    """Micro-batches a step and rank; 1 if the config is not there."""
+def micro_batches(run: RunRecord) -> int:
+    """Micro-batches per step and rank; 1 if unknown."""
     return max(int(run.setting("train.micro_batches", 1)), 1)
 
 
-def ranks(run: Run) -> int:
-    """Ranks of the run; 1 if env.json is not there."""
+def ranks(run: RunRecord) -> int:
+    """Number of ranks; 1 if unknown."""
     return run.world_size or 1
 
 
-def picks_between(run: Run, first: int, last: int) -> int:
-    """Picks of one rank between the ends of two steps."""
-    return (last - first) * micro_batches(run)
-
-
-def has_own_pools(run: Run) -> bool:
-    """Whether every rank picks from a pool of its own."""
+def has_own_pools(run: RunRecord) -> bool:
+    """Whether every rank picks from its own pool."""
     return bool(run.setting("data.mixing.batching_mode") == "device_per_stream")
 
 
-def is_one_pool(run: Run) -> bool:
-    """Whether a rank has one pool only. A blend of one source follows its share exactly; one of several never does."""
-    errors = series(run, SHARE_ERROR)
-    return not any(errors.values)
+def is_one_pool(run: RunRecord) -> bool:
+    """Whether a rank has a single pool: the realised share of a single source is always exact, that of several never is."""
+    return not any(series(run, SHARE_ERROR).values)
 
 
-def modality_columns(run: Run) -> list[Series]:
+def modality_columns(run: RunRecord) -> list[Series]:
     """Active readers by modality."""
     return [series(run, key) for key in run.train.keys if key.startswith(MODALITIES)]
 
 
-def readers_of_a_rank(run: Run) -> float | None:
-    """Active readers of one rank, all its pools together, at their most; None if it is not logged.
+def readers_of_a_rank(run: RunRecord) -> float | None:
+    """Most active readers that one rank has in all its pools together; None if not logged.
 
-    All ranks report: with a shared pool the same readers several times, otherwise each its own. A source that has not been read
-    yet does not report its modalities, so rows may lack some.
+    The metric sums over ranks: with a shared pool it counts the same readers once per rank. Rows may lack modalities, since a
+    source reports them only after its first batch.
     """
     totals: dict[int, float] = {}
     for column in modality_columns(run):
@@ -57,14 +52,14 @@ def readers_of_a_rank(run: Run) -> float | None:
     return max(totals.values()) / ranks(run) if totals else None
 
 
-def sources(run: Run) -> list[Mapping[str, Any]]:
+def sources(run: RunRecord) -> list[Mapping[str, Any]]:
     """The tables `[[data.source]]`."""
     found = run.setting("data.source", [])
     return [table for table in found if isinstance(table, Mapping)] if isinstance(found, list) else []
 
 
-def batch_sizes(run: Run) -> list[int]:
-    """Every batch size that the config names."""
+def batch_sizes(run: RunRecord) -> list[int]:
+    """Every batch size in the config."""
     tables = [run.setting("data.mixing", {}), *(table.get("mixing", {}) for table in sources(run))]
     found = [table.get("batch_size") for table in tables]
     for table in tables:
@@ -72,8 +67,14 @@ def batch_sizes(run: Run) -> list[int]:
     return [size for size in found if isinstance(size, int)]
 
 
-def state_bytes(run: Run) -> int | None:
-    """Bytes of one group's state; known for the built-in model alone."""
+def state_bytes(run: RunRecord) -> int | None:
+    """Bytes of the recurrent state of one group; None for other models than the built-in one."""
     if run.setting("model.target") != BUILT_IN_MODEL:
         return None
     return 4 * int(run.setting("model.dim", 0)) * int(run.setting("model.num_layers", 0)) or None
+
+
+def lower_lr(run: RunRecord) -> Knob:
+    """Half the learning rate."""
+    lr = run.setting("optimizer.lr")
+    return Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it")

@@ -1,44 +1,43 @@
-"""What a rule says about a run."""
+"""The result of one rule on one run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from trainer.metrics.payload_contract import non_finite_word
 
-Verdict = Literal["healthy", "finding", "explained", "not_measured"]
+RuleVerdict = Literal["healthy", "finding", "explained", "not_measured"]
 Severity = Literal["error", "warning", "advice"]
-MAX_EVIDENCE = 12
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Steps of one key, and its values there."""
+    """Some steps of one key, and its values there."""
 
     key: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As strict JSON: a value that is no number there is a word."""
+        """Strict JSON: NaN and infinities become words."""
         values = [value if math.isfinite(value) else non_finite_word(value) for value in self.values]
         return {"key": self.key, "steps": list(self.steps), "values": values}
 
 
 @dataclass(frozen=True)
 class Knob:
-    """What to turn: a key of the config, what it is now (None: unknown) and what to try."""
+    """A config key to change: its current value (None: unknown) and a value to try."""
 
     key: str
     current: Any
     suggested: Any
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands."""
-        return {"key": self.key, "current": self.current, "suggested": self.suggested}
+        """The fields."""
+        return asdict(self)
 
     def __str__(self) -> str:
         now = f" (now {self.current})" if self.current is not None else ""
@@ -47,18 +46,18 @@ class Knob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One rule's answer.
+    """What a rule says of a run.
 
     Attributes:
-        verdict: `healthy`; `finding`; `explained`: the symptom is there, and another rule names its cause; `not_measured`:
-            the run has not the keys, or too few steps.
-        sentence: what was seen, with its numbers.
-        evidence: where to look; at most `MAX_EVIDENCE` steps a key.
-        knob: what to turn, for findings.
-        severity: of a finding; None: the rule's own.
+        verdict: `healthy`; `finding`; `explained`: the symptom is present, but another rule reports its cause;
+            `not_measured`: the run lacks the keys, or has too few steps.
+        sentence: what was measured.
+        evidence: the steps to look at, at most `MAX_EVIDENCE` per key.
+        knob: the setting to change, for findings.
+        severity: overrides the severity of the rule.
     """
 
-    verdict: Verdict
+    verdict: RuleVerdict
     sentence: str
     evidence: tuple[Evidence, ...] = ()
     knob: Knob | None = None
@@ -66,27 +65,22 @@ class Outcome:
 
 
 def healthy(sentence: str) -> Outcome:
-    """Looked at, and as it should be."""
+    """Measured and within bounds."""
     return Outcome("healthy", sentence)
 
 
 def explained(sentence: str) -> Outcome:
-    """The symptom is there, and another rule's finding is its cause."""
+    """The symptom is present, but another rule reports its cause."""
     return Outcome("explained", sentence)
 
 
-def not_measured(*missing: str) -> Outcome:
-    """The run does not have these keys."""
-    return Outcome("not_measured", f"the run does not log {' or '.join(missing)}")
-
-
-def not_applicable(reason: str) -> Outcome:
-    """The keys are there, and say nothing about this run."""
+def not_measured(reason: str) -> Outcome:
+    """The run lacks the keys, has too few steps, or the rule does not apply to it."""
     return Outcome("not_measured", reason)
 
 
 def finding(
     sentence: str, *, evidence: Iterable[Evidence], knob: Knob | None = None, severity: Severity | None = None
 ) -> Outcome:
-    """Something is wrong."""
+    """A fault."""
     return Outcome("finding", sentence, tuple(evidence), knob, severity)

@@ -1,20 +1,23 @@
-"""One key of a run as a series, and the small arithmetic that several rules share."""
+"""One key of a run as a series, and arithmetic that several rules share."""
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import fsum
 from statistics import median
+from typing import Final
 
-from trainer.diagnostics.outcome import MAX_EVIDENCE, Evidence
-from trainer.runs.load import Run
+from trainer.diagnostics.outcome import Evidence
+from trainer.runs.load import RunRecord
+
+MAX_EVIDENCE: Final = 12
 
 
 @dataclass(frozen=True)
 class Series:
-    """The logged steps of a key, ascending, and its values there; false if the run has no such key."""
+    """The logged steps of a key, ascending, and its values there; false if the run does not log the key."""
 
     key: str
     steps: array[int]
@@ -26,63 +29,53 @@ class Series:
     @property
     def total(self) -> float:
         """Sum of the values."""
-        return math.fsum(self.values)
+        return fsum(self.values)
 
-    def where(self, is_meant: Callable[[float], bool]) -> list[int]:
-        """The indices whose values are meant."""
-        return [index for index, value in enumerate(self.values) if is_meant(value)]
+    @property
+    def positive(self) -> list[int]:
+        """The indices of values above 0."""
+        return self.where(lambda value: value > 0)
 
-    def evidence(self, indices: Iterable[int]) -> Evidence:
-        """Some steps and their values, at most `MAX_EVIDENCE` spread over all that are given."""
-        chosen = thin(list(indices))
-        return Evidence(self.key, tuple(self.steps[i] for i in chosen), tuple(self.values[i] for i in chosen))
+    def where(self, condition: Callable[[float], bool]) -> list[int]:
+        """The indices of values that meet a condition."""
+        return [index for index, value in enumerate(self.values) if condition(value)]
+
+    def largest(self, count: int = 1) -> list[int]:
+        """The indices of the `count` largest values, ascending."""
+        return sorted(sorted(range(len(self)), key=lambda index: -self.values[index])[:count])
+
+    def at(self, indices: Iterable[int]) -> Series:
+        """The series at some indices."""
+        pairs = [(self.steps[index], self.values[index]) for index in indices]
+        return Series(self.key, array("q", (step for step, _ in pairs)), array("d", (value for _, value in pairs)))
 
     def since(self, step: int) -> Series:
-        """The part from a step on."""
-        start = next((i for i, s in enumerate(self.steps) if s >= step), len(self))
-        return Series(self.key, self.steps[start:], self.values[start:])
+        """The series from a step on."""
+        return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
+
+    def evidence(self, indices: Iterable[int] | None = None) -> Evidence:
+        """Steps and values at some indices (None: all), at most `MAX_EVIDENCE`: first, last and evenly between."""
+        shown = list(range(len(self)) if indices is None else indices)
+        if len(shown) > MAX_EVIDENCE:
+            stride = (len(shown) - 1) / (MAX_EVIDENCE - 1)
+            shown = [shown[round(k * stride)] for k in range(MAX_EVIDENCE)]
+        column = self.at(shown)
+        return Evidence(self.key, tuple(column.steps), tuple(column.values))
 
 
-def series(run: Run, key: str) -> Series:
-    """A key's values; empty if the run does not log it."""
-    steps, values = run.column(key)
-    return Series(key, steps, values)
+def series(run: RunRecord, key: str) -> Series:
+    """The values of a key; empty if the run does not log it."""
+    return Series(key, *run.column(key))
 
 
-def thin(indices: Sequence[int]) -> list[int]:
-    """At most `MAX_EVIDENCE` of them, the first and the last among them."""
-    if len(indices) <= MAX_EVIDENCE:
-        return list(indices)
-    stride = (len(indices) - 1) / (MAX_EVIDENCE - 1)
-    return [indices[round(k * stride)] for k in range(MAX_EVIDENCE)]
+def aligned(*columns: Series) -> list[Series]:
+    """The columns at the steps that all of them have."""
+    if all(column.steps == columns[0].steps for column in columns):
+        return list(columns)
+    common = set(columns[0].steps).intersection(*(column.steps for column in columns))
+    return [column.at(i for i, step in enumerate(column.steps) if step in common) for column in columns]
 
 
-def number(value: float) -> str:
-    """A number for a sentence: whole ones as they are, others with three digits that count, nan and inf by their names."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def count_of(count: float, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number(count)} {noun}" if count == 1 else f"{number(count)} {noun}s"
-
-
-def aligned(*columns: Series) -> tuple[list[int], list[list[float]]]:
-    """The steps that all columns have, and each column's values at them."""
-    first, *others = columns
-    if all(other.steps == first.steps for other in others):
-        return list(first.steps), [list(column.values) for column in columns]
-    tables = [dict(zip(column.steps, column.values, strict=True)) for column in columns]
-    steps = [step for step in first.steps if all(step in table for table in tables)]
-    return steps, [[table[step] for step in steps] for table in tables]
-
-
-def typical_deviation(values: Sequence[float], center: float) -> float:
-    """Robust standard deviation about a centre: 1.4826 times the median distance, which is sigma for a normal variable."""
+def typical_deviation(values: Iterable[float], center: float) -> float:
+    """Robust standard deviation about a center: 1.4826 times the median distance, which is sigma for normal variables."""
     return 1.4826 * median(abs(value - center) for value in values)

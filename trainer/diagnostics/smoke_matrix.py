@@ -1,6 +1,6 @@
-"""The smoke matrix: which short runs must show which findings, and whether a diagnosis says just that.
+"""The smoke matrix: short runs with one known fault each, and whether diagnosis reports exactly these faults.
 
-Everything that is expected stands in `CASES`; `scripts/smoke_matrix.py` starts the runs. docs/smoke_matrix.md has the reasons.
+`CASES` holds all expectations; `scripts/smoke_matrix.py` starts the runs; docs/smoke_matrix.md explains the choices.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from statistics import fmean
 from typing import Any, Final
 
 from trainer.diagnostics.series import series
-from trainer.runs.load import Run
+from trainer.runs.load import RunRecord
 
 RECALL_LOSS: Final = "modality/recall/loss"
 SPEED_RULES: Final = frozenset({"throughput_regression", "data_bound", "straggling_rank"})
-"""What they find in a run of half a minute is what else the machine was doing: shown, but not judged."""
+"""Displayed but not judged: in a run of half a minute they report what else the machine was doing."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Case:
     """One run of the matrix.
 
     Attributes:
-        name: of the run; the config's too, unless `config` says otherwise.
-        expected: the rules that must find something, and no others may.
-        provokes: what the config does, in words.
-        control: the run that lacks the one thing that this one does wrong; its loss at the same steps is compared.
-        config: below `train_configs/diagnostics`, without the suffix.
-        overrides: `--set` of the run.
+        name: of the run, and of its config unless `config` is given.
+        expected: the rules that must report a finding; no others may.
+        provokes: what the config does wrong, in words.
+        control: the run without the fault, whose loss at the same steps is compared.
+        config: file below `train_configs/diagnostics`, without the suffix.
+        overrides: `--set` arguments of the run.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def config_name(self) -> str:
-        """The config's name."""
+        """The name of the config."""
         return self.config or self.name
 
 
@@ -48,22 +48,17 @@ LONG_STREAMS: Final = 'data.source=[{name="streams",layout="direct",paths=["data
 
 CASES: Final = (
     Case("healthy", frozenset(), "nothing"),
-    Case(
-        "diag_imbalanced_bs",
-        frozenset({"uneven_slices"}),
-        "batch sizes of 64 and 2 in one pool",
-        control="healthy",
-    ),
+    Case("diag_imbalanced_bs", frozenset({"uneven_slices"}), "batch sizes of 64 and 2 in one pool", control="healthy"),
     Case(
         "diag_exhaust_spike",
         frozenset({"exhaust_churn"}),
-        "slices of as many picks as ranks",
+        "slices with as many picks as there are ranks",
         control="control_long_streams",
     ),
     Case(
         "diag_stale_false_evict",
         frozenset({"false_evictions_stale"}),
-        "states dropped after 5 steps",
+        "states evicted after 5 steps",
         control="healthy",
     ),
     Case(
@@ -78,81 +73,69 @@ CASES: Final = (
 
 @dataclass(frozen=True)
 class Damage:
-    """The loss of key recall over the second half of a run, and of its control at the same steps (nats a token)."""
+    """Mean key-recall loss over the second half of a run, and of its control over the same steps (nats per token)."""
 
     loss: float
     control_loss: float
 
     @property
     def nats(self) -> float:
-        """How much worse than the control."""
+        """How much higher than the control."""
         return self.loss - self.control_loss
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A case, and what a diagnosis said of its run."""
+    """The diagnosis of a case compared with its expectation.
+
+    Attributes:
+        found: findings, except those of `SPEED_RULES`.
+        speed: findings of `SPEED_RULES`.
+        advice: rules that gave advice, which is not judged.
+        is_whole: the run reached its last step.
+    """
 
     case: Case
     found: frozenset[str]
     speed: frozenset[str]
-    """Findings about the machine's speed, which are not judged."""
     advice: frozenset[str]
     is_whole: bool
-    """The run came to its last step."""
-
-    @property
-    def missing(self) -> frozenset[str]:
-        """Expected, and not found."""
-        return self.case.expected - self.found
-
-    @property
-    def unexpected(self) -> frozenset[str]:
-        """Found, and not expected."""
-        return self.found - self.case.expected
 
     @property
     def is_right(self) -> bool:
-        """Exactly what was expected, of a whole run."""
-        return self.is_whole and not self.missing and not self.unexpected
-
-
-def judge(case: Case, diagnosis: Mapping[str, Any], *, steps: int) -> Judgement:
-    """Compare a diagnosis with what is expected.
-
-    Args:
-        case: of the matrix.
-        diagnosis: what `train diagnose --json` printed for its run.
-        steps: the run's configured steps.
-    """
-    found = frozenset(diagnosis["findings"])
-    reached = diagnosis["steps"]
-    return Judgement(
-        case=case,
-        found=found - SPEED_RULES,
-        speed=found & SPEED_RULES,
-        advice=frozenset(diagnosis["advice"]),
-        is_whole=reached is not None and reached[1] == steps,
-    )
+        """Whether a complete run shows exactly the expected findings."""
+        return self.is_whole and self.found == self.case.expected
 
 
 def judge_all(cases: Iterable[Case], diagnoses: Mapping[str, Mapping[str, Any]], *, steps: int) -> list[Judgement]:
-    """A judgement for every case; a run without a diagnosis is a KeyError."""
-    return [judge(case, diagnoses[case.name], steps=steps) for case in cases]
+    """Compare diagnoses with the expectations.
+
+    Args:
+        cases: each must have a diagnosis.
+        diagnoses: output of `train diagnose --json` by name of the case.
+        steps: configured number of steps of the runs.
+    """
+    judgements = []
+    for case in cases:
+        diagnosis = diagnoses[case.name]
+        found, extent = frozenset(diagnosis["findings"]), diagnosis["steps"]
+        is_whole = extent is not None and extent[1] == steps
+        advice = frozenset(diagnosis["advice"])
+        judgements.append(Judgement(case, found - SPEED_RULES, found & SPEED_RULES, advice, is_whole))
+    return judgements
 
 
 def is_green(judgements: Sequence[Judgement]) -> bool:
-    """Every run shows exactly what it must."""
+    """Whether every run shows exactly the expected findings."""
     return bool(judgements) and all(judgement.is_right for judgement in judgements)
 
 
-def measure_damage(run: Run, control: Run) -> Damage | None:
-    """How far the loss was damaged; None if either run has no such loss in its second half."""
-    own = _late_recall(run)
-    other = _late_recall(control)
+def measure_damage(run: RunRecord, control: RunRecord) -> Damage | None:
+    """The damage to the loss; None if one of the runs did not log it in its second half."""
+    own, other = _late_recall(run), _late_recall(control)
     return Damage(fmean(own), fmean(other)) if own and other else None
 
 
-def _late_recall(run: Run) -> list[float]:
-    half = run.steps[-1] // 2 + 1 if len(run.steps) else 0
-    return list(series(run, RECALL_LOSS).since(half).values)
+def _late_recall(run: RunRecord) -> Sequence[float]:
+    half = run.steps[-1] // 2 + 1 if run.steps else 0
+    return series(run, RECALL_LOSS).since(half).values

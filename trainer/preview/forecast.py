@@ -1,4 +1,4 @@
-"""What a run will draw from its data: counted batch by batch, or, for the rest of a long run, in expectation."""
+"""What a run will draw from its data, counted batch by batch."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
 MAX_COUNTED = 200_000
-"""Batches, over all ranks that are counted: some seconds. Beyond, a run is told in expectation."""
+"""Batches over all counted ranks, which take some seconds. The rest of a longer run is extrapolated."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The first `num_batches` batches (a rank) of a run.
+    """Counts of the first `num_batches` batches per rank.
 
-    Args:
-        num_batches: batches counted.
-        is_whole: the run has no more.
-        ended_at: the batch at which the data of a source without `repeat` was used up and the run ends; None: never.
-        tallies: for each source, one entry for each rank that picks alone, or one for all together; None for a
-            `target` of the user's own, which nobody can count.
-        cells_per_step: cells over all ranks and countable sources in each optimizer step, int64 [steps].
-        in_flight: most rows of begun readers that a rank has at once: states that its ledger must hold.
+    Attributes:
+        is_whole: these are all batches of the run.
+        ended_at: the batch at which a source without `repeat` runs out of data, which ends the run; None: never.
+        tallies: for each source, one tally per rank, or a single one if all ranks share a pool; none for a custom `target`,
+            whose batches cannot be counted.
+        cells_per_step: over all ranks and countable sources, int64 [steps].
+        in_flight: most rows of started readers on one rank at once: states that its ledger must hold.
     """
 
     num_batches: int
     is_whole: bool
     ended_at: int | None
-    tallies: dict[str, list[Tally] | None]
+    tallies: dict[str, list[Tally]]
     cells_per_step: Ints
     in_flight: int
 
 
 class _Uncounted:
-    """A `target`: gives batches without end, of which nothing is known."""
+    """A custom `target`: endless batches of unknown content."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
@@ -51,56 +50,46 @@ class _Uncounted:
 
 
 def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, most: int = MAX_COUNTED) -> Forecast:
-    """Count what the run of this config and seed will draw.
+    """Count what a run with this config and seed will draw.
 
     Args:
         plan: of the run.
         shapes: of its sources, in order.
-        world_size: ranks.
-        most: batches over all ranks that are counted; a whole number of optimizer steps, at least one.
+        world_size: number of ranks.
+        most: limit of batches over all ranks; at least one optimizer step is counted.
     """
-    train = plan.config.train
+    num_micro = plan.config.train.micro_batches
     ranks = range(1 if all(shape.shared or not shape.streams for shape in shapes) else world_size)
-    steps = min(train.steps, max(most // (len(ranks) * train.micro_batches), 1))
+    steps = min(plan.config.train.steps, max(most // (len(ranks) * num_micro), 1))
     cells = np.zeros(steps, dtype=np.int64)
-    tallies: dict[str, list[Tally] | None] = {shape.name: [] if shape.streams else None for shape in shapes}
+    tallies: dict[str, list[Tally]] = {shape.name: [] for shape in shapes}
     in_flight = 0
-    ended_at: int | None = None
+    ends = []
     for rank in ranks:
         parts = [_counted(plan, source, shape, rank) for source, shape in zip(plan.sources, shapes, strict=True)]
-        mixings = [part for part in parts if isinstance(part, CountedMixing)]
         most_here, ended_here = _count_rank(plan, parts, cells, is_first=rank == 0)
         in_flight = max(in_flight, most_here)
-        if ended_here is not None:  # the first rank without data ends the run for all
-            ended_at = ended_here if ended_at is None else min(ended_at, ended_here)
-        for mixing in mixings:
-            found = tallies[mixing.shape.name]
-            if found is not None and (rank == 0 or not mixing.shape.shared):
-                found.append(mixing.tally)
-    is_whole = steps == train.steps or ended_at is not None
-    num_batches = steps * train.micro_batches if ended_at is None else ended_at
-    return Forecast(
-        num_batches, is_whole, ended_at, tallies, cells[: -(-num_batches // train.micro_batches)], in_flight
-    )
+        ends += [ended_here] if ended_here is not None else []
+        for part in parts:
+            if isinstance(part, CountedMixing) and (rank == 0 or not part.shape.shared):
+                tallies[part.shape.name].append(part.tally)
+    ended_at = min(ends, default=None)  # the first rank without data ends the run on all ranks
+    num_batches = steps * num_micro if ended_at is None else ended_at
+    is_whole = steps == plan.config.train.steps or ended_at is not None
+    return Forecast(num_batches, is_whole, ended_at, tallies, cells[: -(-num_batches // num_micro)], in_flight)
 
 
 def _counted(plan: Plan, source: Source, shape: SourceShape, rank: int) -> CountedMixing | _Uncounted:
     if not shape.streams:
         return _Uncounted()
-    mixing = mixing_of(plan.config, source.table)
-    return CountedMixing(
-        shape,
-        pick_mode=mixing.pick_mode,
-        repeat=mixing.repeat,
-        seed=plan.config.run.seed,
-        rank=rank,
-    )
+    mixing, seed = mixing_of(plan.config, source.table), plan.config.run.seed
+    return CountedMixing(shape, pick_mode=mixing.pick_mode, repeat=mixing.repeat, seed=seed, rank=rank)
 
 
 def _count_rank(
     plan: Plan, parts: Sequence[CountedMixing | _Uncounted], cells: Ints, *, is_first: bool
 ) -> tuple[int, int | None]:
-    """Count one rank's batches into `cells`; the most rows in flight, and the batch at which the data ended."""
+    """Add the cells of one rank to `cells`; returns (most rows in flight, the batch at which the data ended)."""
     num_micro = plan.config.train.micro_batches
     blend = BlendDataset(
         [BlendSource(source.name, part, source.weight) for source, part in zip(plan.sources, parts, strict=True)],
@@ -116,6 +105,7 @@ def _count_rank(
             batch = next(blend, None)
             if batch is None:
                 return most, (step - 1) * num_micro + micro
+            # The first rank counts the batches of a shared pool for all ranks.
             if is_first or not batch["is_shared"]:
                 cells[step - 1] += batch["rows"]
             most = max(most, sum(mixing.tally.in_flight for mixing in mixings))

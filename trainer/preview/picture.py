@@ -1,4 +1,4 @@
-"""A preview as one picture, PNG or SVG (extra `preview`: matplotlib)."""
+"""A preview as a picture, PNG or SVG (extra `preview`: matplotlib)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SUFFIXES = (".png", ".svg")
 
 
 def check_picture(out: str) -> None:
-    """Refuse what cannot be drawn, before anything is worked out.
+    """Refuse a picture that cannot be drawn, before anything is computed.
 
     Raises:
-        UserError: the ending is of no format that is offered, the directory is not there, or matplotlib is not installed.
+        UserError: unknown suffix, missing directory, or matplotlib is not installed.
     """
     path = Path(out)
     if path.suffix.lower() not in SUFFIXES:
         raise UserError("--out", f"must end in {' or '.join(SUFFIXES)}, got {out!r}", "write --out preview.png")
     if not path.parent.is_dir():
-        raise UserError("--out", f"the directory {path.parent} does not exist", "make it first")
+        raise UserError("--out", f"the directory {path.parent} does not exist", "create it first")
     try:
-        import matplotlib  # noqa: F401 - only whether it is there
+        import matplotlib  # noqa: F401 - only whether it is installed
     except ImportError as error:
         problem = "needs the package matplotlib, which is not installed"
         raise UserError("--out", problem, "run: pip install 'trainer[preview]'") from error
@@ -42,7 +42,7 @@ def draw(preview: Preview, out: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, and no state of pyplot's
+    FigureCanvasAgg(figure)  # unlike pyplot, without windows and global state
     blend, rate, picks, waits = figure.subplots(2, 2).flat
     _draw_blend(blend, preview)
     rate.plot(preview.curves.steps, preview.curves.lr)
@@ -58,40 +58,38 @@ def draw(preview: Preview, out: str) -> None:
 
 
 def _draw_blend(axes: Axes, preview: Preview) -> None:
-    names = list(preview.curves.shares)
-    axes.stackplot(preview.curves.batches, list(preview.curves.shares.values()), labels=names, step="post")
+    shares = preview.curves.shares
+    axes.stackplot(preview.curves.batches, list(shares.values()), labels=list(shares), step="post")
     for source in preview.sources:
         if source.zero is not None and source.zero.first > 0:
             axes.axvline(source.zero.first, color="black", linestyle=":", linewidth=1)
-            axes.annotate(f" {source.name} is zero", (source.zero.first, 0.02), rotation=90, fontsize=8)
-    axes.set(title="share of the micro-batches", xlabel="batch", ylim=(0, 1))
+            axes.annotate(f" weight of {source.name} is 0", (source.zero.first, 0.02), rotation=90, fontsize=8)
+    axes.set(title="share of micro-batches", xlabel="batch", ylim=(0, 1))
     axes.legend(loc="upper right", fontsize=8)
 
 
-def _draw_picks(axes: Axes, views: list[tuple[str, ModalityView]]) -> None:
-    places = range(len(views))
-    axes.barh([place - 0.2 for place in places], [view.picks for _, view in views], height=0.4, label="picks")
-    axes.barh([place + 0.2 for place in places], [view.exhausts for _, view in views], height=0.4, label="exhausts")
-    axes.set_yticks(list(places), [f"{source}: {view.name}" for source, view in views])
+def _label_bars(axes: Axes, title: str, views: list[tuple[str, ModalityView]]) -> None:
+    axes.set_yticks(range(len(views)), [f"{source}: {view.name}" for source, view in views])
     axes.set_xscale("symlog")
     axes.invert_yaxis()
-    axes.set(title="picks and exhausts, all ranks")
+    axes.set(title=title)
     axes.legend(fontsize=8)
 
 
+def _draw_picks(axes: Axes, views: list[tuple[str, ModalityView]]) -> None:
+    for offset, name in ((-0.2, "picks"), (0.2, "exhausts")):
+        positions = [position + offset for position in range(len(views))]
+        axes.barh(positions, [getattr(view, name) for _, view in views], height=0.4, label=name)
+    _label_bars(axes, "picks and exhausts, all ranks", views)
+
+
 def _draw_waits(axes: Axes, preview: Preview, views: list[tuple[str, ModalityView]]) -> None:
-    places = range(len(views))
-    axes.barh(list(places), [view.longest_wait_steps for _, view in views], height=0.5, label="counted")
-    axes.set_yticks(list(places), [f"{source}: {view.name}" for source, view in views])
-    axes.invert_yaxis()
+    axes.barh(range(len(views)), [view.longest_wait_steps for _, view in views], height=0.5, label="counted")
     ledger = preview.ledger
     if ledger is not None:
         axes.axvline(ledger.wait_bound_steps, color="grey", linestyle="--", label="2 K n")
         if ledger.stale_threshold is not None:
             axes.axvline(ledger.stale_threshold, color="red", label="stale threshold")
-        axes.set_xlabel(
-            f"ledger: {ledger.groups_in_flight:,} groups in flight at most, capacity {ledger.capacity:,}", fontsize=9
-        )
-    axes.set_xscale("symlog")
-    axes.set(title="longest wait of a reader, steps")
-    axes.legend(fontsize=8)
+        words = f"ledger: at most {ledger.groups_in_flight:,} groups in flight, capacity {ledger.capacity:,}"
+        axes.set_xlabel(words, fontsize=9)
+    _label_bars(axes, "longest wait of a reader, steps", views)

@@ -1,7 +1,7 @@
-"""What each rank's slice of each stream holds, counted from the documents' lengths: no token is looked at twice.
+"""The number of batches and rows in the slice of each rank, computed from document lengths without reading tokens.
 
-How many batches a slice gives, and how many rows each has, does not depend on the order of its groups: lanes are filled
-longest group first. So both are the same in every epoch, and a preview knows them without drawing anything.
+Neither depends on the order of the groups, since lanes are filled longest group first. Both are therefore the same in every
+epoch, and known without drawing an order.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from trainer.training.setup.sources import Source
 
 @dataclass(frozen=True)
 class SliceShape:
-    """One rank's slice of a stream.
+    """The slice of one rank.
 
-    Args:
-        loads: cells of each lane, falling, int64 [lanes]; empty where nothing falls to the rank.
-        tokens: target tokens of the slice.
+    Attributes:
+        loads: number of cells in each lane, descending, int64 [lanes]; empty for a rank without cells.
+        tokens: number of target tokens.
     """
 
     loads: Ints
@@ -37,24 +37,24 @@ class SliceShape:
 
     @property
     def num_picks(self) -> int:
-        """Batches that it gives."""
+        """Number of batches."""
         return int(self.loads[0]) if len(self.loads) else 0
 
     @property
     def num_cells(self) -> int:
-        """Rows of all its batches."""
+        """Number of rows of all batches."""
         return int(self.loads.sum())
 
     @cached_property
     def rows(self) -> Ints:
-        """Rows of each of its batches, int64 [num_picks]: the lanes that still run."""
+        """Rows of each batch, int64 [num_picks]: the lanes that are not exhausted."""
         times = np.arange(self.num_picks)
         return len(self.loads) - np.searchsorted(self.loads[::-1], times, side="right")
 
 
 @dataclass(frozen=True)
 class StreamShape:
-    """One stream, cut into a slice a rank."""
+    """One stream, cut into one slice per rank."""
 
     modality: str
     batch_size: int
@@ -63,13 +63,13 @@ class StreamShape:
 
     @property
     def shared_picks(self) -> int:
-        """Batches of a pass that all ranks make together: those of the longest slice."""
+        """Batches of a pass in a shared pool: all ranks wait for the longest slice."""
         return max(part.num_picks for part in self.slices)
 
 
 @dataclass(frozen=True)
 class SourceShape:
-    """One source: its streams by stream id, and how they are mixed. A `target` of the user's own has no streams."""
+    """One source: its streams by stream id, and how they are mixed. A custom `target` has no streams."""
 
     name: str
     streams: tuple[StreamShape, ...]
@@ -78,11 +78,11 @@ class SourceShape:
 
     @property
     def modalities(self) -> list[str]:
-        """All labels, sorted."""
+        """All modalities, sorted."""
         return sorted({stream.modality for stream in self.streams})
 
     def picks_per_slice(self) -> list[int]:
-        """Batches of every pass over a slice that has any, ascending."""
+        """The number of batches of each pass over a slice, ascending, without empty ones."""
         if self.shared:
             found = [stream.shared_picks for stream in self.streams]
         else:
@@ -91,12 +91,12 @@ class SourceShape:
 
 
 def group_tokens(groups: GroupTable, lengths: Ints, seq_len: int) -> Ints:
-    """Target tokens of each group, int64 [G].
+    """Number of target tokens of each group, int64 [G].
 
     Args:
         groups: of one stream.
-        lengths: tokens of all its documents, int64.
-        seq_len: target tokens a cell.
+        lengths: number of tokens of each of its documents, int64 [documents].
+        seq_len: target tokens per cell.
     """
     left = lengths[groups.documents] - groups.first_cells * seq_len
     tokens = np.minimum(left, groups.num_cells * seq_len)
@@ -107,7 +107,7 @@ def group_tokens(groups: GroupTable, lengths: Ints, seq_len: int) -> Ints:
 
 
 def stream_shape(source: OpenStream, *, batch_size: int, world_size: int) -> StreamShape:
-    """How the slices of an open stream look on `world_size` ranks with `batch_size` lanes each."""
+    """The slices of an open stream on `world_size` ranks, with `batch_size` lanes each."""
     groups = source.groups
     tokens = group_tokens(groups, source.documents.lengths, source.seq_len)
     slices = []
@@ -118,29 +118,20 @@ def stream_shape(source: OpenStream, *, batch_size: int, world_size: int) -> Str
 
 
 def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
-    """Open every stream of a source and measure it; the training split alone.
+    """Open every stream of a source and measure its training split.
 
     Raises:
-        UserError: a file cannot be read or is damaged.
+        UserError: a file cannot be read or is damaged, or there is no document to train on.
     """
-    config, mixing = plan.config, mixing_of(plan.config, source.table)
-    options = ReadOptions(plan.tokenizer, source.table.dtype, source.table.eod)
-    cut = CutOptions(
-        source.name,
-        config.data.seq_len,
-        config.data.max_group_cells,
-        config.data.pack,
-        "train",
-        config.eval.holdout_fraction,
-    )
-    shapes = tuple(
-        stream_shape(
-            open_stream(stream, format=source.table.format, options=options, cut=cut),
-            batch_size=mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size),
-            world_size=world_size,
-        )
-        for stream in source.streams
-    )
+    config, table, mixing = plan.config, source.table, mixing_of(plan.config, source.table)
+    data, holdout = config.data, config.eval.holdout_fraction
+    options = ReadOptions(plan.tokenizer, table.dtype, table.eod)
+    cut = CutOptions(source.name, data.seq_len, data.max_group_cells, data.pack, "train", holdout)
+    shapes = []
+    for stream in source.streams:
+        batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
+        opened = open_stream(stream, format=table.format, options=options, cut=cut)
+        shapes.append(stream_shape(opened, batch_size=batch_size, world_size=world_size))
     if shapes and not any(part.num_cells for shape in shapes for part in shape.slices):
         raise UserError(f"source {source.name}", "has no document to train on", "change holdout_fraction or the paths")
-    return SourceShape(source.name, shapes, mixing.num_streams_mixed, mixing.batching_mode == "per_stream")
+    return SourceShape(source.name, tuple(shapes), mixing.num_streams_mixed, mixing.batching_mode == "per_stream")

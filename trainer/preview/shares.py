@@ -1,4 +1,4 @@
-"""The blend over the run: shares of the micro-batches by weight, in expectation."""
+"""The blend over the run: expected shares of the micro-batches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.data.blending.weights import WeightSpec, positions, zero_batches
 
-CHUNK = 1 << 16  # batches worked out together
+CHUNK = 1 << 16  # batches evaluated at once, to bound memory
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class ZeroSpan:
-    """The first stretch of a run in which a source's weight is zero: batches `first` to `last`; None: to the end."""
+    """The first range of batches in which the weight of a source is zero; `last` is None if it lasts to the end."""
 
     first: int
     last: int | None
 
 
 def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: int) -> FloatArray:
-    """The probability of each source at each batch, float64 [sources, batches]; zero where all weights are."""
+    """The probability of each source at each batch, float64 [sources, batches]; zero where all weights are zero."""
     raw = np.array([spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in weights])
     total = raw.sum(axis=0)
     shares: FloatArray = np.divide(raw, total, out=np.zeros_like(raw), where=total > 0)
@@ -32,17 +32,16 @@ def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: int) 
 
 
 def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batches: int) -> list[float]:
-    """Micro-batches that each source gives on average: the sum of its probability over the run."""
+    """The expected number of micro-batches of each source: the sum of its probability over the run."""
     sums = np.zeros(len(weights))
     for start in range(0, num_batches, CHUNK):
         batches = np.arange(start, min(start + CHUNK, num_batches), dtype=np.int64)
         sums += shares_at(weights, batches, micro_batches).sum(axis=1)
-    found: list[float] = sums.tolist()
-    return found
+    return [float(total) for total in sums]
 
 
 def first_zero(weight: WeightSpec, num_batches: int, micro_batches: int) -> ZeroSpan | None:
-    """Where the weight is zero for the first time in the run, or None."""
+    """The first range within the run in which the weight is zero."""
     for first, last in zero_batches(weight, micro_batches):
         if first < num_batches:
             return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
@@ -50,5 +49,5 @@ def first_zero(weight: WeightSpec, num_batches: int, micro_batches: int) -> Zero
 
 
 def sample_points(length: int, most: int = 240) -> Ints:
-    """At most `most` whole numbers from 0 to `length - 1`, evenly spread, both ends among them."""
+    """At most `most` evenly spread integers from 0 to `length - 1`, including both ends."""
     return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(np.int64))

@@ -1,4 +1,4 @@
-"""A preview for people: tables, and plots made of characters."""
+"""A preview for the terminal: tables, and plots in text."""
 
 from __future__ import annotations
 
@@ -11,60 +11,55 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.fitted_table import Column, fitted_table
-from trainer.preview.advice import Advice
-from trainer.preview.summary import Preview, SourceView
+from trainer.preview.config_warnings import ConfigWarning
+from trainer.preview.summary import LedgerView, Preview, SourceView
 
 PLOT_HEIGHT = 14
 MAX_WIDTH = 120  # of the plots
 MARKERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HINT = "; --json has all"
-MAX_LINES = 8  # sources in the plot, those with the most batches; the table has all
+MAX_LINES = 8  # sources in the plot, those with most batches; the table lists all
 
 
-def render(preview: Preview, advice: Sequence[Advice], *, width: int, table_width: int) -> RenderableType:
-    """Everything; plots are `width` characters wide, tables at most `table_width`."""
+def print_preview(preview: Preview, warnings: Sequence[ConfigWarning], console: Console) -> None:
+    """Print tables, plots and warnings."""
+    width = min(console.width, MAX_WIDTH)
     parts: list[RenderableType] = [Text(_headline(preview))]
     if len(preview.sources) > 1:
-        parts.append(Text(blend_plot(preview, width=width)))
-    parts += [_source_table(preview, table_width), _modality_table(preview, table_width)]
+        parts.append(Text(_blend_plot(preview, width)))
+    parts += [_source_table(preview, console.width), _modality_table(preview, console.width)]
     if preview.ledger is not None:
-        parts.append(_ledger_table(preview))
-    parts.append(Text(lr_plot(preview, width=width)))
-    parts += [Text(f"warning: {each.message}") for each in advice]
-    parts.append(Text(f"{len(advice)} warning(s)" if advice else "no warnings"))
-    return Group(*parts)
+        parts.append(_ledger_table(preview.ledger))
+    parts.append(Text(_plot(preview.curves.steps, {"": preview.curves.lr}, "learning rate by step", width)))
+    parts += [Text(f"warning: {warning.message}") for warning in warnings]
+    parts.append(Text(f"{len(warnings)} warning(s)" if warnings else "no warnings"))
+    console.print(Group(*parts), highlight=False)
 
 
 def _headline(preview: Preview) -> str:
     least, mean, most = preview.cells_per_step
     lines = [
         f"{preview.name}: {preview.steps:,} steps of {preview.micro_batches} micro-batch(es) on {preview.world_size} rank(s); "
-        f"{mean:,.1f} cells a step ({least:,} to {most:,})"
+        f"{mean:,.1f} cells per step ({least:,} to {most:,})"
     ]
     if preview.ends_at_step is not None:
-        lines.append(f"the data runs out at step {preview.ends_at_step:,}")
+        lines.append(f"the data is exhausted at step {preview.ends_at_step:,}")
     elif not preview.is_counted:
         lines.append(
-            f"waits and absences are those of the first {preview.counted_batches:,} of {preview.num_batches:,} batches; "
+            f"waits and absences were counted over the first {preview.counted_batches:,} of {preview.num_batches:,} batches; "
             "picks, exhausts and tokens are averages"
         )
     return "\n".join(lines)
 
 
-def blend_plot(preview: Preview, *, width: int) -> str:
-    """The sources' shares of the micro-batches over the run."""
+def _blend_plot(preview: Preview, width: int) -> str:
     largest = sorted(preview.sources, key=lambda source: -source.batches)[:MAX_LINES]
     named = {source.name: preview.curves.shares[source.name] for source in largest}
-    return _plot(preview.curves.batches, named, title="share of the micro-batches by batch", width=width, top=1.0)
+    return _plot(preview.curves.batches, named, "share of micro-batches by batch", width, top=1.0)
 
 
-def lr_plot(preview: Preview, *, width: int) -> str:
-    """The learning rate over the run."""
-    return _plot(preview.curves.steps, {"": preview.curves.lr}, title="learning rate by step", width=width)
-
-
-def _plot(xs: Sequence[int], lines: dict[str, list[float]], *, title: str, width: int, top: float | None = None) -> str:
-    # plotext draws on a figure of its module's own: it is cleared before and read at once.
+def _plot(xs: Sequence[int], lines: dict[str, list[float]], title: str, width: int, *, top: float | None = None) -> str:
+    # plotext has one global figure: clear it before use, and read it at once.
     plotext.clear_figure()
     plotext.limit_size(False, False)
     plotext.theme("clear")
@@ -81,14 +76,14 @@ def _source_table(preview: Preview, width: int) -> Table:
     sources = preview.sources
     columns = [
         Column("source", [escape(each.name) for each in sources]),
-        Column("batches\na rank", [f"{each.batches:,.1f}" for each in sources], "right"),
+        Column("batches\nper rank", [f"{each.batches:,.1f}" for each in sources], "right"),
         Column("share", [f"{each.batch_share:.1%}" for each in sources], "right"),
         Column("zero from", [_zero(each) for each in sources], "right", leave_out=1),
         Column("tokens", ["unknown" if each.tokens is None else f"{each.tokens:,.0f}" for each in sources], "right"),
         Column("of tokens", ["" if s.token_share is None else f"{s.token_share:.1%}" for s in sources], "right", 3),
         Column("epochs", ["" if each.epochs is None else f"{each.epochs:.2f}" for each in sources], "right"),
         Column("K", [str(each.num_mixed or "") for each in sources], "right", leave_out=2),
-        Column("picks\na slice", [_picks(each) for each in sources], "right", leave_out=4),
+        Column("picks\nper slice", [_picks(each) for each in sources], "right", leave_out=4),
     ]
     return fitted_table(columns, width=width, hint=HINT, title="Sources", title_justify="left")
 
@@ -121,10 +116,8 @@ def _modality_table(preview: Preview, width: int) -> Table:
     return fitted_table(columns, width=width, hint=HINT, title="Pools, over all ranks", title_justify="left")
 
 
-def _ledger_table(preview: Preview) -> Table:
-    ledger = preview.ledger
-    assert ledger is not None
-    table = Table("ledger of a rank", "", title="Ledger", title_justify="left", show_header=False)
+def _ledger_table(ledger: LedgerView) -> Table:
+    table = Table("", "", title="Ledger, per rank", title_justify="left", show_header=False)
     table.add_row("mode", ledger.mode)
     table.add_row("capacity", f"{ledger.capacity:,} groups, {ledger.megabytes:,.1f} MB")
     table.add_row(
@@ -137,10 +130,3 @@ def _ledger_table(preview: Preview) -> Table:
     waits = f"{ledger.counted_wait_steps:,} steps counted; 2 K n is {ledger.wait_bound_steps:,}"
     table.add_row("longest wait", waits)
     return table
-
-
-def print_preview(preview: Preview, advice: Sequence[Advice], console: Console) -> None:
-    """Print everything."""
-    console.print(
-        render(preview, advice, width=min(console.width, MAX_WIDTH), table_width=console.width), highlight=False
-    )

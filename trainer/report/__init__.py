@@ -1,1 +1,1 @@
-"""The report: one self-contained page about a run, or about several. Needs plotly (extra `report`), and no torch."""
+"""The report: one self-contained HTML page on one or several runs. Needs plotly (extra `report`), but not torch."""

@@ -1,4 +1,4 @@
-"""Columns of a run made small enough to draw, without hiding what was in them."""
+"""Columns of a run reduced to what a chart can show, without hiding outliers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps, each point one logged value, or one bucket of neighbouring ones.
+    """Values over steps. A point is one logged value, or a bucket of neighboring ones.
 
     Attributes:
         first, last: first and last logged step of each point [N], ascending.
-        mean, low, high: of the finite values of each point [N]; all the same where a point is one value.
-        num_values: finite values behind the points.
-        bad_steps: steps whose value was NaN or infinite; they are not in the points.
+        mean, low, high: over the finite values of each point [N]; equal if the point is one value.
+        num_values: number of finite values in all points.
+        bad_steps: steps with NaN or infinite values, which are not in the points.
     """
 
     first: Ints
@@ -32,24 +32,24 @@ class Curve:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether points stand for more than one value."""
+        """Whether points are buckets."""
         return self.num_values > len(self.mean)
 
     @property
     def is_constant(self) -> bool:
-        """Whether every value is the same finite number."""
+        """Whether all values are the same finite number."""
         return bool(len(self.mean)) and not len(self.bad_steps) and float(self.low.min()) == float(self.high.max())
 
 
 def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
     """A curve of at most `limit` points.
 
-    Up to `limit` values are kept as they are. More are put into buckets of equal width in steps, and each gives the mean, the
-    lowest and the highest of its values: a single outlier stays visible, whatever the number of steps.
+    More values are put into buckets of equal width in steps. A point then has the mean, lowest and highest value of its bucket,
+    so an outlier stays visible in a run of any length.
 
     Args:
-        steps: ascending, each once.
-        values: as many; NaN and infinities are listed, not drawn.
+        steps: ascending and unique [V].
+        values: NaN and infinities go to `bad_steps` [V].
         limit: at least 1.
     """
     step, value = np.asarray(steps, np.int64), np.asarray(values, np.float64)
@@ -65,7 +65,8 @@ def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
     return Curve(
         first=step[starts],
         last=step[starts + counts - 1],
-        mean=_means(value, starts, counts),
+        # Dividing before the sum keeps values near the largest float from overflowing.
+        mean=np.add.reduceat(value / np.repeat(counts, counts), starts),
         low=np.minimum.reduceat(value, starts),
         high=np.maximum.reduceat(value, starts),
         num_values=len(step),
@@ -73,12 +74,8 @@ def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
     )
 
 
-def _means(value: Floats, starts: Ints, counts: Ints) -> Floats:
-    """Means of the buckets; divided first, so that values near the largest float do not overflow."""
-    return np.add.reduceat(value / np.repeat(counts, counts), starts)
-
-
-def running_total(values: ArrayLike) -> list[float]:
-    """The sum of a counter up to each of its rows; what is not finite counts as nothing."""
+def running_total(values: ArrayLike) -> Floats:
+    """Cumulative sum of a counter; values that are not finite count as 0."""
     value = np.asarray(values, np.float64)
-    return [float(total) for total in np.cumsum(np.where(np.isfinite(value), value, 0.0))]
+    total: Floats = np.cumsum(np.where(np.isfinite(value), value, 0.0))
+    return total

@@ -1,1 +1,1 @@
-"""Runs as they lie on disk, read back: what diagnosis, reports and comparisons start from. Needs no torch."""
+"""Run records: the files of a run, read back for diagnosis, reports and comparisons. Does not import torch."""

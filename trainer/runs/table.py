@@ -1,4 +1,4 @@
-"""Logged rows as columns: compact enough for 100,000 rows of 60 keys, in the standard library alone."""
+"""Logged rows as columns. Compact enough for 100,000 rows of 60 keys without numpy, which readers need not install."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import chain
 
 
 class _Block:
-    """The rows that have the same keys in the same order: row numbers, and all values row after row."""
+    """The rows that have the same keys in the same order: their row numbers, and their values row by row."""
 
     __slots__ = ("rows", "values")
 
@@ -18,25 +18,25 @@ class _Block:
 
 
 class RowTable:
-    """The rows of one mode (`train` or `eval`) in the order of the file.
+    """The rows of one mode (`train` or `eval`) in file order.
 
-    Rows are added first; what `steps` and `column` give is settled when the first of them is asked for. Of a step that
-    stands twice the later row counts. Only evaluations of one step, without a restart in between, complete each other:
-    a loop may log several.
+    If a step was logged more than once, the latest row replaces the others. With `merge_same_step`, rows of one step
+    without a restart between them are merged instead: a loop may log several evaluations of a step.
     """
 
-    def __init__(self, *, rows_complete_each_other: bool) -> None:
-        self._complete = rows_complete_each_other
+    def __init__(self, *, merge_same_step: bool) -> None:
+        self._merge = merge_same_step
         self._row_steps = array("q")
         self._row_attempts = array("q")
         self._blocks: dict[tuple[str, ...], _Block] = {}
-        self._alive: bytearray | None = None
         self._in_order = True
+        # Derived on first use, dropped by `add`.
+        self._kept: bytearray | None = None
         self._orders: dict[tuple[tuple[str, ...], ...], tuple[array[int], array[int] | None]] = {}
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, step: int, attempt: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
-        """Take one row; `attempt` is the number of restarts before it."""
+        """Add one row; `attempt` is the number of restarts before it."""
         block = self._blocks.get(keys)
         if block is None:
             block = self._blocks[keys] = _Block()
@@ -46,78 +46,69 @@ class RowTable:
             self._in_order = False
         self._row_steps.append(step)
         self._row_attempts.append(attempt)
-        self._alive = None
+        self._kept = None
         self._orders.clear()
         self._columns.clear()
 
     def __len__(self) -> int:
-        """Rows as they came, those that later ones replaced included."""
+        """Number of rows added, replaced ones included."""
         return len(self._row_steps)
 
     @property
     def keys(self) -> list[str]:
-        """Every key that some row has, in the order of first appearance."""
+        """The keys of all rows, in order of first appearance."""
         return list(dict.fromkeys(chain.from_iterable(self._blocks)))
 
-    def _settle(self) -> bytearray:
-        """For each row, whether it counts."""
-        if self._alive is None:
-            count = len(self._row_steps)
-            self._alive = bytearray(b"\x01") * count
-            if not self._in_order:
-                last = {step: row for row, step in enumerate(self._row_steps)}
-                for row, step in enumerate(self._row_steps):
-                    winner = last[step]
-                    is_same_attempt = self._row_attempts[winner] == self._row_attempts[row]
-                    self._alive[row] = winner == row or (self._complete and is_same_attempt)
-        return self._alive
+    def _kept_rows(self) -> bytearray:
+        """For each row, 1 unless a later row replaced it."""
+        if self._kept is None:
+            self._kept = bytearray(b"\x01") * len(self)
+            last = {} if self._in_order else {step: row for row, step in enumerate(self._row_steps)}
+            attempts = self._row_attempts
+            for row, step in enumerate(self._row_steps) if last else ():
+                self._kept[row] = last[step] == row or (self._merge and attempts[last[step]] == attempts[row])
+        return self._kept
 
     @property
     def num_replaced(self) -> int:
-        """Rows that a later row of the same step replaced."""
-        return len(self) - sum(self._settle())
+        """Number of rows that a later row of the same step replaced."""
+        return len(self) - sum(self._kept_rows())
 
     @property
     def steps(self) -> array[int]:
-        """Steps that have a row that counts, ascending, each once."""
-        if self._in_order:
-            return self._row_steps[:]
-        alive = self._settle()
-        return array("q", sorted({step for row, step in enumerate(self._row_steps) if alive[row]}))
+        """The logged steps, ascending and unique."""
+        return self._row_steps[:] if self._in_order else array("q", sorted(set(self._row_steps)))
 
     def column(self, key: str) -> tuple[array[int], array[float]]:
-        """(steps, values) of one key, steps ascending and each once; empty if no row has it. Values may be NaN.
+        """(steps, values) of one key, steps ascending and unique; empty if no row has it. Values may be NaN.
 
-        Columns of the same rows share their steps: treat both arrays as read-only.
+        Both arrays are shared with other columns and later calls: treat them as read-only.
         """
         if key not in self._columns:
-            self._columns[key] = self._gather(key)
+            parts = [(keys, block) for keys, block in self._blocks.items() if key in keys]
+            steps, order = self._order(tuple(keys for keys, _ in parts))
+            values = array("d")
+            for keys, block in parts:
+                values += block.values[keys.index(key) :: len(keys)]
+            self._columns[key] = steps, values if order is None else array("d", map(values.__getitem__, order))
         return self._columns[key]
 
-    def _gather(self, key: str) -> tuple[array[int], array[float]]:
-        parts = [(keys, block) for keys, block in self._blocks.items() if key in keys]
-        steps, order = self._order(tuple(keys for keys, _ in parts))
-        values = array("d")
-        for keys, block in parts:
-            values += block.values[keys.index(key) :: len(keys)]
-        return steps, values if order is None else array("d", map(values.__getitem__, order))
-
     def _order(self, blocks: tuple[tuple[str, ...], ...]) -> tuple[array[int], array[int] | None]:
-        """The steps of the rows of some blocks, and where each one's value stands when the blocks' values are joined.
+        """Steps of the rows of some blocks, and for each step the position of its value in the blocks' joined values.
 
-        None: they stand in that order already.
+        Cached, since most keys of a run are in the same blocks. None instead of positions: the values are in order already.
         """
         if blocks not in self._orders:
             rows = array("q", chain.from_iterable(self._blocks[keys].rows for keys in blocks))
-            places: Iterable[int] = range(len(rows))
+            positions: Iterable[int] = range(len(rows))
             if len(blocks) > 1:
-                places = sorted(places, key=rows.__getitem__)
+                positions = sorted(positions, key=rows.__getitem__)
             steps = self._row_steps
             if not self._in_order:
-                alive = self._settle()
-                last = {steps[rows[place]]: place for place in places if alive[rows[place]]}
-                places = map(last.__getitem__, sorted(last))
-            order = array("q", places)
-            is_same = len(blocks) == 1 and self._in_order
-            self._orders[blocks] = array("q", (steps[rows[place]] for place in order)), None if is_same else order
+                kept = self._kept_rows()
+                last = {steps[rows[position]]: position for position in positions if kept[rows[position]]}
+                positions = map(last.__getitem__, sorted(last))
+            order = array("q", positions)
+            is_ordered = len(blocks) == 1 and self._in_order
+            self._orders[blocks] = array("q", (steps[rows[i]] for i in order)), None if is_ordered else order
         return self._orders[blocks]

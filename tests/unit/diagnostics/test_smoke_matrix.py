@@ -1,4 +1,4 @@
-"""Whether the smoke matrix tells right from wrong, on the diagnoses of its runs as they were recorded."""
+"""The judgement of the smoke matrix, on recorded diagnoses of its runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_swapping_two_configs_turns_it_red(recorded: dict[str, Any], first: Any,
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_fault_too_many_or_too_few_turns_it_red(recorded: dict[str, Any], case: Any) -> None:
+def test_an_extra_or_a_missing_finding_turns_it_red(recorded: dict[str, Any], case: Any) -> None:
     more = copy.deepcopy(recorded)
     more[case.name]["findings"].append("stuck_reader")
     assert not is_green(judge_all(CASES, more, steps=STEPS))
@@ -79,18 +79,18 @@ def test_a_run_that_stopped_early_turns_it_red(recorded: dict[str, Any]) -> None
     assert not is_green(judge_all(CASES, recorded, steps=STEPS))
 
 
-def test_no_runs_are_not_green() -> None:
+def test_an_empty_matrix_is_not_green() -> None:
     assert not is_green([])
 
 
-def test_a_slow_machine_is_shown_but_not_judged(recorded: dict[str, Any]) -> None:
+def test_findings_about_speed_are_displayed_but_not_judged(recorded: dict[str, Any]) -> None:
     recorded["healthy"]["findings"].append("throughput_regression")
     judgements = judge_all(CASES, recorded, steps=STEPS)
     assert is_green(judgements)
     assert judgements[0].speed == {"throughput_regression"}
 
 
-def test_every_expectation_is_a_rule_and_every_config_is_shipped() -> None:
+def test_every_expectation_is_a_rule_and_every_config_exists() -> None:
     names = {rule.name for rule in RULES}
     assert names >= SPEED_RULES.union(*(case.expected for case in CASES))
     assert {case.config_name for case in CASES} == {path.stem for path in CONFIGS.glob("*.toml")}
@@ -99,7 +99,7 @@ def test_every_expectation_is_a_rule_and_every_config_is_shipped() -> None:
         assert load_config(CONFIGS / f"{case.config_name}.toml", case.overrides).train.steps == STEPS
 
 
-def test_the_faulty_configs_change_only_what_they_say() -> None:
+def test_the_faulty_configs_differ_from_the_healthy_one_only_in_their_fault() -> None:
     healthy = load_config(CONFIGS / "healthy.toml").model_dump()
     changed = {}
     for case in CASES[1:4]:

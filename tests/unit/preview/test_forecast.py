@@ -1,4 +1,4 @@
-"""What the preview counts, against the real data pipeline with its real batches."""
+"""The counts of the preview, against the real data pipeline and its batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODES = [
 
 @dataclass
 class Real:
-    """What the real pipeline gave, all ranks together (picks and batches: of each rank)."""
+    """Counts of the real pipeline over all ranks (picks and batches: per rank)."""
 
     batches: list[int] = field(default_factory=list)
     picks: list[Counter[str]] = field(default_factory=list)
@@ -59,7 +59,7 @@ def real_run(plan: Plan, world_size: int) -> Real:
             picks[source] += 1
             drained = next(each.dataset for each in blend.sources if each.name == source).drain_step_metrics()
             real.exhausts[source] += int(drained[EXHAUST_EVENTS])
-            rows = int((batch["targets"] >= 0).any(axis=1).sum())  # a rank that has nothing gives a masked row
+            rows = int((batch["targets"] >= 0).any(axis=1).sum())  # a rank without data gives a masked row
             real.cells[source] += rows
             real.cells_per_step[step] += rows
             real.tokens[source] += int((batch["targets"] >= 0).sum())
@@ -91,7 +91,6 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Plan,
 def totals(forecast: Forecast, source: str) -> tuple[list[int], int, float, int]:
     """(picks of each counted rank, cells, tokens, exhausts) of a source."""
     tallies = forecast.tallies[source]
-    assert tallies is not None
     return (
         [sum(tally.picks.values()) for tally in tallies],
         sum(sum(tally.cells.values()) for tally in tallies),
@@ -102,9 +101,7 @@ def totals(forecast: Forecast, source: str) -> tuple[list[int], int, float, int]
 
 @pytest.mark.parametrize("overrides", MODES)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_counted_is_what_the_pipeline_gives(
-    tmp_path: Path, overrides: tuple[str, ...], world_size: int
-) -> None:
+def test_counts_match_the_real_pipeline(tmp_path: Path, overrides: tuple[str, ...], world_size: int) -> None:
     plan, shapes = plan_of(tmp_path, *overrides, world_size=world_size)
     forecast = count_run(plan, shapes, world_size)
     real = real_run(plan, world_size)
@@ -114,11 +111,11 @@ def test_what_is_counted_is_what_the_pipeline_gives(
         assert picks == [real.picks[rank][shape.name] for rank in range(ranks)]
         assert cells == real.cells[shape.name]
         assert exhausts * (world_size if shape.shared else 1) == real.exhausts[shape.name]
-        # Slices in progress are told in proportion to their cells.
+        # The tokens of a slice in progress are estimated in proportion to its cells.
         assert tokens == pytest.approx(real.tokens[shape.name], rel=0.05)
     assert forecast.cells_per_step.tolist() == [
         real.cells_per_step[step + 1] for step in range(len(forecast.cells_per_step))
     ]
     assert real.in_flight <= forecast.in_flight
-    tallies = [tally for shape in shapes for tally in forecast.tallies[shape.name] or []]
+    tallies = [tally for shape in shapes for tally in forecast.tallies[shape.name]]
     assert real.longest_wait <= max(max(waits) for tally in tallies for waits in tally.waits.values())

@@ -1,4 +1,4 @@
-"""The numbers of a preview that are worked out, not counted."""
+"""The numbers of a preview that are computed, not counted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_first_zero_is_the_first_batch_at_which_the_weight_is_zero(
 
 
 @pytest.mark.parametrize("last", [29, 30, 31])
-def test_a_zero_that_lasts_to_the_runs_end_has_no_last_batch(last: int) -> None:
+def test_a_zero_weight_until_the_end_of_the_run_has_no_last_batch(last: int) -> None:
     weight = ScheduledWeight("step", {0: 1.0, 10: 0.0, last + 1: 1.0})
     span = first_zero(weight, 31, 1)
     assert span is not None
@@ -77,7 +77,7 @@ def test_every_token_of_the_documents_belongs_to_one_group(
     assert (tokens <= groups.num_cells * 6).all()
 
 
-def test_expected_batches_are_the_sum_of_the_probabilities_over_chunks() -> None:
+def test_expected_batches_sum_the_probabilities_over_chunks() -> None:
     fading = ScheduledWeight("linear", {0: 3.0, 100_000: 0.0})
     found = expected_batches([fading, ConstantWeight(1.0)], 150_000, 1)
     weights = np.clip(3.0 * (1 - np.arange(150_000) / 100_000), 0, None)
@@ -85,13 +85,12 @@ def test_expected_batches_are_the_sum_of_the_probabilities_over_chunks() -> None
     assert sum(found) == pytest.approx(150_000)
 
 
-def test_realised_batches_scatter_about_the_expected_ones(tmp_path: Path) -> None:
+def test_counted_batches_scatter_around_the_expectation(tmp_path: Path) -> None:
     counted = []
     for seed in range(12):
         plan = plan_of(tmp_path, "train.steps=100", f"run.seed={seed}")
         shapes = [source_shape(plan, source, 2) for source in plan.sources]
         tallies = count_run(plan, shapes, 2).tallies["first"]
-        assert tallies is not None
         counted.append(tallies[0].batches)
     expected = make_preview(plan, 2).sources[0].batches
     # 12 runs of 200 draws each: the mean's standard error is sqrt(p (1 - p) / 2400) of 200.
@@ -99,7 +98,7 @@ def test_realised_batches_scatter_about_the_expected_ones(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
-def test_averages_of_a_long_run_agree_with_counting_it(tmp_path: Path, mode: str) -> None:
+def test_averages_of_a_long_run_agree_with_its_counts(tmp_path: Path, mode: str) -> None:
     plan = plan_of(tmp_path, "train.steps=400", f"data.mixing.batching_mode={mode}")
     shapes = [source_shape(plan, source, 2) for source in plan.sources]
     counted = make_preview(plan, 2)
@@ -114,12 +113,12 @@ def test_averages_of_a_long_run_agree_with_counting_it(tmp_path: Path, mode: str
             assert own.tokens == pytest.approx(other.tokens, rel=0.1)
 
 
-def test_the_end_of_the_data_is_found(tmp_path: Path) -> None:
+def test_the_step_at_which_data_is_exhausted_is_found(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.steps=500", "data.mixing.repeat=false")
     preview = make_preview(plan, 2)
     assert preview.ends_at_step is not None
     assert preview.ends_at_step < 500
-    # What is read is all there is: the sources' whole epochs.
+    # Everything is read once.
     assert [source.epochs for source in preview.sources] == [pytest.approx(1.0)] * 2
 
 
@@ -128,7 +127,7 @@ def test_wait_bound_is_two_k_n_in_steps() -> None:
     assert wait_bound([50] * 10, 4, 0.5, 2) == 2 * 4 * 50
     assert wait_bound([50] * 10, 4, 0.25, 1) == 4 * 2 * 4 * 50
     assert wait_bound([10, 10, 90, 50], 2, 1.0, 1) == 2 * (90 + 50)
-    assert wait_bound([50] * 10, 1, 0.5, 1) == 2  # one reader never waits for another
+    assert wait_bound([50] * 10, 1, 0.5, 1) == 2  # a single reader never waits
     assert wait_bound([], 4, 0.0, 1) == 0
 
 
@@ -142,7 +141,7 @@ def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("length", "most"), [(1, 240), (2, 240), (240, 240), (1000, 240)])
-def test_sample_points_have_both_ends(length: int, most: int) -> None:
+def test_sample_points_include_both_ends(length: int, most: int) -> None:
     points = sample_points(length, most)
     assert points[0] == 0
     assert points[-1] == length - 1

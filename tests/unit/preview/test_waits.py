@@ -1,4 +1,4 @@
-"""How long groups wait: 2 K n as a safe stale threshold, counted where it is claimed to hold and where it does not."""
+"""Waits of groups: 2 K n is a safe stale threshold where docs/preview.md claims it, and not where it does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.preview.shapes import SliceShape, SourceShape, StreamShape
 
 
 def waits(num_mixed: int, picks: int, seed: int, *, pick_mode: str = "weighted") -> list[int]:
-    """Waits of a pool of K readers with n picks a slice, refilled from 4 K streams, over 10 K n picks."""
+    """Waits of a pool of K readers with n picks per slice, refilled from 4 K streams, over 10 K n picks."""
     part = SliceShape(np.full(4, picks), 4 * picks)
     streams = tuple(StreamShape("m", 4, 4, (part,)) for _ in range(4 * num_mixed))
     shape = SourceShape("pool", streams, num_mixed, shared=True)
@@ -26,7 +26,7 @@ def waits(num_mixed: int, picks: int, seed: int, *, pick_mode: str = "weighted")
 def test_no_wait_is_longer_than_2_k_n(num_mixed: int, picks: int) -> None:
     longest = max(max(waits(num_mixed, picks, seed)) for seed in range(3))
     assert longest <= 2 * num_mixed * picks
-    assert longest > 0.4 * num_mixed * picks  # and it is of that order: a threshold far below is not safe
+    assert longest > 0.4 * num_mixed * picks  # the bound is tight: a threshold far below is not safe
 
 
 def test_with_slices_of_two_picks_the_rule_does_not_hold() -> None:
@@ -35,6 +35,19 @@ def test_with_slices_of_two_picks_the_rule_does_not_hold() -> None:
 
 def test_uniform_picks_wait_far_less() -> None:
     assert max(waits(8, 50, 0, pick_mode="uniform")) < 8 * 50 / 2
+
+
+def test_with_a_single_reader_every_pick_lacks_the_other_modality() -> None:
+    part = SliceShape(np.full(4, 3), 12)
+    streams = tuple(StreamShape(modality, 4, 4, (part,)) for modality in "aabb")
+    mixing = CountedMixing(
+        SourceShape("pool", streams, 1, shared=True), pick_mode="weighted", repeat=True, seed=0, rank=0
+    )
+    for _ in range(100):
+        next(mixing)
+    picks, absent = mixing.tally.picks, mixing.tally.absent
+    assert picks["a"] + picks["b"] == 100
+    assert (absent["a"], absent["b"]) == (picks["b"], picks["a"])
 
 
 def test_a_lone_reader_never_waits() -> None:

@@ -1,4 +1,4 @@
-"""Runs made up on disk, read back by the real reader."""
+"""Synthetic runs on disk, read by the real reader."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import tomli_w
 
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.runs.load import Run, load_run
+from trainer.runs.load import RunRecord, load_run
 
-MakeRun = Callable[..., Run]
+MakeRun = Callable[..., RunRecord]
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def make_run(tmp_path) -> MakeRun:
         evals: Mapping[int, Mapping[str, float]] | None = None,
         config: Mapping[str, Any] | None = None,
         environment: Mapping[str, Any] | None = None,
-    ) -> Run:
+    ) -> RunRecord:
         directory: Path = tmp_path / name
         directory.mkdir(parents=True)
         lines = []

@@ -1,4 +1,4 @@
-"""Which key stands in which chart, and that none is left out."""
+"""Which keys share a chart, and that no key is missing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.diagnostics.diagnose import diagnose
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.report.charts import Columns, chart_id, group_order, variant_of
 from trainer.report.encode import encode_charts
 from trainer.report.names import with_distinct_names
 from trainer.report.page import make_charts, plotly_script, points_per_curve, render_page
-from trainer.runs.load import Run
+from trainer.runs.load import RunRecord
 from trainer.runs.table import RowTable
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
@@ -26,18 +27,18 @@ def shown_keys(charts):
 
 
 @pytest.mark.parametrize("num_runs", [1, 2, 3])
-def test_every_key_of_the_catalog_and_every_unknown_one_is_in_a_chart(make_run, num_runs):
+def test_every_key_of_the_catalog_and_every_unknown_key_is_in_a_chart(make_run, num_runs):
     train = {key: [1.0, 2.0, 3.0] for key in [*KEYS, *WITH_WORST, "my_own/key"]}
     runs = [make_run(f"r{n}", train, {2: {f"eval_{key}": 1.0 for key in KEYS}}) for n in range(num_runs)]
     charts = make_charts(runs)
-    # The standard error is the band around its noise scale.
+    # The standard error is drawn as a band around the noise scale.
     expected = {*train, *(f"eval_{key}" for key in KEYS)} - {"gns/b_simple_se"}
     assert expected <= shown_keys(charts)
     assert {chart.group for chart in charts} <= set(group_order())
     assert next(chart for chart in charts if "my_own/key" in chart.keys).group == "Not in the catalog"
 
 
-def test_colours_mean_lines_in_one_run_and_runs_in_several(make_run):
+def test_colors_stand_for_lines_of_one_run_or_for_several_runs(make_run):
     train = {"token_type/digit/loss": [1.0, 2.0], "token_type/space/loss": [2.0, 1.0]}
     first, second = make_run("a", train), make_run("b", train)
     (both,) = make_charts([first])
@@ -48,12 +49,12 @@ def test_colours_mean_lines_in_one_run_and_runs_in_several(make_run):
     assert digit.title.endswith("digit")
 
 
-def test_evaluation_stands_beside_training_with_another_dash(make_run):
+def test_evaluation_is_drawn_with_training_in_another_dash(make_run):
     (chart,) = make_charts([make_run("a", {"loss": [3.0, 2.0]}, {2: {"eval_loss": 2.5}})])
     assert [(line.label, line.dash) for line in chart.lines] == [("train", 0), ("held out", 1)]
 
 
-def test_variants_are_told_apart_by_the_catalog_and_not_by_spelling():
+def test_variants_follow_the_catalog_and_not_the_spelling():
     assert variant_of("eval_loss") == ("loss", "eval")
     assert variant_of("ledger/cold_starts_max") == ("ledger/cold_starts", "worst")
     assert variant_of("stream_mixing/active/remaining_max") == ("stream_mixing/active/remaining_max", "train")
@@ -66,13 +67,13 @@ def test_references_come_from_the_config(make_run):
         "a", train, config={"ledger": {"capacity": 64}, "train": {"micro_batches": 3}}, environment={"world_size": 2}
     )
     levels = {chart.title: chart.references for chart in make_charts([run])}
-    assert [ref.value for ref in levels["The ledger: groups held"]] == [128.0]
-    (bound,) = levels["The pool: is a reader stuck?"]
+    assert [ref.value for ref in levels["Ledger: live groups"]] == [128.0]
+    (bound,) = levels["Pool: surprise of the longest wait"]
     assert bound.value == pytest.approx(math.log(2 * 3 / 1e-3))
     assert make_charts([make_run("b", train)])[1].references == ()
 
 
-def test_the_noise_scale_has_two_standard_errors_around_it_where_both_are_known(make_run):
+def test_the_noise_scale_has_a_band_of_two_standard_errors_where_both_are_known(make_run):
     run = make_run(
         "a", {"gns/b_simple": [10.0, 12.0, 14.0], "gns/b_simple_se": [1.0, None, 2.0], "gns/b_big": [8.0] * 3}
     )
@@ -84,7 +85,7 @@ def test_the_noise_scale_has_two_standard_errors_around_it_where_both_are_known(
     assert spread.high.tolist() == [12.0, 18.0]
 
 
-def test_lost_state_is_summed_up(make_run):
+def test_lost_state_is_a_running_total(make_run):
     run = make_run("a", {"ledger/cold_starts": [0.0, 2.0, 3.0], "ledger/cold_starts_max": [0.0, 1.0, 3.0]})
     total, worst = make_charts([run])
     assert total.lines[0].curve.mean.tolist() == [0.0, 2.0, 5.0]
@@ -92,13 +93,13 @@ def test_lost_state_is_summed_up(make_run):
     assert worst.lines[0].curve.mean.tolist() == [0.0, 1.0, 3.0]
 
 
-def test_the_data_stay_within_the_budget_however_many_runs_there_are(make_run):
+def test_the_points_stay_within_the_budget_for_any_number_of_runs(make_run):
     run = make_run("a", {f"objective/part{n}": [1.0, 2.0] for n in range(60)})
     assert points_per_curve([run]) == 1500
     assert points_per_curve([run] * 10) * 600 <= 150_000
 
 
-def test_what_is_encoded_is_strict_json_that_cannot_end_its_script(make_run):
+def test_charts_are_strict_json_that_cannot_end_its_script_element(make_run):
     run = make_run("a", {"loss": [1.0, math.nan, 2.0], "</script><b>": [1.0]})
     text = encode_charts(make_charts([run]), [run])
     assert "<" not in text
@@ -110,7 +111,7 @@ def test_what_is_encoded_is_strict_json_that_cannot_end_its_script(make_run):
     assert page["charts"][1]["title"] == "</script><b>"
 
 
-def test_runs_of_the_same_name_get_names_that_differ(make_run):
+def test_runs_of_the_same_name_get_distinct_names(make_run):
     train = {"loss": [1.0]}
     runs = [make_run("a/x", train), make_run("b/x", train)]
     assert [run.name for run in with_distinct_names(runs)] == ["a/x", "b/x"]
@@ -121,10 +122,10 @@ def test_runs_of_the_same_name_get_names_that_differ(make_run):
 def test_a_page_of_a_hundred_thousand_logged_steps_of_sixty_keys_stays_below_15_mb():
     generator = np.random.Generator(np.random.Philox(1))
     rows = generator.normal(size=(100_000, 60))
-    table, keys = RowTable(rows_complete_each_other=False), tuple(f"objective/part{n}" for n in range(60))
+    table, keys = RowTable(merge_same_step=False), tuple(f"objective/part{n}" for n in range(60))
     for step, row in enumerate(rows.tolist(), start=1):
         table.add(step, 0, keys, row)
-    run = Run(Path("long"), table, RowTable(rows_complete_each_other=True))
-    page = render_page([run], [None], plotly=plotly_script())
+    run = RunRecord(Path("long"), table, RowTable(merge_same_step=True))
+    page = render_page([diagnose(run)], plotly=plotly_script())
     assert len(page.encode()) < 15e6
     assert "100,000 values in 1,500 buckets" in page

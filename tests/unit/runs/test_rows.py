@@ -1,4 +1,4 @@
-"""The record as a table: what CSV and Parquet hold is what the lines of metrics.jsonl say, the later row of a step counting."""
+"""CSV and Parquet have the rows of metrics.jsonl; if a step was logged twice, the later row."""
 
 from __future__ import annotations
 

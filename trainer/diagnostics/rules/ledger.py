@@ -1,4 +1,4 @@
-"""Rules about recurrent state: lost while it was needed, or kept in more room than it needs."""
+"""Rules about recurrent state: lost while still needed, or given more memory than needed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from functools import partial
 from statistics import median
 
-from trainer.diagnostics.facts import micro_batches, ranks, readers_of_a_rank, state_bytes
-from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_applicable, not_measured
+from trainer.diagnostics.facts import lower_lr, micro_batches, ranks, readers_of_a_rank, state_bytes
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
-from trainer.diagnostics.series import Series, aligned, count_of, number, series
-from trainer.runs.load import Run
+from trainer.diagnostics.series import Series, aligned, series
+from trainer.runs.load import RunRecord
+from trainer.runs.wording import counted, number_text
 
 COLD_STARTS = "ledger/cold_starts"
 FALSE_EVICTIONS = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
@@ -29,41 +30,38 @@ OVERSIZE_DEVICE_SHARE = 0.05
 OVERSIZE_STEPS = 100
 
 
-def check_false_evictions(run: Run, *, mode: str) -> Outcome:
-    """Any group that went on after it had been evicted."""
+def check_false_evictions(run: RunRecord, *, mode: str) -> Outcome:
+    """Groups that continued after their state had been evicted."""
     losses = series(run, FALSE_EVICTIONS[mode])
-    if not losses:
-        return not_measured(losses.key)
-    hits = losses.where(lambda value: value > 0)
-    if not hits:
-        return healthy(f"no group went on after {mode} had dropped its state")
+    if not losses.positive:
+        return healthy(f"no group continued after its state was evicted ({mode})")
     evictions = series(run, EVICTIONS[mode])
-    share = f" of {number(evictions.total)} evictions" if evictions else ""
+    share = f" of {counted(evictions.total, 'eviction')}" if evictions else ""
     return finding(
-        f"{number(losses.total)} groups{share} went on after {mode} had dropped their state, "
-        f"the first by step {losses.steps[hits[0]]}",
-        evidence=[losses.evidence(hits)],
-        knob=_capacity_knob(run) if mode == "lru" else _stale_knob(run),
+        f"{counted(losses.total, 'group')}{share} continued after their state was evicted ({mode}), "
+        f"first logged at step {losses.steps[losses.positive[0]]}",
+        evidence=[losses.evidence(losses.positive)],
+        knob=_larger_capacity(run) if mode == "lru" else _longer_threshold(run),
     )
 
 
-def _capacity_knob(run: Run) -> Knob:
+def _larger_capacity(run: RunRecord) -> Knob:
     capacity = _capacity(run)
     return Knob("ledger.capacity", capacity, 2 * capacity if capacity else "twice as many")
 
 
-def _capacity(run: Run) -> int | None:
-    """Places of a rank's ledger: the config's, or else what live groups and fill give on one rank."""
+def _capacity(run: RunRecord) -> int | None:
+    """Rows of the ledger of one rank: as configured, else estimated from the number of live groups and the fill."""
     configured = run.setting("ledger.capacity")
     if isinstance(configured, int):
         return configured
-    _, (live, fill) = aligned(series(run, LIVE), series(run, FILL))
-    sizes = [groups / share for groups, share in zip(live, fill, strict=True) if share > 0]
+    live, fill = aligned(series(run, LIVE), series(run, FILL))
+    sizes = [groups / share for groups, share in zip(live.values, fill.values, strict=True) if share > 0]
     return round(median(sizes) / ranks(run)) if sizes else None
 
 
-def _stale_knob(run: Run) -> Knob:
-    """A threshold of 2 K n picks is safe (K readers, n picks a slice), in steps."""
+def _longer_threshold(run: RunRecord) -> Knob:
+    """A safe threshold is 2 K n picks (K readers, n picks per slice), converted to steps."""
     current = run.setting("ledger.stale_threshold")
     readers = readers_of_a_rank(run)
     longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0)
@@ -73,156 +71,153 @@ def _stale_knob(run: Run) -> Knob:
     return Knob("ledger.stale_threshold", current, max(safe, 2 * current) if current else safe)
 
 
-def check_cold_starts(run: Run) -> Outcome:
-    """Cells that found no state, beyond those that false evictions and refused rows account for."""
+def check_cold_starts(run: RunRecord) -> Outcome:
+    """Cells that found no state, beyond those explained by false evictions and refused rows."""
     cold = series(run, COLD_STARTS)
-    if not cold:
-        return not_measured(cold.key)
     if not cold.total:
         return healthy("every cell that continues a group found its state")
     causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
-    known = math.fsum(column.total for column in causes)
+    known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:
-        names = " and ".join(column.key for column in causes if column.total)
-        return explained(f"{count_of(cold.total, 'cell')} started cold, as many as {names} account for")
-    hits = cold.where(lambda value: value > 0)
+        names = " and ".join(cause.key for cause in causes if cause.total)
+        return explained(f"{counted(cold.total, 'cell')} started from zero state, explained by {names}")
+    first = cold.steps[cold.positive[0]]
+    unexplained = counted(cold.total - known, "cell")
+    sentence = f"{unexplained} that continue a group found no state, first logged at step {first}"
+    evidence = [cold.evidence(cold.positive)]
     wipes = series(run, WIPES)
-    first = cold.steps[hits[0]]
-    sentence = f"{count_of(cold.total - known, 'cell')} that continue a group found no state, the first by step {first}"
     if wipes.total:
+        sentence += f"; the ledger was wiped {counted(wipes.total, 'time')}"
+        evidence.append(wipes.evidence(wipes.positive))
         knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
-        wiped = wipes.where(lambda value: value > 0)
-        sentence += f"; the ledger was wiped {count_of(wipes.total, 'time')}"
-        return finding(sentence, evidence=[cold.evidence(hits), wipes.evidence(wiped)], knob=knob)
-    knob = _capacity_knob(run)
-    if any(restart.global_step < first for restart in run.restarts):
-        knob = Knob("checkpoint.resume", run.setting("checkpoint.resume"), "a checkpoint that holds the ledger")
-    return finding(sentence, evidence=[cold.evidence(hits)], knob=knob)
+    elif any(restart.global_step < first for restart in run.restarts):
+        knob = Knob("checkpoint.resume", run.setting("checkpoint.resume"), "a checkpoint that includes the ledger")
+    else:
+        knob = _larger_capacity(run)
+    return finding(sentence, evidence=evidence, knob=knob)
 
 
-def check_thrash(run: Run) -> Outcome:
-    """A full ledger in which a state lives shorter than a reader may have to wait."""
+def check_thrash(run: RunRecord) -> Outcome:
+    """A full ledger whose states live for less time than a reader may wait for its next pick."""
     evictions, live, fill = series(run, EVICTIONS["lru"]), series(run, LIVE), series(run, FILL)
-    if not evictions or not live or not fill:
-        return not_measured(EVICTIONS["lru"], LIVE, FILL)
     lives = _lives(evictions, live, fill)
     if not lives:
-        return healthy("the ledger was never full and evicting at once")
+        return healthy("the ledger never had to evict while full")
     life = median(lives.values())
     waits = series(run, WAIT)
     wait = max(waits.values) / micro_batches(run) if waits else SHORT_LIFE_STEPS
-    words = f"a state lives {number(life)} steps when the ledger is full, the longest wait is {number(wait)} steps"
+    words = (
+        f"a state lives for {number_text(life)} steps in the full ledger, the longest wait is {number_text(wait)} steps"
+    )
     if life >= wait:
         return healthy(words)
     if series(run, FALSE_EVICTIONS["lru"]).total:
-        return explained(f"{words}; ledger/false_evictions/lru counts what it cost")
+        return explained(f"{words}; ledger/false_evictions/lru counts the lost states")
     shown = [index for index, step in enumerate(evictions.steps) if step in lives]
-    evidence = [evictions.evidence(shown), *([waits.evidence(_peak(waits))] if waits else [])]
-    return finding(words, evidence=evidence, knob=_capacity_knob(run))
+    evidence = [evictions.evidence(shown), *([waits.evidence(waits.largest())] if waits else [])]
+    return finding(words, evidence=evidence, knob=_larger_capacity(run))
 
 
-def _lives(evictions: Series, live: Series, fill: Series) -> dict[int, float]:
-    """Step -> steps that a state survives, at each row whose ledger is full and evicts."""
-    steps, (counts, groups, fills) = aligned(evictions, live, fill)
+def _lives(*columns: Series) -> dict[int, float]:
+    """Lifetime of a state in steps, for each row in which the ledger is full and evicts: evictions, live groups, fill."""
+    evictions, live, fill = aligned(*columns)
     return {
         step: held * max(step - before, 1) / count
-        for before, step, count, held, share in zip([0, *steps], steps, counts, groups, fills, strict=False)
+        for before, step, count, held, share in zip(
+            [0, *evictions.steps], evictions.steps, evictions.values, live.values, fill.values, strict=False
+        )
         if count > 0 and share >= FULL
     }
 
 
-def _peak(column: Series) -> list[int]:
-    return [max(range(len(column)), key=column.values.__getitem__)]
-
-
-def check_oversize(run: Run) -> Outcome:
-    """Memory that is set aside for states and was never needed."""
+def check_oversize(run: RunRecord) -> Outcome:
+    """Memory that is allocated for states and never used."""
     fill = series(run, FILL)
-    if not fill:
-        return not_measured(FILL)
     capacity, width = _capacity(run), state_bytes(run)
     if capacity is None or width is None:
-        return not_applicable("the size of a state is unknown: no resolved config, or a model of one's own")
+        return not_measured("the size of a state is unknown: no resolved config, or a custom model")
     if fill.steps[-1] < OVERSIZE_STEPS:
-        return not_applicable(f"fewer than {OVERSIZE_STEPS} steps")
+        return not_measured(f"fewer than {OVERSIZE_STEPS} steps")
     peak = max(fill.values)
     spare = capacity * (1 - peak) * width
     device = max(series(run, "gpu/total_gb").values, default=0.0) * 1e9
     limit = OVERSIZE_DEVICE_SHARE * device or OVERSIZE_BYTES
-    words = f"at most {peak:.1%} of {capacity:,} places were used; the rest takes {spare / 1e9:.2g} GB a rank"
+    words = f"at most {peak:.1%} of {capacity:,} rows were used; the rest takes {spare / 1e9:.2g} GB per rank"
     if peak >= OVERSIZE_FILL or spare <= limit:
         return healthy(words)
     enough = 2 ** math.ceil(math.log2(max(2 * peak * capacity, 1)))
-    return finding(words, evidence=[fill.evidence(_peak(fill))], knob=Knob("ledger.capacity", capacity, enough))
+    return finding(words, evidence=[fill.evidence(fill.largest())], knob=Knob("ledger.capacity", capacity, enough))
 
 
-def check_refused_rows(run: Run) -> Outcome:
+def check_refused_rows(run: RunRecord) -> Outcome:
     """States that were not finite."""
     refused = series(run, REFUSED)
-    if not refused:
-        return not_measured(REFUSED)
-    hits = refused.where(lambda value: value > 0)
-    if not hits:
+    if not refused.positive:
         return healthy("every state was finite")
-    lr = run.setting("optimizer.lr")
+    first = refused.steps[refused.positive[0]]
     return finding(
-        f"{count_of(refused.total, 'state')} not stored for not being finite, the first by step {refused.steps[hits[0]]}",
-        evidence=[refused.evidence(hits)],
-        knob=Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it"),
+        f"{counted(refused.total, 'state')} not stored because of NaN or infinity, first logged at step {first}",
+        evidence=[refused.evidence(refused.positive)],
+        knob=lower_lr(run),
+    )
+
+
+def _false_evictions_rule(mode: str, knob: str) -> Rule:
+    return Rule(
+        name=f"false_evictions_{mode}",
+        needs=(FALSE_EVICTIONS[mode],),
+        threshold="above 0",
+        why="The counter includes only groups that continued after their state was evicted: each is a cell that started from "
+        "the wrong state.",
+        knob=knob,
+        severity="error",
+        check=partial(check_false_evictions, mode=mode),
     )
 
 
 RULES = (
-    *(
-        Rule(
-            name=f"false_evictions_{mode}",
-            looks_at=(FALSE_EVICTIONS[mode],),
-            threshold="above 0",
-            why="The ledger counts only groups that went on after their state was dropped: each is a cell that began wrong.",
-            knob=knob,
-            severity="error",
-            check=partial(check_false_evictions, mode=mode),
-        )
-        for mode, knob in (
-            ("lru", "`ledger.capacity`: twice as large"),
-            (
-                "stale",
-                "`ledger.stale_threshold`: 2 K n steps (K readers, n picks a slice, over the micro-batches a step)",
-            ),
-        )
+    _false_evictions_rule("lru", "`ledger.capacity`: twice as large"),
+    _false_evictions_rule(
+        "stale",
+        "`ledger.stale_threshold`: 2 K n steps (K readers, n picks per slice), divided by micro-batches per step",
     ),
     Rule(
         name="cold_starts",
-        looks_at=(COLD_STARTS, *FALSE_EVICTIONS.values(), REFUSED, WIPES),
-        threshold="more than false evictions and refused rows account for",
-        why="False evictions do not see wipes and resumes without the ledger; cold starts are counted whatever the cause.",
-        knob="`ledger.wipe_mode`, the checkpoint, or `ledger.capacity`, by what happened before",
+        needs=(COLD_STARTS,),
+        uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES),
+        threshold="more cold starts than false evictions and refused rows explain",
+        why="Wipes, and resuming without the ledger, are not counted as false evictions; cold starts count every cause.",
+        knob="`ledger.wipe_mode`, the checkpoint, or `ledger.capacity`, depending on what happened before",
         severity="error",
         check=check_cold_starts,
     ),
     Rule(
         name="ledger_thrash",
-        looks_at=(EVICTIONS["lru"], LIVE, FILL, WAIT),
-        threshold=f"fill at least {FULL}, and live groups over evictions a step below the longest wait for a pick "
-        f"({SHORT_LIFE_STEPS:g} steps where waits are not logged)",
-        why="LRU drops the oldest, so a state survives live groups / evictions a step; a reader that waits longer has lost it.",
+        needs=(EVICTIONS["lru"], LIVE, FILL),
+        uses=(WAIT,),
+        threshold=f"fill of {FULL} or more, and live groups divided by evictions per step below the longest wait for a pick "
+        f"({SHORT_LIFE_STEPS:g} steps if waits are not logged)",
+        why="LRU evicts the oldest state, so a state lives for live groups / evictions steps; a reader that waits longer has "
+        "lost its state.",
         knob="`ledger.capacity`: twice as large",
         severity="warning",
         check=check_thrash,
     ),
     Rule(
         name="ledger_oversize",
-        looks_at=(FILL, "gpu/total_gb"),
-        threshold=f"never more than {OVERSIZE_FILL:.0%} used in {OVERSIZE_STEPS} steps or more, and the unused places take "
-        f"more than {OVERSIZE_DEVICE_SHARE:.0%} of the device (1 GB where its memory is unknown)",
-        why="The capacity is allocated at once. A quarter leaves room for a fourfold surprise; small ledgers cost nothing.",
-        knob="`ledger.capacity`: the power of two above twice the most that was used",
+        needs=(FILL,),
+        uses=("gpu/total_gb",),
+        threshold=f"at most {OVERSIZE_FILL:.0%} used over {OVERSIZE_STEPS} steps or more, and the unused rows take more than "
+        f"{OVERSIZE_DEVICE_SHARE:.0%} of device memory (1 GB if its size is unknown)",
+        why="The whole capacity is allocated at startup. A quarter leaves room for a fourfold increase; small ledgers cost "
+        "nothing.",
+        knob="`ledger.capacity`: the power of two above twice the peak use",
         severity="warning",
         check=check_oversize,
     ),
     Rule(
         name="refused_rows",
-        looks_at=(REFUSED,),
+        needs=(REFUSED,),
         threshold="above 0",
         why="A state that is not finite comes from a recurrence that overflowed.",
         knob="`optimizer.lr`: half",

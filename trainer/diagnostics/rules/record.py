@@ -1,72 +1,74 @@
-"""Rules about the run as a whole: how it ended, and how often it began again."""
+"""Rules about the run as a whole: how it ended, and how often it restarted."""
 
 from __future__ import annotations
 
-from trainer.diagnostics.outcome import Evidence, Knob, Outcome, finding, healthy, not_applicable
+from array import array
+
+from trainer.diagnostics.outcome import Evidence, Knob, Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
-from trainer.diagnostics.series import count_of, thin
-from trainer.runs.load import Run
+from trainer.diagnostics.series import Series
+from trainer.runs.load import RunRecord
+from trainer.runs.wording import counted
 
 LOST_SHARE = 0.05
 REPEATED = 2
 
 
-def check_restarts(run: Run) -> Outcome:
-    """Restarts that cost steps, or that follow each other without progress."""
+def check_restarts(run: RunRecord) -> Outcome:
+    """Restarts that repeat steps, or that repeat themselves without progress."""
     if not run.restarts:
         return healthy("no restarts")
-    lost = run.steps_redone
+    lost = sum(run.steps_redone)
     total = run.steps[-1] if run.steps else 0
     starts = [restart.global_step for restart in run.restarts]
     repeated = max(starts.count(step) for step in starts)
-    words = f"{count_of(len(starts), 'restart')}, {count_of(sum(lost), 'step')} done twice"
-    if sum(lost) <= LOST_SHARE * total and repeated <= REPEATED:
+    words = f"{counted(len(starts), 'restart')}, {counted(lost, 'step')} repeated"
+    if lost <= LOST_SHARE * total and repeated <= REPEATED:
         return healthy(words)
-    shown = thin(range(len(starts)))
     every = run.setting("checkpoint.every")
     suggested = max(every // 4, 1) if isinstance(every, int) and every else max(total // 50, 1)
-    why = f"; {repeated} times from step {max(starts, key=starts.count)}" if repeated > REPEATED else ""
+    why = f"; {repeated} restarts from step {max(starts, key=starts.count)}" if repeated > REPEATED else ""
+    restarts = Series("restart", array("q", starts), array("d", run.steps_redone))
     return finding(
         f"{words} of {total:,}{why}",
-        evidence=[Evidence("restart", tuple(starts[i] for i in shown), tuple(float(lost[i]) for i in shown))],
+        evidence=[restarts.evidence()],
         knob=Knob("checkpoint.every", every, suggested),
     )
 
 
-def check_ending(run: Run) -> Outcome:
-    """What status.json says of the run's end."""
+def check_ending(run: RunRecord) -> Outcome:
+    """The final state of the run in status.json."""
     state = run.status.get("state")
     if state is None:
-        return not_applicable("there is no status.json beside the metrics")
+        return not_measured("no status.json beside the metrics")
     if state != "failed":
         return healthy(f"the run is {state}")
-    reason = str(run.status.get("reason") or "no reason was left")
     step = run.status.get("last_step")
     steps = (step,) if isinstance(step, int) else ()
     return finding(
-        f"the run failed: {reason}",
-        evidence=[Evidence("status.json", steps, tuple(float(s) for s in steps))],
-        knob=None,
+        f"the run failed: {run.status.get('reason') or 'unknown reason'}",
+        evidence=[Evidence("status.json", steps, tuple(map(float, steps)))],
     )
 
 
 RULES = (
     Rule(
         name="restarts",
-        looks_at=("the `restart` events of metrics.jsonl",),
-        threshold=f"more than {LOST_SHARE:.0%} of the steps done twice, or more than {REPEATED} restarts from one step",
-        why="A resume after a planned stop repeats nothing. Steps done twice are paid for twice, and starting from one step "
-        "again and again is a crash that repeats.",
+        uses=("the `restart` events of metrics.jsonl",),
+        threshold=f"more than {LOST_SHARE:.0%} of the steps were repeated, or the run restarted more than {REPEATED} times "
+        "from the same step",
+        why="Resuming after a planned stop repeats no step. Repeated steps are wasted compute, and repeated restarts from one "
+        "step are a crash loop.",
         knob="`checkpoint.every`: a quarter",
         severity="warning",
         check=check_restarts,
     ),
     Rule(
         name="ending",
-        looks_at=("status.json",),
+        uses=("status.json",),
         threshold="the state is `failed`",
-        why="It says why, also where torchrun turned the exit code into 1.",
-        knob="as the reason says",
+        why="status.json has the reason even where torchrun replaced the exit code with 1.",
+        knob="depends on the reason",
         severity="error",
         check=check_ending,
     ),

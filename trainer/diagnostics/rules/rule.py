@@ -1,32 +1,39 @@
-"""A rule: one pure function of a run, and what a reader should know about it."""
+"""The type of a diagnosis rule: a pure function of a run record, and its documentation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.diagnostics.outcome import Outcome, Severity
-from trainer.runs.load import Run
+from trainer.diagnostics.outcome import Outcome, Severity, not_measured
+from trainer.runs.load import RunRecord
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """One row of the table of rules.
 
     Attributes:
-        name: stable; programs and the smoke matrix go by it.
-        looks_at: the keys.
-        threshold: when it fires, in words.
-        why: where the threshold comes from.
-        knob: what to turn.
-        severity: of its findings, unless one says otherwise.
-        check: the function.
+        name: stable id, used in JSON and in the smoke matrix.
+        needs: metric keys without which nothing can be measured.
+        uses: other keys and files that the rule reads if they are there.
+        threshold: the condition for a finding, in words.
+        why: the reason for the threshold.
+        knob: what to change.
+        severity: of a finding, unless its `Outcome` has another.
+        check: the outcome for a run that has all keys in `needs`.
     """
 
     name: str
-    looks_at: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
     threshold: str
     why: str
     knob: str
     severity: Severity
-    check: Callable[[Run], Outcome]
+    check: Callable[[RunRecord], Outcome]
+
+    def apply(self, run: RunRecord) -> Outcome:
+        """The outcome for any run."""
+        missing = [key for key in self.needs if not run.column(key)[0]]
+        return not_measured(f"the run does not log {' and '.join(missing)}") if missing else self.check(run)

@@ -1,4 +1,4 @@
-"""Rules about the loss: spikes, and what is not finite."""
+"""Rules about the loss: spikes, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from itertools import islice
 from statistics import median
 
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_applicable, not_measured
+from trainer.diagnostics.facts import lower_lr
+from trainer.diagnostics.outcome import Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
-from trainer.diagnostics.series import count_of, number, series, typical_deviation
-from trainer.runs.load import Run
+from trainer.diagnostics.series import series, typical_deviation
+from trainer.runs.load import RunRecord
+from trainer.runs.wording import counted, number_text
 
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
@@ -29,58 +31,51 @@ FP16_SHARE = 0.02
 FP16_FREE = 20
 
 
-def check_non_finite(run: Run) -> Outcome:
-    """Steps whose loss or gradient was not finite."""
-    loss = series(run, LOSS)
-    if not loss:
-        return not_measured(LOSS)
-    rejected = series(run, REJECTED)
-    grad_norm = series(run, GRAD_NORM)
-    bad = [(column, column.where(lambda value: not math.isfinite(value))) for column in (loss, grad_norm)]
-    hits = rejected.where(lambda value: value > 0)
+def check_non_finite(run: RunRecord) -> Outcome:
+    """Steps with a loss or gradient that is not finite."""
+    loss, rejected = series(run, LOSS), series(run, REJECTED)
+    skipped = f"{counted(rejected.total, 'step')} skipped"
     if run.setting("train.precision") == "fp16" and rejected.total <= FP16_FREE + FP16_SHARE * loss.steps[-1]:
-        return healthy(f"{count_of(rejected.total, 'step')} rejected, as fp16's loss scaling does")
-    found = [(column, where) for column, where in [(rejected, hits), *bad] if where]
-    if not found:
-        return healthy("every logged loss and gradient was finite")
-    first = min(column.steps[where[0]] for column, where in found)
-    lr = run.setting("optimizer.lr")
-    counted = f"{count_of(rejected.total, 'step')} rejected" if rejected.total else "values that are not finite"
+        return healthy(f"{skipped}, as fp16 loss scaling does")
+    bad = [(column, column.where(lambda value: not math.isfinite(value))) for column in (loss, series(run, GRAD_NORM))]
+    hits = [(column, where) for column, where in [(rejected, rejected.positive), *bad] if where]
+    if not hits:
+        return healthy("every logged loss and gradient norm was finite")
+    first = min(column.steps[where[0]] for column, where in hits)
     return finding(
-        f"{counted}, the first by step {first}; events.jsonl names the batches",
-        evidence=[column.evidence(where) for column, where in found],
-        knob=Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it"),
+        f"{skipped if rejected.total else 'NaN or infinite values'}, first logged at step {first}; "
+        "events.jsonl names the batches",
+        evidence=[column.evidence(where) for column, where in hits],
+        knob=lower_lr(run),
     )
 
 
-def check_loss_spikes(run: Run) -> Outcome:
-    """A loss far out of its own noise, by the tracker's flag or, where there is none, against the rows before."""
+def check_loss_spikes(run: RunRecord) -> Outcome:
+    """Losses far outside their own noise: flagged by the tracker, or compared with the rows before."""
     loss = series(run, LOSS)
-    if not loss:
-        return not_measured(LOSS)
     flags = series(run, FLAG)
-    flagged = {flags.steps[i] for i in flags.where(lambda value: value > 0)}
+    flagged = {flags.steps[i] for i in flags.positive}
     if len(loss) <= MIN_BEFORE and not flagged:
-        return not_applicable(f"fewer than {MIN_BEFORE + 1} logged losses")
+        return not_measured(f"fewer than {MIN_BEFORE + 1} logged losses")
     hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
     if not hits:
-        return healthy(f"no loss rose by {SIGMAS:g} times its own noise")
+        return healthy(f"no loss rose by {SIGMAS:g} times its noise")
     worst = max(hits, key=loss.values.__getitem__)
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
-    lr = run.setting("optimizer.lr")
     return finding(
-        f"the loss leaves its own noise at {count_of(len(hits), 'logged step')}, to {number(loss.values[worst])} at step "
+        f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[worst])} at step "
         f"{loss.steps[worst]}",
         evidence=[loss.evidence(around)],
-        knob=Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it"),
+        knob=lower_lr(run),
     )
 
 
 def find_spikes(values: Iterable[float]) -> list[int]:
-    """Indices of values that rise out of the run's own noise.
+    """Indices of values that rise above the noise of the run.
 
-    How far a value lies above the median of the few before has to pass four bars; see the rule's threshold. The largest
-    such distance before stands for a blend whose sources differ; the share of what was learnt, for a rare source.
+    The distance of a value from the median of the values before it must exceed four limits; see the threshold of the rule.
+    The largest distance before it accounts for a blend of sources with different losses, the share of the total improvement
+    for a rare source.
     """
     before: deque[float] = deque(maxlen=WINDOW)
     distances: deque[float] = deque(maxlen=WINDOW)
@@ -102,14 +97,14 @@ def find_spikes(values: Iterable[float]) -> list[int]:
         if is_spike:
             found.append(index)
         if is_spike and in_a_row < NEW_LEVEL:
-            continue  # a spike is no measure of the noise, until it has become the level
+            continue  # A spike says nothing about the noise, unless it lasts: then it is the new level.
         before.append(value)
         distances.append(distance)
     return found
 
 
 def _noise(values: Iterable[float]) -> float:
-    """Robust deviation from second differences, which a falling loss does not enlarge: theirs is sqrt(6) times a value's."""
+    """Robust deviation from second differences, which ignore a falling loss; theirs is sqrt(6) times that of a value."""
     listed = list(values)
     bends = [a - 2 * b + c for a, b, c in zip(listed, listed[1:], listed[2:], strict=False)]
     return typical_deviation(bends, 0.0) / math.sqrt(6)
@@ -118,20 +113,23 @@ def _noise(values: Iterable[float]) -> float:
 RULES = (
     Rule(
         name="non_finite",
-        looks_at=(REJECTED, LOSS, GRAD_NORM),
+        needs=(LOSS,),
+        uses=(REJECTED, GRAD_NORM),
         threshold=f"above 0 (fp16: above {FP16_FREE} + {FP16_SHARE:.0%} of the steps)",
-        why="A step whose loss or gradient is not finite is rejected whole. fp16 rejects some while its scale settles.",
+        why="A step whose loss or gradient is not finite is skipped. fp16 skips some steps until its loss scale has settled.",
         knob="`optimizer.lr`: half; or the batch that events.jsonl names",
         severity="error",
         check=check_non_finite,
     ),
     Rule(
         name="loss_spikes",
-        looks_at=(LOSS, FLAG),
-        threshold=f"above the median of the {CENTER} rows before by all of: {SIGMAS:g} deviations (of second differences), "
-        f"{RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of what was learnt, {MIN_RISE} nats",
-        why="All but the last are the run's own: a blend whose sources differ has room, and a rare source is no spike.",
-        knob="`optimizer.lr`: half; or the batches at that step",
+        needs=(LOSS,),
+        uses=(FLAG,),
+        threshold=f"above the median of the {CENTER} rows before by each of: {SIGMAS:g} deviations (of second differences), "
+        f"{RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of the improvement, {MIN_RISE} nats",
+        why="All but the last adapt to the run: a blend of sources with different losses is given room, and a rare source is "
+        "not a spike.",
+        knob="`optimizer.lr`: half; or the batches of that step",
         severity="warning",
         check=check_loss_spikes,
     ),

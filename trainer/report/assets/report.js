@@ -1,4 +1,4 @@
-/* Draws the charts of a run report with plotly.js. Reads the JSON in #data; asks the network for nothing. */
+/* Draws the charts of a run report with plotly.js. Reads the JSON in #data; makes no network request. */
 "use strict";
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
@@ -6,12 +6,12 @@
   const plots = [...document.querySelectorAll(".plot")];
   const isTouch = matchMedia("(pointer: coarse)").matches;
   const DASHES = ["solid", "dot", "dash", "dashdot"];
-  // Share of the points that the average reaches over, by the level of the switch.
+  // Window of the average as a fraction of the points, by level.
   const SMOOTHING = [0, 0.02, 0.08];
   const FEWEST_TO_SMOOTH = 12;
-  // In usual distances between a key's points; keys that are rare at random stay below it.
+  // In units of the median distance between points; randomly sparse keys stay below it.
   const WIDEST_GAP = 12;
-  // More words than this would run into each other; the lines stay.
+  // More labels than this would overlap; the lines are still drawn.
   const MOST_RESTART_WORDS = 6;
   const state = { smoothing: 0, log: false, range: null, hiddenRuns: new Set(), hiddenLines: new Map() };
   const drawn = new Set();
@@ -21,7 +21,7 @@
   /* ---- Theme ---- */
   const THEMES = ["auto", "light", "dark"];
   let theme = "auto";
-  try { theme = localStorage.getItem("report-theme") || "auto"; } catch { /* A page from disk may have no storage. */ }
+  try { theme = localStorage.getItem("report-theme") || "auto"; } catch { /* Pages opened from disk may have no storage. */ }
 
   function applyTheme() {
     if (theme === "auto") delete root.dataset.theme;
@@ -49,7 +49,7 @@
     return value.toLocaleString("en", { maximumSignificantDigits: Math.max(5, Math.ceil(Math.log10(size + 1)) + 1) });
   }
 
-  /* Exponential average without the pull towards its start: weights are normalised. */
+  /* Exponential moving average with normalized weights, so that it is not biased towards the first value. */
   function smooth(values, level) {
     const reach = Math.max(2, values.length * SMOOTHING[level]);
     const keep = 1 - 1 / reach;
@@ -71,7 +71,7 @@
 
   const isLog = (chart) => (state.log || chart.log) && canBeLog(chart);
 
-  /* The area between low and high, one piece for each stretch without a gap. */
+  /* The area between low and high, one polygon for each range without a gap. */
   function envelope(x, low, high, color, alpha, common, onLog) {
     const floor = onLog ? Math.min(...high.filter((v) => v > 0)) / 1e3 : -Infinity;
     const most = widestGap(x);
@@ -119,7 +119,7 @@
     return WIDEST_GAP * spacing[spacing.length >> 1];
   }
 
-  /* Where a key was absent for long, the line is broken: nothing is known there. */
+  /* Breaks the line where a key was absent for long. */
   function withGaps(x, trace) {
     const most = widestGap(x);
     if (most === Infinity || trace.stackgroup) return trace;
@@ -139,7 +139,7 @@
   }
 
   const texts = new WeakMap();
-  /* The value of each point; with its step where a line has other steps than the first one, which names them. */
+  /* The value of each point, with its step if the line has other steps than the first line, whose steps are in the heading. */
   function hoverTexts(line, chart) {
     if (texts.has(line)) return texts.get(line);
     const steps = page.steps[line.steps];
@@ -154,7 +154,7 @@
     return found;
   }
 
-  /* What lies in the shown steps, so that a zoomed chart uses its whole height. */
+  /* The range of the visible values, so that a zoomed chart uses its full height. */
   function valueRange(index) {
     const chart = page.charts[index];
     let low = Infinity, high = -Infinity;
@@ -171,7 +171,7 @@
       if (chart.style === "area") x.forEach((step, i) => totals.set(step, (totals.get(step) ?? 0) + line.y[i]));
       else {
         take(x, line.low ?? line.y, line.high ?? line.y);
-        // A wide uncertainty must not flatten the curve: it counts up to three times the curve's own height.
+        // A wide band must not flatten the curve: beyond three times the height of the curve it is clipped.
         if (line.spread) {
           const reach = 2 * (Math.max(...line.y) - Math.min(...line.y)) || Math.abs(line.y[0]);
           take(page.steps[line.spread.steps].x, line.spread.low.map((v) => Math.max(v, Math.min(...line.y) - (isLog(chart) ? 0 : reach))),
@@ -181,7 +181,7 @@
     });
     if (chart.style === "area") take([...totals.keys()], [...totals.values()].map(() => 0), [...totals.values()]);
     if (low > high) return null;
-    // A level far away would flatten the curves; the legend has its value.
+    // A distant reference would flatten the curves; its value is in the legend.
     const [least, most] = [low, high];
     for (const { value, run } of chart.references) {
       if ((run !== null && state.hiddenRuns.has(run)) || value > 4 * most || value < least - 3 * (most - least)) continue;
@@ -224,7 +224,7 @@
     return shapes;
   }
 
-  /* Ends far outside what is shown, for a band that is open on one side. */
+  /* Limits far outside the visible range, for a band that is open on one side. */
   function chartEnds(index) {
     const range = valueRange(index) ?? [0, 1];
     if (isLog(page.charts[index])) return [10 ** (range[0] - 3), 10 ** (range[1] + 3)];
@@ -271,7 +271,7 @@
     };
   }
 
-  /* 1, 2, 5, 10, ... or powers of ten alone where those would be too many. */
+  /* 1, 2, 5, 10, ..., or only powers of ten if those are too many. */
   function logTicks([from, to]) {
     const digits = to - from < 2.5 ? [1, 2, 5] : [1];
     const values = [];
@@ -302,7 +302,7 @@
     target.addEventListener("keydown", (event) => onKey(event, index));
   }
 
-  /* Charts are drawn when they come near the screen. */
+  /* Charts are drawn when they are close to the viewport. */
   const nearby = new Set();
   const observer = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -340,7 +340,7 @@
     return [low, high];
   }
 
-  /* The same for all charts, so that one stands below the other. */
+  /* The same for all charts, so that their steps align. */
   function wholeRange() {
     const [low, high] = bounds();
     const pad = Math.max((high - low) * 0.015, 0.5);
@@ -384,7 +384,7 @@
     readOutStep(index, step);
   }
 
-  /* ---- The line of text below a chart ---- */
+  /* ---- Readout below a chart ---- */
   function readOutStep(index, step) {
     const points = [];
     page.charts[index].lines.forEach((line, place) => {
@@ -410,7 +410,7 @@
 
   document.getElementById("theme").addEventListener("click", () => {
     theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-    try { localStorage.setItem("report-theme", theme); } catch { /* Then it lasts as long as the page. */ }
+    try { localStorage.setItem("report-theme", theme); } catch { /* The choice is lost when the page is closed. */ }
     applyTheme();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
@@ -485,10 +485,10 @@
     }
     const none = document.getElementById("no-match");
     none.hidden = found > 0;
-    none.textContent = "No chart has these words in its title or keys.";
+    none.textContent = "No chart title or key matches.";
   });
 
-  // The number of a chart in the data, as the page's order may differ from it.
+  // Plots by their index in the data; constant charts have none.
   plots.sort((a, b) => Number(a.dataset.chart) - Number(b.dataset.chart));
   const byNumber = new Map(plots.map((plot) => [Number(plot.dataset.chart), plot]));
   plots.length = 0;

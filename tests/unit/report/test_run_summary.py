@@ -1,4 +1,4 @@
-"""What came of a run, and how two differ."""
+"""The results of a run, and how two runs differ."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from trainer.report.outcome import config_differences, end_of, flatten, key_means, make_outcome
+from trainer.report.run_summary import config_differences, end_of, flatten, key_means, summarize
 
 
-def facts(run, **options):
-    return {fact.label: fact.value for fact in make_outcome(run, **options)}
+def results(run, **options):
+    return {row.label: row.value for row in summarize(run, **options)}
 
 
-def test_the_outcome_is_read_from_the_rows_and_unknown_is_none(make_run):
+def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
     run = make_run(
         "a",
         {
@@ -23,7 +23,7 @@ def test_the_outcome_is_read_from_the_rows_and_unknown_is_none(make_run):
         },
         {2: {"eval_loss": 2.0}, 4: {"eval_loss": 2.5}},
     )
-    found = facts(run, window=2)
+    found = results(run, window=2)
     assert found["Steps"] == 4
     assert found["Final loss"] == 1.5
     assert found["Best loss"] == 1.0
@@ -35,16 +35,16 @@ def test_the_outcome_is_read_from_the_rows_and_unknown_is_none(make_run):
     assert found["Tokens seen"] is None
 
 
-def test_the_best_loss_is_that_of_the_smoothed_curve(make_run):
+def test_the_best_loss_is_the_minimum_of_the_smoothed_curve(make_run):
     run = make_run("a", {"loss": [4.0, 0.1, 3.0], "smoothed/loss": [4.0, 3.6, 3.5]})
-    assert facts(run)["Best loss"] == 3.5
+    assert results(run)["Best loss"] == 3.5
 
 
-def test_values_that_are_not_finite_do_not_spoil_means(make_run):
-    assert facts(make_run("a", {"loss": [2.0, math.nan, 4.0]}), window=3)["Final loss"] == 3.0
+def test_means_ignore_values_that_are_not_finite(make_run):
+    assert results(make_run("a", {"loss": [2.0, math.nan, 4.0]}), window=3)["Final loss"] == 3.0
 
 
-def test_settings_differ_by_dotted_key_and_sources_by_name(make_run):
+def test_differing_settings_are_dotted_keys_and_sources_go_by_name(make_run):
     source = {"name": "books", "weight": 1.0}
     a = make_run(
         "a", {"loss": [1.0]}, config={"run": {"name": "a"}, "optimizer": {"lr": 1e-3}, "data": {"source": [source]}}
@@ -67,11 +67,11 @@ def test_settings_differ_by_dotted_key_and_sources_by_name(make_run):
     assert config_differences([a, a]) == []
 
 
-def test_flattening_keeps_lists_of_values_and_numbers_tables_without_a_name():
+def test_flatten_keeps_lists_of_values_and_numbers_unnamed_tables():
     assert flatten({"a": {"b": [1, 2]}, "t": [{"x": 1}, {"x": 2}]}) == {"a.b": [1, 2], "t.0.x": 1, "t.1.x": 2}
 
 
-def test_means_are_over_the_steps_of_the_last_rows(make_run):
+def test_means_cover_the_steps_of_the_last_rows(make_run):
     a = make_run("a", {"loss": [9.0, 9.0, 1.0, 3.0], "rare": [7.0]}, {1: {"eval_loss": 5.0}, 4: {"eval_loss": 3.0}})
     b = make_run("b", {"loss": [9.0, 9.0, 4.0, 4.0]}, {2: {"eval_loss": 4.0}})
     rows = {row.key: row for row in key_means(a, b, window=2)}
@@ -84,24 +84,24 @@ def test_means_are_over_the_steps_of_the_last_rows(make_run):
     assert rows["rare"].difference is None
 
 
-def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_says_its_steps(make_run):
+def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_steps(make_run):
     falling = [float(100 - step) for step in range(100)]
     short = make_run("short", {"loss": falling[:11]})
     assert (end_of(short).rows, end_of(short).first, end_of(short).last) == (1, 11, 11)
-    (final,) = [fact for fact in make_outcome(short) if fact.label == "Final loss"]
+    (final,) = [row for row in summarize(short) if row.label == "Final loss"]
     assert (final.value, final.note) == (falling[10], "step 11")
     long = make_run("long", {"loss": falling})
-    (final,) = [fact for fact in make_outcome(long) if fact.label == "Final loss"]
+    (final,) = [row for row in summarize(long) if row.label == "Final loss"]
     assert final.value == sum(falling[90:]) / 10
     assert final.note == "mean of 10 rows, steps 91 to 100"
     assert end_of(make_run("longer", {"loss": falling * 5})).rows == 20
     assert end_of(short, 400).rows == 11
 
 
-def test_a_final_loss_that_is_not_finite_leaves_the_last_finite_one_and_says_so(make_run):
+def test_the_final_loss_falls_back_to_the_last_finite_value(make_run):
     run = make_run("a", {"loss": [3.0, 2.0, math.nan]})
-    (final,) = [fact for fact in make_outcome(run) if fact.label == "Final loss"]
-    assert (final.value, final.note) == (2.0, "last finite one, step 2")
+    (final,) = [row for row in summarize(run) if row.label == "Final loss"]
+    assert (final.value, final.note) == (2.0, "last finite value, step 2")
 
 
 def test_counters_schedules_and_running_averages_are_not_averaged(make_run):

@@ -1,0 +1,129 @@
+"""Every warning of the preview appears for a harmful setting, and disappears when its suggestion is followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import make_corpus, write_tiny_config
+from trainer.config.load import load_config
+from trainer.preview.config_warnings import ConfigWarning, find_warnings
+from trainer.preview.summary import Preview, make_preview
+from trainer.training.setup.plan import make_plan
+
+FAULTS = {
+    "ledger.stale_threshold": ["ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=1", "train.steps=40"],
+    "ledger.wipe_mode": ["ledger.wipe_mode=full", "ledger.wipe_every=2"],
+    "ledger.capacity": ["ledger.capacity=10000000"],
+    "data.mixing.repeat": ["data.mixing.repeat=false", "train.steps=500"],
+    "scheduler.warmup_steps": ["scheduler.warmup_steps=5"],
+    "eval.every": ["eval.every=100", "eval.holdout_fraction=0.1"],
+    "metrics.log_interval": ["metrics.log_interval=50"],
+    "data.seq_len": ["data.seq_len=1000"],
+}
+
+
+def preview_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Preview, list[ConfigWarning]]:
+    if not (tmp_path / "corpus").exists():
+        make_corpus(tmp_path / "corpus", streams=4, documents=40)
+    config_path = write_tiny_config(tmp_path)
+    plan = make_plan(load_config(config_path, overrides), config_path, world_size)
+    preview = make_preview(plan, world_size)
+    return preview, find_warnings(plan, preview)
+
+
+def source(corpus: Path, rest: str, modalities: str = '["a", "b"]') -> str:
+    return f'data.source=[{{name="one",layout="nested",root="{corpus}",modalities={modalities},{rest}}}]'
+
+
+def keys(warnings: list[ConfigWarning]) -> set[str]:
+    return {each.key for each in warnings}
+
+
+@pytest.mark.parametrize("key", FAULTS)
+def test_a_harmful_setting_is_named_and_its_suggestion_helps(tmp_path: Path, key: str) -> None:
+    _, warnings = preview_of(tmp_path, *FAULTS[key])
+    found = [each for each in warnings if each.key == key]
+    assert found
+    assert found[0].settable
+    _, after = preview_of(tmp_path, *FAULTS[key], f"{key}={found[0].value}")
+    assert key not in keys(after)
+
+
+def test_a_good_config_has_no_warnings(tmp_path: Path) -> None:
+    _, warnings = preview_of(tmp_path, "train.steps=40")
+    assert [each.message for each in warnings] == []
+
+
+def test_a_stale_threshold_is_compared_with_the_counted_waits(tmp_path: Path) -> None:
+    faulty = ["ledger.wipe_mode=periodic_stale", "train.steps=40", "ledger.stale_threshold=1"]
+    preview, warnings = preview_of(tmp_path, *faulty)
+    assert preview.ledger is not None
+    assert preview.ledger.waits_beyond_threshold
+    assert "evicted while they are needed" in warnings[0].message
+    longest = preview.ledger.counted_wait_steps
+    between, warnings = preview_of(tmp_path, *faulty[:2], f"ledger.stale_threshold={longest}")
+    assert between.ledger is not None
+    assert between.ledger.waits_beyond_threshold == 0
+    assert longest < 40 <= between.ledger.wait_bound_steps
+    assert "another seed" in warnings[0].message
+
+
+def test_slices_of_few_picks_cause_churn(tmp_path: Path) -> None:
+    short = ["data.mixing.batch_size=100", "ledger.capacity=400", "data.max_group_cells=1"]
+    preview, warnings = preview_of(tmp_path, *short)
+    rate = preview.world_size / preview.sources[0].picks_per_slice[1]  # type: ignore[index]
+    assert rate >= 0.5
+    assert any("readers are exhausted" in each.problem for each in warnings)
+    _, warnings = preview_of(tmp_path, "data.mixing.batch_size=4", "data.max_group_cells=1")
+    assert not any("readers are exhausted" in each.problem for each in warnings)
+
+
+def test_uneven_batch_sizes_in_one_pool_name_the_modality_that_waits(tmp_path: Path) -> None:
+    overrides = [
+        source(tmp_path / "corpus", "weight=1.0"),
+        "data.mixing.batch_size_by_modality={a=1,b=16}",
+        "data.mixing.num_streams_mixed=4",
+        "ledger.capacity=64",
+        "train.steps=100",
+        "data.max_group_cells=2",
+    ]
+    preview, warnings = preview_of(tmp_path, *overrides)
+    found = next(each for each in warnings if each.key == "data.mixing.batch_size_by_modality")
+    assert found.problem.startswith("b has 16 and a 1 in one pool: b has few picks and waits")
+    waits = {view.name: view.longest_wait_steps for view in preview.sources[0].modalities}
+    assert waits["b"] > 2 * waits["a"]  # it is the large batch that waits
+    assert found.value == "{ a = 4 }"
+
+
+def test_an_absent_modality_is_named(tmp_path: Path) -> None:
+    one = [source(tmp_path / "corpus", "weight=1.0"), "train.steps=200"]
+    _, warnings = preview_of(tmp_path, *one, "data.mixing.num_streams_mixed=1")
+    found = next(each for each in warnings if each.key == "source one: mixing.num_streams_mixed")
+    assert "without an active reader" in found.problem
+    _, warnings = preview_of(tmp_path, *one, "data.mixing.num_streams_mixed=8", "ledger.capacity=64")
+    assert not any("without an active reader" in each.problem for each in warnings)
+
+
+def test_points_beyond_the_run_and_tiny_weights_are_named(tmp_path: Path) -> None:
+    weight = 'weight={schedule="linear",unit="step",points={0=1.0,500=0.0}}'
+    _, warnings = preview_of(tmp_path, source(tmp_path / "corpus", weight), "ledger.capacity=64")
+    found = next(each for each in warnings if each.key == "source one: weight.points")
+    assert "a point at 500, but the run has 6 steps" in found.problem
+    root = tmp_path / "corpus"
+    two = (
+        f'data.source=[{{name="one",layout="nested",root="{root}",modalities=["a"]}},'
+        f'{{name="two",layout="nested",root="{root}",modalities=["b"],weight=0.01}}]'
+    )
+    _, warnings = preview_of(tmp_path, two)
+    assert any(each.key == "source two: weight" and "hardly ever read" in each.problem for each in warnings)
+
+
+def test_repeated_epochs_idle_ranks_and_empty_lanes_are_named(tmp_path: Path) -> None:
+    _, warnings = preview_of(tmp_path, "train.steps=2000")
+    assert any("epochs" in each.problem for each in warnings)
+    _, warnings = preview_of(tmp_path, "data.mixing.batch_size=100", "ledger.capacity=400")
+    assert any("average batch has" in each.problem for each in warnings)
+    _, warnings = preview_of(tmp_path, "data.mixing.batch_size=64", "ledger.capacity=400", world_size=30)
+    assert any(each.key.endswith("mixing.batching_mode") for each in warnings)

@@ -1,0 +1,184 @@
+"""Warnings about harmful settings: the config key, its effect on this run, and a better value.
+
+docs/preview.md gives the reasons for the thresholds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.config.base import ScheduleTable
+from trainer.config.schema import RunConfig
+from trainer.preview.summary import LedgerView, Preview, SourceView
+from trainer.training.setup.plan import Plan
+
+SPARE_LEDGER = 4  # a capacity above this many times the need is waste,
+SPARE_MEGABYTES = 64.0  # if the ledger takes at least this much memory
+CHURN = 0.5  # readers exhausted per micro-batch, R / n
+HEALTHY_CHURN = 1 / 8
+BATCH_RATIO = 8  # largest over smallest batch size of a pool
+SOFT_BATCH_RATIO = 4
+ABSENT = 0.05  # share of the picks of a pool without a reader of a modality
+MAX_EPOCHS = 4.0
+IDLE = 0.1  # share of a shared pass in which a rank has no rows
+PADDING = 0.3  # share of the tokens of all cells
+LANE_FILL = 0.5  # rows of the average batch over the batch size
+LONG_WARMUP = 0.5  # share of the run
+
+
+@dataclass(frozen=True)
+class ConfigWarning:
+    """A harmful setting.
+
+    Args:
+        key: of the config.
+        problem: its effect on this run, with numbers.
+        value: a better value, as TOML if `settable`; otherwise in words.
+        settable: whether `--set key=value` is the fix.
+    """
+
+    key: str
+    problem: str
+    value: str
+    settable: bool = True
+
+    @property
+    def message(self) -> str:
+        """All of it on one line."""
+        return f"{self.key}: {self.problem}; {f'set it to {self.value}' if self.settable else self.value}"
+
+
+def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
+    """All warnings about a run, in the order of the tables of its config."""
+    found = [*_data_warnings(plan, preview)]
+    if preview.ledger is not None:
+        found += _ledger_warnings(plan.config, preview, preview.ledger)
+    return [*found, *_run_warnings(plan.config)]
+
+
+def _data_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
+    for source, view in zip(plan.sources, preview.sources, strict=True):
+        yield from _blend_warnings(source.table.weight, view, preview)
+        if view.picks_per_slice is not None:
+            yield from _slice_warnings(plan.config, view, preview.world_size, view.picks_per_slice[1])
+            yield from _pool_warnings(view)
+    if preview.ends_at_step is not None:
+        problem = f"is false, and the data is exhausted at step {preview.ends_at_step} of {preview.steps}"
+        yield ConfigWarning("data.mixing.repeat", problem, "true")
+
+
+def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[ConfigWarning]:
+    key = f"source {view.name}: weight"
+    if isinstance(weight, ScheduleTable):
+        length = preview.steps if weight.unit == "step" else preview.num_batches
+        beyond = [x for x in weight.points if x > length]
+        if beyond:
+            unit = "steps" if weight.unit == "step" else "micro-batches per rank"
+            problem = f"has a point at {beyond[0]:,}, but the run has {length:,} {unit} and never reaches it"
+            yield ConfigWarning(f"{key}.points", problem, f"move the last point to at most {length}", settable=False)
+    if 0 < view.batches < 1:
+        problem = f"gives {view.batches:.2g} of {preview.num_batches:,} micro-batches: the source is hardly ever read"
+        fix = f"raise it {1 / view.batches:.0f} times or more, or set it to 0"
+        yield ConfigWarning(key, problem, fix, settable=False)
+    if view.epochs is not None and view.epochs > MAX_EPOCHS:
+        problem = (
+            f"repeats the source for {view.epochs:.1f} epochs; beyond {MAX_EPOCHS:.0f}, repeated tokens add little"
+        )
+        fix = f"lower it about {view.epochs / MAX_EPOCHS:.1f} times, or shorten train.steps"
+        yield ConfigWarning(key, problem, fix, settable=False)
+
+
+def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median_picks: int) -> Iterator[ConfigWarning]:
+    key = f"source {view.name}: mixing.batch_size"
+    largest = max(modality.batch_size for modality in view.modalities)
+    rate = world_size / median_picks
+    if rate >= CHURN:
+        size = int(largest * HEALTHY_CHURN / rate)
+        problem = (
+            f"{largest} makes slices of {median_picks} picks on {world_size} rank(s): {rate:.2g} readers are exhausted "
+            "per micro-batch, so opening streams takes most of the time"
+        )
+        fix = f"set it to {size}" if size >= 1 else "make streams longer (merge files), or use fewer ranks"
+        yield ConfigWarning(key, problem, fix, settable=False)
+    if view.lane_fill < LANE_FILL:
+        rows = view.lane_fill * largest
+        problem = f"{largest} exceeds the number of groups in the slices: the average batch has {rows:.1f} rows"
+        fix = f"set it to {max(int(rows), 1)}, or lower data.max_group_cells"
+        yield ConfigWarning(key, problem, fix, settable=False)
+    if view.idle_share > IDLE:
+        problem = (
+            f'"per_stream" leaves ranks without rows in {view.idle_share:.0%} of their micro-batches, '
+            "because the slices of a stream differ in length"
+        )
+        fix = 'set it to "device_per_stream", or make the streams of the source longer'
+        yield ConfigWarning(f"source {view.name}: mixing.batching_mode", problem, fix, settable=False)
+    if view.padding_share > PADDING and not config.data.pack:
+        problem = f"{config.data.seq_len} pads {view.padding_share:.0%} of the tokens of source {view.name}"
+        shorter = int(config.data.seq_len * (1 - view.padding_share) / 2)
+        yield ConfigWarning("data.seq_len", problem, str(max(shorter, 1)))
+
+
+def _pool_warnings(view: SourceView) -> Iterator[ConfigWarning]:
+    small = min(view.modalities, key=lambda modality: modality.batch_size)
+    large = max(view.modalities, key=lambda modality: modality.batch_size)
+    if large.batch_size >= BATCH_RATIO * small.batch_size:
+        problem = (
+            f"{large.name} has {large.batch_size} and {small.name} {small.batch_size} in one pool: {large.name} has few "
+            f"picks and waits for them (up to {large.longest_wait_steps} steps, {small.name} up to "
+            f"{small.longest_wait_steps}), and the number of tokens per step varies by this factor"
+        )
+        value = "{ " + f"{small.name} = {-(-large.batch_size // SOFT_BATCH_RATIO)}" + " }"
+        yield ConfigWarning("data.mixing.batch_size_by_modality", problem, value, settable=False)
+    total = sum(modality.streams for modality in view.modalities)
+    for modality in view.modalities:
+        if modality.absent_share > ABSENT:
+            wanted = min(total, -(-2 * total // modality.streams))
+            problem = (
+                f"{view.num_mixed} readers leave {modality.name} ({modality.streams} of {total} streams) without an active "
+                f"reader in {modality.absent_share:.0%} of the picks"
+            )
+            fix = f"set it to {wanted}, or make {modality.name} a source of its own"
+            yield ConfigWarning(f"source {view.name}: mixing.num_streams_mixed", problem, fix, settable=False)
+
+
+def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[ConfigWarning]:
+    needed = max(min(ledger.wait_bound_steps, preview.steps), ledger.counted_wait_steps)
+    if ledger.stale_threshold is not None and ledger.stale_threshold < needed:
+        if ledger.waits_beyond_threshold:
+            problem = (
+                f"{ledger.stale_threshold} steps: groups wait up to {ledger.counted_wait_steps} steps for their next cell, and "
+                f"{ledger.waits_beyond_threshold} waits are longer; their states are evicted while they are needed"
+            )
+        else:
+            problem = (
+                f"{ledger.stale_threshold} steps is enough for this seed (longest wait {ledger.counted_wait_steps}), but not "
+                f"for every order of picks: with another seed waits may approach 2 K n = {ledger.wait_bound_steps} steps"
+            )
+        yield ConfigWarning("ledger.stale_threshold", problem, str(needed))
+    if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
+        wipes = preview.steps // config.ledger.wipe_every
+        problem = (
+            f'"full" drops every state {wipes} times in this run, of up to {ledger.counted_in_flight} unfinished groups '
+            "per rank, and does not count false evictions"
+        )
+        yield ConfigWarning("ledger.wipe_mode", problem, '"lru"')
+    if ledger.capacity > SPARE_LEDGER * ledger.groups_in_flight and ledger.megabytes >= SPARE_MEGABYTES:
+        problem = (
+            f"{ledger.capacity:,} rows take {ledger.megabytes:,.0f} MB on each device; at most "
+            f"{ledger.groups_in_flight:,} groups are in flight"
+        )
+        yield ConfigWarning("ledger.capacity", problem, str(ledger.groups_in_flight))
+
+
+def _run_warnings(config: RunConfig) -> Iterator[ConfigWarning]:
+    steps, warmup, interval = config.train.steps, config.scheduler.warmup_steps, config.metrics.log_interval
+    if warmup > LONG_WARMUP * steps:
+        problem = f"{warmup} of {steps} steps: most of the run is below the configured learning rate"
+        yield ConfigWarning("scheduler.warmup_steps", problem, str(max(steps // 10, 1)))
+    if config.eval.every > steps:
+        problem = f"{config.eval.every} exceeds the {steps} steps of the run: it is never evaluated"
+        yield ConfigWarning("eval.every", problem, str(steps))
+    if steps > 1 and interval >= steps:
+        problem = f"{interval} logs only the first and the last of {steps} steps: too few to diagnose"
+        yield ConfigWarning("metrics.log_interval", problem, str(max(steps // 20, 1)))

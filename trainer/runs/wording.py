@@ -1,0 +1,21 @@
+"""Numbers in sentences and tables."""
+
+from __future__ import annotations
+
+import math
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """A number with at most `digits` significant digits, more before the decimal point: 12,345, 0.0213, 3.2e-05, nan."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if 10 ** (digits - 1) <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def counted(number: float, noun: str) -> str:
+    """`1 step`, `2 steps`, `1,234 steps`."""
+    return f"{number_text(number)} {noun}{'' if number == 1 else 's'}"
