@@ -14,12 +14,11 @@ from trainer.config.hints import hint, keys_of
 from trainer.config.lines import KeyPath
 from trainer.errors import UserError
 
-# Error type -> (name of the bound in the error's context, sign).
-_COMPARISONS = {
-    "greater_than_equal": ("ge", ">="),
-    "greater_than": ("gt", ">"),
-    "less_than_equal": ("le", "<="),
-    "less_than": ("lt", "<"),
+_BOUNDS = {
+    "greater_than_equal": ">= {ge}",
+    "greater_than": "> {gt}",
+    "less_than_equal": "<= {le}",
+    "less_than": "< {lt}",
 }
 _TYPES = {
     "int_type": "an integer",
@@ -60,9 +59,8 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
     if kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
         return f"must be one of {allowed}; got {_shown(value)}", ""
-    if kind in _COMPARISONS:
-        bound, sign = _COMPARISONS[kind]
-        return f"must be {sign} {context[bound]}, got {_shown(value)}", ""
+    if kind in _BOUNDS:
+        return f"must be {_BOUNDS[kind].format(**context)}, got {_shown(value)}", ""
     if kind == "list_type" and isinstance(value, Mapping) and keys_of(model, path):
         return "is a single table, and must be a list of them", f"write [[{_dotted(path)}]] with double brackets"
     if kind in _TYPES:

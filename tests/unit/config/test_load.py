@@ -76,6 +76,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("data.source.second.weight={schedule='linear', points={}}", "at least 1 item"),
         ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
         ("data.source.third.weight=1", "has no element 'third'; use 0 to 1 or a name: first, second"),
+        ("data.source.².weight=1", "has no element '²'"),
         (
             "run.name='../x'",
             'run.name: must be letters, digits, "_", "." and "-", starting with a letter, digit or "_"; got "../x"',
@@ -115,6 +116,7 @@ def test_a_missing_table_names_the_file(tmp_path):
         (b"[run]\nname = \xff\n", "x.toml:2: encoding: is not UTF-8"),
         (b"[run\n", "x.toml:1: TOML: "),
         (b"[run]\nname = 1\nname = 2\n", "x.toml:3: TOML: cannot overwrite a value"),
+        (b"a = [\n1,\n", "x.toml:3: TOML: "),
         (b"a = " + b"[" * 5000, "x.toml: TOML: is nested too deeply"),
     ],
 )
@@ -145,6 +147,22 @@ def test_overrides_win_in_order_and_make_tables(tmp_path):
     assert config.train.steps == 8
     assert config.gns.enabled is False
     assert config.data.source[1].weight == 2.0
+
+
+def test_a_value_with_a_newline_is_a_string():
+    assert parse_value("1\nb = 2") == "1\nb = 2"
+    assert parse_value("[1,\n2]") == [1, 2]
+
+
+def test_the_later_of_two_overrides_is_named(tmp_path):
+    overrides = ["data.mixing={batch_size=3}", "data.mixing.batch_size=0"]
+    (line,) = refusal(tmp_path, BASE, *overrides)
+    assert line.startswith(f"--set {overrides[1]}: data.mixing.batch_size: ")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf" + BASE.lstrip().encode())
+    assert load_config(tmp_path / "x.toml").train.steps == 6
 
 
 def test_a_source_overrides_the_mixing_it_names_alone(tmp_path):
@@ -194,7 +212,7 @@ def test_lines_beside_quotes_brackets_and_comments_that_mislead():
     text = (
         '[ "a]" . b ] # [c]\r\n'  # 1
         "'k = [' = 1 # = {\n"
-        'x."y.z" = """a""""" # "\n'
+        'x."y.z" = """a"""" # " [\n'
         "w = '''[x]\n"
         "[y]\n"
         "v = 1'''''\n"
