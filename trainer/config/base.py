@@ -1,28 +1,37 @@
-"""What every table of a config has in common, and the types that tables share."""
+"""Base class of all config tables, and the types they share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-# Tags of the number-or-schedule union. They show up in pydantic's error paths, and the brackets let `load` take them out.
+# Tags of the number-or-schedule union. pydantic puts them into error paths, from which `messages` removes them; the angle
+# brackets keep them distinct from keys.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
-# The forms of names, and what a person is told of them.
+# String patterns, and how error messages describe them.
 PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 FORMS = {
-    PLAIN_NAME: 'letters, digits, "_", "." and "-" alone, the first no "." or "-"',
-    SOURCE_NAME: 'letters, digits, "_", "." and "-" alone',
+    PLAIN_NAME: 'letters, digits, "_", "." and "-", starting with a letter, digit or "_"',
+    SOURCE_NAME: 'letters, digits, "_", "." and "-"',
     IMPORT_PATH: "an import path package.module:function",
 }
 
+Count = Annotated[int, Field(ge=1)]
+WholeNumber = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
+
 
 class Table(BaseModel):
-    """One TOML table: frozen, strictly typed, closed to unknown keys, no NaN or infinity."""
+    """One TOML table: frozen and strictly typed; refuses unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -35,7 +44,7 @@ class Table(BaseModel):
 
 
 def _integer_keys(value: Any) -> Any:
-    """TOML keys are strings; the points of a schedule are positions in the run."""
+    """Converts the points' keys to integers: TOML keys are strings."""
     if not isinstance(value, Mapping):
         return value
     points: dict[Any, Any] = {}
@@ -43,27 +52,39 @@ def _integer_keys(value: Any) -> Any:
         try:
             points[int(key)] = weight
         except (TypeError, ValueError):
-            raise ValueError(f"every point's key must be a whole number (a batch or step), got {key!r}") from None
+            raise ValueError(f"a point's key must be a whole number (a batch or step), got {key!r}") from None
     if len(points) < len(value):
         raise ValueError("two points have the same key")
     return points
 
 
-NonNegative = Annotated[float, Field(ge=0)]
-Points = Annotated[dict[Annotated[int, Field(ge=0)], NonNegative], BeforeValidator(_integer_keys), Field(min_length=1)]
+Points = Annotated[dict[WholeNumber, NonNegative], BeforeValidator(_integer_keys), Field(min_length=1)]
+
+
+def _accept_kind(schema: dict[str, Any]) -> None:
+    """Adds the alias to the JSON Schema, from which pydantic leaves it out."""
+    properties = schema["properties"]
+    properties["kind"] = {
+        **properties["schedule"],
+        "description": "Another name for schedule; one of the two is required.",
+    }
+    schema["required"].remove("schedule")
+    schema["oneOf"] = [{"required": ["schedule"]}, {"required": ["kind"]}]
 
 
 class ScheduleTable(Table):
     """A weight that changes during the run: `{ schedule = "linear", unit = "step", points = { 0 = 3.0, 150 = 1.0 } }`."""
 
-    schedule: Literal["linear", "step"]
-    """linear: interpolate between the points, clamped outside; step: the last point at or before."""
+    model_config = ConfigDict(json_schema_extra=_accept_kind)
+
+    schedule: Annotated[Literal["linear", "step"], Field(validation_alias=AliasChoices("schedule", "kind"))]
+    """linear: interpolate between points; step: take the last point reached. Constant outside the points."""
     unit: Literal["batch", "step"] = "batch"
-    """What the points count: micro-batches of a rank from 0, or optimizer steps from 1."""
+    """Unit of the points: batch, the micro-batches of a rank, from 0; step, optimizer steps, from 1."""
     points: Points
     """Position in the run -> weight."""
     scale: NonNegative = 1.0
-    """Multiplies every point."""
+    """Factor on the weight of every point."""
 
 
 def _weight_kind(value: Any) -> str:

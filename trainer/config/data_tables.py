@@ -1,4 +1,4 @@
-"""The tables below `[data]`: sources, mixing, evaluation's share."""
+"""The tables `[data]`, `[[data.source]]`, `[data.mixing]` and `[eval]`."""
 
 from __future__ import annotations
 
@@ -6,81 +6,77 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import SOURCE_NAME, Table, Weight
+from trainer.config.base import SOURCE_NAME, Count, Table, Text, Weight, WholeNumber
 
 PickMode = Literal["weighted", "uniform", "round_robin"]
 BatchingMode = Literal["per_stream", "device_per_stream"]
-Count = Annotated[int, Field(ge=1)]
 
 
 class MixingTable(Table):
-    """`[data.mixing]`: how streams are mixed; the defaults of every source."""
+    """`[data.mixing]`: how streams are mixed; defaults for every source."""
 
     num_streams_mixed: Count = 4
-    """K: readers that are active at once."""
+    """K: number of streams that a source keeps open at once."""
     pick_mode: PickMode = "weighted"
-    """weighted: by remaining picks, so that the active readers drain together; uniform; round_robin."""
+    """How the stream of a micro-batch is picked. weighted: in proportion to the batches left in each open stream, so
+    that they drain together; uniform: all equally likely; round_robin: in turn."""
     batching_mode: BatchingMode = "per_stream"
-    """per_stream: all ranks pick the same stream; device_per_stream: every rank has a pool of its own."""
+    """per_stream: all ranks pick the same stream; device_per_stream: every rank has its own open streams and picks."""
     batch_size: Count = 8
     """Cells per micro-batch and rank."""
     batch_size_by_modality: dict[str, Count] = {}
-    """Another batch size for the streams of a modality."""
+    """Modality -> batch size, for modalities that need another one than batch_size."""
     repeat: bool = True
-    """Start the next epoch when all streams are read; false: the run ends with the data."""
+    """Start another epoch when all streams have been read; false: the run ends when the data is exhausted."""
 
 
 class MixingOverride(Table):
-    """`[data.source.mixing]`: what one source does differently; absent keys are those of `[data.mixing]`."""
+    """`[data.source.mixing]`: the keys of `[data.mixing]`, for one source; absent keys keep the value they have there."""
 
     num_streams_mixed: Count | None = None
-    """As in `[data.mixing]`."""
     pick_mode: PickMode | None = None
-    """As in `[data.mixing]`."""
     batching_mode: BatchingMode | None = None
-    """As in `[data.mixing]`."""
     batch_size: Count | None = None
-    """As in `[data.mixing]`."""
     batch_size_by_modality: dict[str, Count] | None = None
-    """As in `[data.mixing]`."""
     repeat: bool | None = None
-    """As in `[data.mixing]`."""
 
     def applied_to(self, defaults: MixingTable) -> MixingTable:
-        """`defaults` with this table's keys in their place."""
+        """`defaults` with the keys that are set here replaced."""
         return defaults.model_copy(update=self.model_dump(exclude_none=True))
 
 
 class SourceTable(Table):
-    """`[[data.source]]`: one source of the blend."""
+    """`[[data.source]]`: one source of the blend. Needs exactly one of root, paths, include and target."""
 
     name: Annotated[str, Field(min_length=1, pattern=SOURCE_NAME)]
-    """Names the source in messages and in `blend/share/<name>`."""
+    """The source's name in messages, `--set` and metric keys."""
     layout: Literal["nested", "direct"] | None = None
-    """nested: `root/<modality>/.../<stream file>`; direct: the files of `paths`, modality = parent directory."""
+    """nested: `root/<modality>/.../<stream file>`; direct: the files of `paths`, each with its directory's name as the
+    modality. Absent: follows from root or paths."""
     root: str | None = None
-    """nested: the directory, relative to the working directory."""
+    """Directory of a nested layout, relative to the working directory."""
     paths: list[str] | None = None
-    """direct: files or globs, relative to the working directory."""
+    """Files or globs of a direct layout, relative to the working directory."""
     modalities: list[str] | None = None
-    """nested: which of the root's modalities; all, if absent."""
+    """Modalities to read below root; absent: all."""
     include: str | None = None
-    """A dataset file with `[[source]]` entries of its own, relative to this file; weights multiply."""
+    """A dataset file with `[[source]]` tables, relative to this file. The weights of its sources are multiplied by this
+    source's weight."""
     target: str | None = None
     """Import path `package.module:function` of a function that builds your own iterable of micro-batches."""
     args: dict[str, Any] = {}
-    """target: passed on to the function."""
+    """Keyword arguments of the target."""
     weight: Weight = 1.0
-    """Share of the micro-batches, relative to the other sources: a number or a schedule."""
+    """Share of the micro-batches, relative to the other sources: a number, or a schedule. Weights need not sum to 1."""
     mixing: MixingOverride = MixingOverride()
-    """What this source mixes differently from `[data.mixing]`."""
-    format: Annotated[str, Field(min_length=1)] = "auto"
-    """auto: by file extension; a format's name, for files with another extension; or the import path
-    `package.module:function` of a format of your own: `(path, options) -> TokenTable`."""
+    """Keys of `[data.mixing]` that this source sets differently."""
+    format: Text = "auto"
+    """auto: by file extension; the name of a format, for files with another extension; or the import path
+    `package.module:function` of your own format: `(path, options) -> TokenTable`."""
     dtype: str | None = None
-    """Headerless `.bin`: the numpy type of a token (`uint16`)."""
+    """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
     eod: int | None = None
-    """`.npy` and `.bin`: the token id that ends a document; absent: the file is one document."""
+    """Token id that ends a document in `.npy` and `.bin` files; absent: each file is one document."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceTable:
@@ -92,9 +88,9 @@ class SourceTable(Table):
         if self.layout == "direct" and self.paths is None:
             raise ValueError("layout direct needs paths")
         if self.modalities is not None and self.root is None:
-            raise ValueError("modalities goes with root")
+            raise ValueError("modalities needs root")
         if self.args and self.target is None:
-            raise ValueError("args goes with target")
+            raise ValueError("args needs target")
         return self
 
 
@@ -106,32 +102,30 @@ class DatasetFile(Table):
 
 
 class DataTable(Table):
-    """`[data]`: what is read, and how it is cut."""
+    """`[data]`: what is read, and how it is cut into cells."""
 
     seq_len: Count = 256
-    """T: target tokens in a cell."""
-    tokenizer: Annotated[str, Field(min_length=1)] = "bytes"
-    """`bytes`; the path of a Hugging Face tokenizer.json; or `ids` for files that hold token ids."""
-    vocab_size: Annotated[int, Field(ge=0)] = 0
-    """tokenizer `ids`: how many token ids there are; ids beyond are refused. Otherwise 0: the tokenizer knows."""
+    """T: target tokens per cell."""
+    tokenizer: Text = "bytes"
+    """`bytes`; the path of a Hugging Face tokenizer.json; or `ids`, for files of token ids."""
+    vocab_size: WholeNumber = 0
+    """Number of token ids, with tokenizer `ids`: larger ids are refused. 0 with any other tokenizer, which knows its own."""
     max_group_cells: Count = 64
-    """Longer documents are cut into groups of at most this many cells."""
+    """Cells per group at most; longer documents are cut into several groups."""
     pack: bool = False
-    """Put several documents shorter than a cell into one row; they carry no state across rows."""
-    prefetch: Annotated[int, Field(ge=0)] = 2
-    """Micro-batches made ahead in a thread; 0: made in the step."""
+    """Pack documents shorter than a cell into shared rows; they carry no state across rows."""
+    prefetch: WholeNumber = 2
+    """Micro-batches prepared ahead by a background thread; 0: no thread."""
     mixing: MixingTable = MixingTable()
-    """Defaults of every source."""
     source: Annotated[list[SourceTable], Field(min_length=1)]
-    """The sources of the blend."""
 
 
 class EvalTable(Table):
-    """`[eval]`: evaluation on documents that are never trained on."""
+    """`[eval]`: evaluation on held-out documents, which are never trained on."""
 
-    every: Annotated[int, Field(ge=0)] = 0
+    every: WholeNumber = 0
     """Steps between evaluations; 0: none."""
     batches: Count = 8
     """Held-out micro-batches per rank and evaluation."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each stream's documents that is held out, chosen by a hash of the document's id."""
+    """Fraction of each stream's documents that is held out, selected by a hash of the document's id."""

@@ -1,8 +1,7 @@
-"""Read a config: TOML, `--set` overrides, included dataset files; one frozen `RunConfig` or every mistake at once."""
+"""Reading a config: TOML, `--set` overrides and included dataset files, validated; all mistakes are reported at once."""
 
 from __future__ import annotations
 
-import copy
 import re
 import tomllib
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainer.config.data_tables import DatasetFile
 from trainer.config.lines import KeyPath, key_lines, line_of
-from trainer.config.messages import user_errors
+from trainer.config.messages import toml_problem, user_errors
 from trainer.config.overrides import apply_override
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
@@ -26,26 +25,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The validated config at `path`, changed by `overrides` (`table.key=value`, the later one wins).
 
     Raises:
-        UserError: the file cannot be read, is not TOML, or holds mistakes; several are reported together
-            (`UserErrors`), each with file and line (or the override) that made it.
+        UserError: the file cannot be read, is not TOML, or has mistakes; several are reported together (`UserErrors`),
+            each with its file and line, or its override.
     """
-    raw, lines = read_toml(path)
-    raw = copy.deepcopy(raw)
-    origins: dict[KeyPath, str] = {}
-    for text in overrides:
-        origins[apply_override(raw, text)] = f"--set {text}"
-
-    def locate(key: KeyPath) -> str:
-        # The override that set the key, or something in the table that the mistake is about; the later one wins.
-        for path_set, origin in reversed(origins.items()):
-            if key and (key[: len(path_set)] == path_set or path_set[: len(key)] == key):
-                return origin
-        line = line_of(lines, key)
-        # A required key may be missing from a table that an override made.
-        made = [origin for path_set, origin in origins.items() if len(key) > 1 and path_set[: len(key) - 1] == key[:-1]]
-        return f"{path}:{line}" if line is not None else (made[0] if made else str(path))
-
-    return _validate(RunConfig, raw, locate)
+    return _load(RunConfig, path, overrides)
 
 
 def load_dataset_file(path: str | Path) -> DatasetFile:
@@ -54,21 +37,44 @@ def load_dataset_file(path: str | Path) -> DatasetFile:
     Raises:
         UserError: as `load_config`.
     """
-    raw, lines = read_toml(path)
+    return _load(DatasetFile, path)
+
+
+def to_toml(config: BaseModel) -> str:
+    """The config with every default filled in, as TOML from which `load_config` gives the same config."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -> Model:
+    text = _read(path)
+    raw = _parse(text, path)
+    lines = key_lines(text)
+    origins = {apply_override(raw, override): f"--set {override}" for override in overrides}
 
     def locate(key: KeyPath) -> str:
+        # The latest override of the key, of something in it, or of a table around it.
+        for changed, origin in reversed(origins.items()):
+            if key and (key[: len(changed)] == changed or changed[: len(key)] == key):
+                return origin
         line = line_of(lines, key)
-        return f"{path}:{line}" if line is not None else str(path)
+        if line is not None:
+            return f"{path}:{line}"
+        # A key may be missing from a table that an override created.
+        siblings = (
+            origin for changed, origin in origins.items() if len(key) > 1 and key[:-1] == changed[: len(key) - 1]
+        )
+        return next(siblings, str(path))
 
-    return _validate(DatasetFile, raw, locate)
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        found = user_errors(error, model, locate)
+    except RecursionError:
+        raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None
+    raise found[0] if len(found) == 1 else UserErrors(found)
 
 
-def read_toml(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """The file's tables, and the line of each key.
-
-    Raises:
-        UserError: not readable, not UTF-8, not TOML.
-    """
+def _read(path: str | Path) -> str:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -76,33 +82,18 @@ def read_toml(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except ValueError as error:
         raise UserError(repr(str(path)), f"cannot be a path: {error}", "check the path") from None
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError("encoding", "is not UTF-8", "save the file as UTF-8", where=f"{path}:{line}") from None
+
+
+def _parse(text: str, path: str | Path) -> dict[str, Any]:
     try:
-        raw = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
-        line = int(found[1]) if found and found[1] else text.count("\n") + 1
-        problem = str(error).partition(" (at ")[0]
-        problem = problem[:1].lower() + problem[1:]
-        raise UserError("TOML", problem, "correct the line, or the one before it", where=f"{path}:{line}") from None
+        found = re.search(r" \(at line (\d+), column \d+\)", str(error))  # otherwise: at the end of the document
+        where = f"{path}:{found[1] if found else text.count(chr(10)) + 1}"
+        raise UserError("TOML", toml_problem(error), "correct this line or the one before", where=where) from None
     except RecursionError:
-        raise UserError("TOML", "is nested too deeply", "take brackets away", where=str(path)) from None
-    return raw, key_lines(text)
-
-
-def to_toml(config: BaseModel) -> str:
-    """The config with every default filled in, as TOML that `load_config` reads back as the same config."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
-
-
-def _validate(model: type[Model], raw: dict[str, Any], locate: Any) -> Model:
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        found = user_errors(error, model, locate)
-    except RecursionError:
-        raise UserError("TOML", "is nested too deeply", "take brackets away", where=locate(())) from None
-    raise found[0] if len(found) == 1 else UserErrors(found)
+        raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None

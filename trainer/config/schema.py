@@ -1,4 +1,4 @@
-"""The whole config: one pydantic model per TOML table. These names are the interface."""
+"""The whole config: one pydantic model per TOML table. Tables and keys are public interface."""
 
 from __future__ import annotations
 
@@ -6,76 +6,72 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import IMPORT_PATH, PLAIN_NAME, Table
+from trainer.config.base import PLAIN_NAME, Count, Fraction, ImportPath, NonNegative, Positive, Table, Text, WholeNumber
 from trainer.config.data_tables import DataTable, EvalTable
-
-Count = Annotated[int, Field(ge=1)]
-WholeNumber = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-# A name becomes a directory: no separators, no leading dot, so that it cannot leave the run directory.
-PlainName = Annotated[str, Field(pattern=PLAIN_NAME, max_length=100)]
 
 
 class RunTable(Table):
-    """`[run]`: the run's name and place."""
+    """`[run]`: name, directory and seed of the run."""
 
-    name: PlainName = "run"
+    # The name becomes a directory name. The pattern admits no separator and no leading dot, so it stays inside run.dir.
+    name: Annotated[str, Field(pattern=PLAIN_NAME, max_length=100)] = "run"
     """Letters, digits, `_`, `-` and `.`."""
-    dir: Annotated[str, Field(min_length=1)] = "runs"
-    """The run lives in `<dir>/<name>-<time>`, or where --run-dir says."""
+    dir: Text = "runs"
+    """Parent directory: the run is written to `<dir>/<name>-<time>`, unless --run-dir names a directory."""
     seed: WholeNumber = 0
-    """Of everything random: weights, order of the data, picks."""
+    """Seed of all randomness: initial weights, data order, picks, samples."""
 
 
 class TrainTable(Table):
-    """`[train]`: the step loop."""
+    """`[train]`: the training loop."""
 
     steps: Count
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     micro_batches: Count = 1
-    """m: micro-batches per optimizer step and rank."""
+    """m: micro-batches per optimizer step and rank (gradient accumulation)."""
     clip_grad_norm: NonNegative = 1.0
-    """Largest norm of the gradient; 0: not clipped."""
+    """Maximum gradient norm; 0: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """fp32, or autocast to bf16 or (CUDA only) fp16 with loss scaling."""
+    """fp32; or autocast to bf16, or to fp16 with loss scaling (CUDA only)."""
     compile: bool = False
-    """torch.compile the model."""
+    """Compile the model with torch.compile."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a device."""
+    """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """What a non-finite loss or gradient on any rank does: stop the run, or skip the step."""
+    """What to do when the loss or gradient is not finite on any rank: stop the run, or skip the step."""
     max_skips: Count = 10
-    """skip: the run stops after this many skipped steps in a row."""
+    """Consecutive steps that on_non_finite = "skip" may skip; one more stops the run."""
     spike_sigma: NonNegative = 6.0
-    """A loss this many standard deviations above its average writes the step's batches to events.jsonl; 0: never."""
+    """A loss this many standard deviations above its running mean is a spike; the step's batches are recorded in
+    events.jsonl. 0: off."""
 
 
 class ModelTable(Table):
     """`[model]`: the model to train."""
 
-    target: Annotated[str, Field(pattern=IMPORT_PATH)] = "trainer.model:build"
-    """Import path `package.module:function`; called with vocab_size, dim, num_layers and args."""
+    target: ImportPath = "trainer.model:build"
+    """Import path `package.module:function`, called with vocab_size, dim, num_layers and args."""
     dim: Count = 192
-    """Width of the residual stream, and of a layer's recurrent state."""
+    """Width of the residual stream and of each layer's recurrent state."""
     num_layers: Count = 4
-    """Blocks."""
+    """Number of blocks."""
     args: dict[str, Any] = {}
-    """Passed on to the target."""
-    weights: Annotated[str, Field(min_length=1)] | None = None
-    """Begin with these weights: a .safetensors file, or a directory that `train export` wrote. A resumed run has its own."""
+    """Further keyword arguments of the target."""
+    weights: Text | None = None
+    """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume, which uses the
+    checkpoint's weights."""
 
 
 class LedgerTable(Table):
-    """`[ledger]`: where recurrent states live between steps."""
+    """`[ledger]`: storage of recurrent states between steps."""
 
     wipe_mode: Literal["none", "full", "lru", "periodic_stale"] = "lru"
-    """What is evicted: nothing; everything every wipe_every steps; the least recently stored; the stale."""
+    """What is evicted. none: nothing; full: everything, every wipe_every steps; lru: the least recently stored groups,
+    when the ledger is full; periodic_stale: groups not stored recently."""
     capacity: Count = 4096
-    """Groups that a rank can hold."""
+    """Number of groups a rank can hold."""
     stale_threshold: WholeNumber = 0
-    """periodic_stale: groups not stored for this many steps are evicted."""
+    """periodic_stale: evict groups that were not stored for more than this many steps."""
     sweep_every: Count = 1
     """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
@@ -85,10 +81,11 @@ class LedgerTable(Table):
     micro-batch, and at the start half a second (some 10 s the first time on a machine, which keeps the machine code); auto:
     compiled in runs of 10,000 micro-batches and more, if numba is there."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
-    """Who holds a group's state: the rank its id hashes to (exchange), or the rank that reads it (reader)."""
+    """Which rank holds a group's state. reader: the rank that reads the group; exchange: the rank that the group's id
+    hashes to, by all-to-all; auto: reader, except where a source with a target may move groups between ranks."""
 
     @model_validator(mode="after")
-    def _mode_has_its_knob(self) -> LedgerTable:
+    def _has_what_the_mode_needs(self) -> LedgerTable:
         if self.wipe_mode == "full" and self.wipe_every == 0:
             raise ValueError('wipe_mode "full" needs wipe_every >= 1')
         if self.wipe_mode == "periodic_stale" and self.stale_threshold == 0:
@@ -97,27 +94,26 @@ class LedgerTable(Table):
 
 
 class CoordTable(Table):
-    """`[objective] coord`: distributional supervision of ordered-bin (coordinate) tokens."""
+    """`[objective] coord`: distributional supervision of coordinate tokens, which are ordered bins."""
 
     first_token: WholeNumber
     """Token id of the first bin."""
     num_bins: Annotated[int, Field(ge=2)]
-    """Bins, with consecutive token ids."""
+    """Number of bins; their token ids are consecutive."""
     sigma: Positive
-    """Width of the soft target around the true bin, in bins."""
+    """Standard deviation of the soft target around the true bin, in bins."""
     weight: Positive = 1.0
-    """Of this component in the loss."""
+    """Factor of this component in the loss."""
 
 
 class ObjectiveTable(Table):
-    """`[objective]`: what is minimised."""
+    """`[objective]`: the loss."""
 
     z_loss: NonNegative = 0.0
-    """Coefficient of the squared log-partition; 0: off."""
+    """Coefficient of the z-loss, the squared log-partition; 0: off."""
     token_types: bool = False
-    """Report loss and accuracy by type of token, where the tokenizer knows types."""
+    """Also report loss and accuracy by token type, where the tokenizer defines token types."""
     coord: CoordTable | None = None
-    """Coordinate tokens; absent: off."""
 
 
 class OptimizerTable(Table):
@@ -128,24 +124,24 @@ class OptimizerTable(Table):
     lr: Positive = 1e-3
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    """Averaging of the gradient and of its square."""
+    """Decay rates of the moving averages of the gradient and of its square."""
     eps: Positive = 1e-8
-    """Added to the root of the average square."""
+    """Added to the denominator of the update."""
     weight_decay: NonNegative = 0.1
-    """Of matrices; vectors (norms, biases, decay rates) are not decayed."""
+    """Applied to matrices only; vectors (norms, biases, decay rates) are not decayed."""
 
 
 class SchedulerTable(Table):
     """`[scheduler]`: the learning rate over the run."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up: constant; linear or cosine to min_lr_ratio at the end; stable, then linear decay (wsd)."""
+    """After the warm-up: constant; linear or cosine decay to min_lr_ratio; wsd: stable, then linear decay."""
     warmup_steps: WholeNumber = 0
     """Steps of linear warm-up from 0."""
     min_lr_ratio: Fraction = 0.1
-    """Last learning rate over the peak."""
+    """Final learning rate as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """wsd: share of the run's steps that decay at its end."""
+    """wsd: fraction of the run's steps over which the learning rate decays, at its end."""
 
 
 class GnsTable(Table):
@@ -154,69 +150,69 @@ class GnsTable(Table):
     enabled: bool = True
     """Measure it in every optimizer step."""
     ema: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Decay of the averages of its numerator and denominator."""
+    """Decay of the moving averages of its numerator and denominator; 0.95 averages about 40 steps."""
 
 
 class WandbTable(Table):
     """`[metrics] wandb`: Weights & Biases."""
 
     mode: Literal["offline", "online", "disabled"] = "disabled"
-    """Always explicit, so that nothing prompts for a key."""
-    project: Annotated[str, Field(min_length=1)] = "trainer"
-    """Project."""
+    """disabled: off; offline: write to the run directory; online: also send to the server."""
+    project: Text = "trainer"
+    """Project name."""
     entity: str | None = None
     """Team or user; absent: the account's default."""
     base_url: str | None = None
-    """A server of one's own."""
+    """URL of a self-hosted server; absent: wandb's own setting."""
 
 
 class MetricsTable(Table):
     """`[metrics]`: what is logged, when and where."""
 
     log_interval: Count = 10
-    """Steps between payloads; step 1 and the last step are always logged."""
+    """Steps between logged steps; step 1 and the last step are always logged."""
     stdout: Literal["auto", "json", "line", "off"] = "auto"
-    """auto: the human line on a terminal, JSON payloads elsewhere."""
+    """auto: one readable line per logged step on a terminal, JSON payloads elsewhere."""
     per_source: bool = False
-    """Also metrics with a source's or modality's name in the key."""
+    """Also report metrics per source and modality, with its name in the key."""
     smoothing_alpha: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Weight of the newest value in `smoothed/*`."""
+    """Weight of the newest value in the moving averages `smoothed/*`."""
     peak_tflops: NonNegative = 0.0
-    """Peak of one device; 0: from the device's name, or no MFU."""
+    """Peak TFLOPS of one device, for MFU; 0: by the device's name, and no MFU where that is unknown."""
     wandb: WandbTable = WandbTable()
-    """Weights & Biases."""
     tensorboard: bool = False
-    """Write TensorBoard event files (needs the extra)."""
+    """Write TensorBoard event files; needs the extra `tensorboard`."""
 
 
 class SampleTable(Table):
-    """`[sample]`: text that the model writes during the run, in events.jsonl and wandb; it never changes training."""
+    """`[sample]`: text generated during the run, recorded in events.jsonl and wandb; training is not affected."""
 
     every: WholeNumber = 0
     """Steps between samples; 0: none."""
     prompt: str = ""
-    """What the model goes on from; empty: the beginning of a document."""
+    """Text to continue; empty: generate from the start of a document."""
     tokens: Count = 200
     """Tokens to generate; with the bytes tokenizer, bytes."""
     temperature: NonNegative = 1.0
-    """Divides the scores; 0 takes the most likely token."""
+    """Sampling temperature; 0: always the most likely token."""
     top_k: WholeNumber = 0
-    """Draw from the k most likely tokens only; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all."""
 
 
 class CheckpointTable(Table):
-    """`[checkpoint]`: what is saved, and where a run goes on."""
+    """`[checkpoint]`: saving and resuming."""
 
     every: WholeNumber = 0
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: only at the end of the run."""
     keep_last: Count = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: WholeNumber = 0
-    """Also keep those at multiples of this step; 0: none."""
+    """Also keep checkpoints at multiples of this step; 0: none."""
     background: bool = False
-    """Write the files in a thread while training goes on."""
-    resume: Annotated[str, Field(min_length=1)] = "off"
-    """off; auto: the run directory's newest whole checkpoint, if any; or a checkpoint's path."""
+    """Write the files in a background thread while training continues."""
+    resume: Text = "off"
+    """off: start a new run; auto: the latest complete checkpoint of the run directory, if there is one; or the path of a
+    checkpoint."""
 
 
 class DistributedTable(Table):
@@ -225,37 +221,23 @@ class DistributedTable(Table):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA, gloo on the CPU."""
     timeout_sec: Positive = 600.0
-    """After this long without an answer a collective fails and the run ends."""
+    """Seconds after which a collective that does not complete fails and the run ends."""
 
 
 class RunConfig(Table):
     """A whole, validated run."""
 
     run: RunTable = RunTable()
-    """Name and place."""
     train: TrainTable
-    """Step loop."""
     data: DataTable
-    """Data."""
     eval: EvalTable = EvalTable()
-    """Evaluation."""
     model: ModelTable = ModelTable()
-    """Model."""
     ledger: LedgerTable = LedgerTable()
-    """Ledger."""
     objective: ObjectiveTable = ObjectiveTable()
-    """Objective."""
     optimizer: OptimizerTable = OptimizerTable()
-    """Optimizer."""
     scheduler: SchedulerTable = SchedulerTable()
-    """Learning rate."""
     gns: GnsTable = GnsTable()
-    """Noise scale."""
     metrics: MetricsTable = MetricsTable()
-    """Metrics."""
     sample: SampleTable = SampleTable()
-    """Samples."""
     checkpoint: CheckpointTable = CheckpointTable()
-    """Checkpoints."""
     distributed: DistributedTable = DistributedTable()
-    """Process group."""

@@ -14,8 +14,11 @@ from tests.support.runs import ROOT, TINY
 from trainer.config.lines import key_lines
 from trainer.config.load import load_config, load_dataset_file, to_toml
 from trainer.config.overrides import apply_override, parse_value
+from trainer.config.rules import mixing_of
+from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
+jsonschema = pytest.importorskip("jsonschema")
 BASE = TINY.format(runs="runs", corpus="corpus")
 
 
@@ -63,25 +66,23 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
             "data.mixing.num_stream_mixed: unknown key; did you mean num_streams_mixed?",
         ),
         ("ledgr.capacity=3", "ledgr: unknown key; did you mean ledger?"),
-        (
-            "ledger.zzz=3",
-            "unknown key; known are capacity, index, ownership, stale_threshold, sweep_every, wipe_every, wipe_mode",
-        ),
+        ("gns.zzz=3", "gns.zzz: unknown key; known keys: ema, enabled"),
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
         ("ledger.wipe_mode=periodic_stale", 'wipe_mode "periodic_stale" needs stale_threshold >= 1'),
         ("data.source.first.weight=-1", "data.source.0.weight: must be >= 0.0, got -1"),
         ("data.source.first.weight=heavy", 'data.source.0.weight: must be a number, got "heavy"'),
-        ("data.source.second.weight={schedule='linear', points={a=1.0}}", "must be a whole number (a batch or step)"),
+        ("data.source.second.weight={schedule='linear', points={a=1.0}}", "must be a whole number"),
         ("data.source.second.weight={schedule='linear', points={0=1, 00=2}}", "two points have the same key"),
         ("data.source.second.weight={schedule='linear', points={}}", "at least 1 item"),
         ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
         ("data.source.third.weight=1", "has no element 'third'; use 0 to 1 or a name: first, second"),
+        ("data.source.².weight=1", "has no element '²'"),
         (
             "run.name='../x'",
-            'run.name: must be letters, digits, "_", "." and "-" alone, the first no "." or "-"; got "../x"',
+            'run.name: must be letters, digits, "_", "." and "-", starting with a letter, digit or "_"; got "../x"',
         ),
         ("model.target=build", 'model.target: must be an import path package.module:function; got "build"'),
-        ("data.source.first.name='a b'", 'must be letters, digits, "_", "." and "-" alone; got "a b"'),
+        ("data.source.first.name='a b'", 'must be letters, digits, "_", "." and "-"; got "a b"'),
         (
             "model.args={a=1",
             '"{a=1" is not valid TOML: unclosed inline table; write a table as TOML does, brackets closed',
@@ -89,7 +90,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("data.source={name='a'}", "is a single table, and must be a list of them; write [[data.source]] with double"),
         ("data.source=5", "data.source: must be a list, got 5"),
         ("run=5", "run: must be a table, got 5"),
-        ("train.steps.more=5", "train.steps is no table"),
+        ("train.steps.more=5", "train.steps is not a table"),
         ("train.steps", "is not of the form table.key=value"),
         ("=5", "is not of the form table.key=value"),
         ("gns.ema=1", "gns.ema: must be < 1.0, got 1"),
@@ -115,6 +116,7 @@ def test_a_missing_table_names_the_file(tmp_path):
         (b"[run]\nname = \xff\n", "x.toml:2: encoding: is not UTF-8"),
         (b"[run\n", "x.toml:1: TOML: "),
         (b"[run]\nname = 1\nname = 2\n", "x.toml:3: TOML: cannot overwrite a value"),
+        (b"a = [\n1,\n", "x.toml:3: TOML: "),
         (b"a = " + b"[" * 5000, "x.toml: TOML: is nested too deeply"),
     ],
 )
@@ -147,10 +149,54 @@ def test_overrides_win_in_order_and_make_tables(tmp_path):
     assert config.data.source[1].weight == 2.0
 
 
+def test_a_value_with_a_newline_is_a_string():
+    assert parse_value("1\nb = 2") == "1\nb = 2"
+    assert parse_value("[1,\n2]") == [1, 2]
+
+
+def test_the_later_of_two_overrides_is_named(tmp_path):
+    overrides = ["data.mixing={batch_size=3}", "data.mixing.batch_size=0"]
+    (line,) = refusal(tmp_path, BASE, *overrides)
+    assert line.startswith(f"--set {overrides[1]}: data.mixing.batch_size: ")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf" + BASE.lstrip().encode())
+    assert load_config(tmp_path / "x.toml").train.steps == 6
+
+
 def test_a_source_overrides_the_mixing_it_names_alone(tmp_path):
     config = load(tmp_path, BASE, "data.source.first.mixing.num_streams_mixed=7")
-    mixing = config.data.source[0].mixing.applied_to(config.data.mixing)
+    mixing = mixing_of(config, config.data.source[0])
     assert (mixing.num_streams_mixed, mixing.batch_size) == (7, 4)
+
+
+def test_kind_is_another_name_for_the_schedule_of_a_weight(tmp_path):
+    by_kind, by_schedule = (
+        load(tmp_path, BASE, f"data.source.second.weight={{{key}='step', points={{0=1, 5=2}}}}")
+        for key in ("kind", "schedule")
+    )
+    assert by_kind == by_schedule
+    assert load(tmp_path, to_toml(by_kind)) == by_kind
+    (line,) = refusal(tmp_path, BASE, "data.source.second.weight={kind='step', schedule='linear', points={0=1}}")
+    assert "data.source.1.weight.kind: unknown key" in line
+    (line,) = refusal(tmp_path, BASE, "data.source.second.weight={points={0=1}}")
+    assert "data.source.1.weight.schedule: is required and absent" in line
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_valid"),
+    [
+        ({"kind": "step", "points": {"0": 1.0}}, True),
+        ({"schedule": "step", "points": {"0": 1.0}}, True),
+        ({"kind": "step", "schedule": "step", "points": {"0": 1.0}}, False),
+        ({"points": {"0": 1.0}}, False),
+    ],
+)
+def test_the_schema_accepts_kind_as_the_loader_does(weight, is_valid):
+    raw = tomllib.loads(BASE)
+    raw["data"]["source"][0]["weight"] = weight
+    assert jsonschema.Draft202012Validator(RunConfig.model_json_schema()).is_valid(raw) is is_valid
 
 
 def test_a_dataset_file_has_sources_only(tmp_path):
@@ -160,6 +206,31 @@ def test_a_dataset_file_has_sources_only(tmp_path):
     path.write_text('[[source]]\nname = "a"\nroot = "r"\n[run]\n')
     with pytest.raises(UserError, match="run: unknown key"):
         load_dataset_file(path)
+
+
+def test_lines_beside_quotes_brackets_and_comments_that_mislead():
+    text = (
+        '[ "a]" . b ] # [c]\r\n'  # 1
+        "'k = [' = 1 # = {\n"
+        'x."y.z" = """a"""" # " [\n'
+        "w = '''[x]\n"
+        "[y]\n"
+        "v = 1'''''\n"
+        "[[\t'e' ]]\n"  # 7
+        "n = { o = [1, {p = 2}], q = '}' }\n"
+    )
+    tomllib.loads(text)
+    assert key_lines(text) == {
+        ("a]",): 1,
+        ("a]", "b"): 1,
+        ("a]", "b", "k = ["): 2,
+        ("a]", "b", "x"): 3,
+        ("a]", "b", "x", "y.z"): 3,
+        ("a]", "b", "w"): 4,
+        ("e",): 7,
+        ("e", 0): 7,
+        ("e", 0, "n"): 8,
+    }
 
 
 def test_lines_of_headers_arrays_dotted_keys_and_values_that_span_lines():

@@ -57,7 +57,8 @@ def test_what_cannot_work_is_refused(tmp_path, overrides, message):
 def test_ownership_follows_from_who_reads(tmp_path):
     assert facts(tmp_path, world_size=2).ownership == "reader"
     assert facts(tmp_path, "ledger.ownership=exchange", world_size=2).ownership == "exchange"
-    foreign = ["data.source.second={name='own', target='my:build'}", "ledger.capacity=99"]
+    foreign = ["data.source.second={name='own', target='my:build'}"]
+    assert facts(tmp_path, *foreign, world_size=2).groups_in_flight == 2 * 4  # a target has no readers
     assert facts(tmp_path, *foreign, world_size=2).ownership == "exchange"
     assert facts(tmp_path, *foreign, world_size=1).ownership == "reader"
     with pytest.raises(UserError, match="which source own"):

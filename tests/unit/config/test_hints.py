@@ -1,0 +1,118 @@
+"""Unknown keys: the fix names the key to write instead, or says why there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.runs import TINY
+from trainer.config.hints import EXPLAINED, OTHER_NAMES, hint, keys_of
+from trainer.config.load import load_config, load_dataset_file
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError
+
+WANDB = 'set metrics.wandb.mode to "offline" or "online"'
+
+
+def fix_for(key: str) -> str:
+    return hint(tuple(key.split(".")), RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        # Names of the requests.
+        ("max_steps", "train.steps"),
+        ("train.max_steps", "train.steps"),
+        ("gpu_peak_tflops", "metrics.peak_tflops"),
+        ("ledger_wipe_mode", "ledger.wipe_mode"),
+        ("ledger_stale_threshold", "ledger.stale_threshold"),
+        ("ledger_capacity", "ledger.capacity"),
+        ("metrics.alpha", "metrics.smoothing_alpha"),
+        ("wandb_project", "metrics.wandb.project"),
+        ("tensorboard", "metrics.tensorboard"),
+        # Names of other trainers.
+        ("train.grad_accum", "train.micro_batches"),
+        ("train.gradient_accumulation_steps", "train.micro_batches"),
+        ("micro_batch_size", "data.mixing.batch_size"),
+        ("train.learning_rate", "optimizer.lr"),
+        ("metrics.log_every", "metrics.log_interval"),
+        ("train.save_every", "checkpoint.every"),
+        ("checkpoint.save_steps", "checkpoint.every"),
+        ("train.mixed_precision", "train.precision"),
+        ("eval.interval", "eval.every"),
+        # A key of another table.
+        ("data.wipe_mode", "ledger.wipe_mode"),
+        ("train.lr", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("train.weight_decay", "optimizer.weight_decay"),
+        ("optimizer.warmup_steps", "scheduler.warmup_steps"),
+        ("train.seed", "run.seed"),
+        ("train.Log-Interval", "metrics.log_interval"),
+        # A misspelt key of this table.
+        ("ledger.ledger_wipe_mode", "ledger.wipe_mode"),
+        ("metrics.log_intervall", "log_interval"),
+        ("data.mixing.num_stream_mixed", "num_streams_mixed"),
+    ],
+)
+def test_one_key_is_meant(written, key):
+    assert fix_for(written) == f"did you mean {key}?"
+
+
+@pytest.mark.parametrize(
+    ("written", "fix"),
+    [
+        ("train.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size?"),
+        ("train.dtype", "did you mean train.precision or data.source.dtype?"),
+        ("eval.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size or batches?"),
+        ("eval.steps", "did you mean eval.every or train.steps?"),
+        ("ledger.every", "did you mean wipe_every?"),
+        ("checkpoint.zzz", "known keys: background, every, keep_every, keep_last, resume"),
+        ("enable_wandb", WANDB),
+        ("metrics.enable_wandb", WANDB),
+        ("enable_tensorboard", "set metrics.tensorboard = true"),
+        ("num_gpus", "the launcher sets the number of processes: torchrun --nproc_per_node=N"),
+        ("data.num_workers", EXPLAINED["num_workers"]),
+        ("data.mixing.debug_log_active_every_n_batches", EXPLAINED["debug_log_active_every_n_batches"]),
+    ],
+)
+def test_several_keys_or_none_are_meant(written, fix):
+    assert fix_for(written) == fix
+
+
+def exists(key: str) -> bool:
+    *table, name = key.split(".")
+    return name in keys_of(RunConfig, tuple(table))
+
+
+def test_the_keys_that_are_named_exist_and_the_unknown_ones_do_not():
+    assert [key for key in OTHER_NAMES if not exists(key)] == []
+    names = [name for names in OTHER_NAMES.values() for name in names.split()]
+    assert len(set(names)) == len(names)
+    assert not set(names) & EXPLAINED.keys()
+    assert [name for name in (*names, *EXPLAINED) if "." in name and exists(name)] == []
+
+
+def test_keys_in_explanations_exist():
+    dotted = {word.strip(",;()") for text in EXPLAINED.values() for word in text.split() if word.count(".") >= 1}
+    assert dotted
+    assert [key for key in sorted(dotted) if not exists(key)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [("max_steps=5", "max_steps"), ("data.source.first.batch_size=5", "data.source.0.batch_size")],
+)
+def test_the_fix_reaches_the_message(tmp_path, override, where):
+    path = tmp_path / "x.toml"
+    path.write_text(TINY.format(runs="runs", corpus="corpus"))
+    with pytest.raises(UserError, match=f"{where}: unknown key; did you mean"):
+        load_config(path, [override])
+
+
+def test_a_dataset_file_knows_its_own_keys(tmp_path):
+    path = tmp_path / "d.toml"
+    path.write_text('[[source]]\nname = "a"\nroot = "r"\nbatch_size = 4\n')
+    with pytest.raises(
+        UserError, match=r"d\.toml:4: source\.0\.batch_size: unknown key; did you mean source\.mixing\."
+    ):
+        load_dataset_file(path)
