@@ -51,7 +51,7 @@ def make_step(model: torch.nn.Module, inner: torch.nn.Module, *, micros: int, wo
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=clip, can_roll_back=True),
+        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=clip),
         world_size=world,
         device=CPU,
         autocast=nullcontext,
@@ -66,9 +66,7 @@ def one_step(
     torch.manual_seed(0)
     inner = build(VOCABULARY, dim=8, num_layers=2).double()
     model = DistributedDataParallel(inner) if world > 1 else inner
-    ledger = Ledger(
-        state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, rank=rank, world_size=world, keep_undo=True
-    )
+    ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, rank=rank, world_size=world)
     step = make_step(model, inner, micros=micros, world=world, ledger=ledger, clip=clip)
     tokens, targets = rows()
     share = ROWS // (world * micros)

@@ -80,10 +80,6 @@ class LedgerTable(Table):
     """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
-    index: Literal["auto", "dicts", "compiled"] = "auto"
-    """How it is kept which slot holds which group; the numbers are the same. compiled (extra jit) takes half the time of a
-    micro-batch, and at the start half a second (some 10 s the first time on a machine, which keeps the machine code); auto:
-    compiled in runs of 10,000 micro-batches and more, if numba is there."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Who holds a group's state: the rank its id hashes to (exchange), or the rank that reads it (reader)."""
 

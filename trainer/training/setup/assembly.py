@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,16 +20,10 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.import_path import resolve_target
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.logger import get_logger
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
-
-logger = get_logger(__name__)
-
-# Micro-batches from which on a compiled ledger index has paid for itself.
-COMPILED_FROM = 10_000
 
 # Devices that work on their own while the host goes on; on others there is nothing to gain.
 LATE_DEVICES = frozenset({"cuda"})
@@ -140,12 +133,6 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     table, width = plan.config.ledger, state_width(model)
     if width == 0:
         return None
-    num_stores = plan.config.train.steps * plan.config.train.micro_batches
-    is_compiled = wants_compiled(table.index, num_stores)
-    if is_compiled and info.is_main:
-        logger.info(
-            "compiling the ledger's loops: the first time on a machine this takes some 10 s, later half a second"
-        )
     return Ledger(
         state_width=width,
         capacity=table.capacity,
@@ -157,25 +144,7 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         ownership="exchange" if plan.facts.ownership == "exchange" else "reader",
         rank=info.rank,
         world_size=info.world_size,
-        compiled=is_compiled,
-        keep_undo=keeps_undo(plan.config) or settles_late(plan.config, device),
-        is_confirmed=settles_late(plan.config, device),
     )
-
-
-def wants_compiled(index: str, num_stores: int) -> bool:
-    """Whether the ledger's index is to be compiled, for `[ledger] index` and a run of `num_stores` micro-batches.
-
-    `auto` compiles where it pays: loading the machine code takes 0.5 s, and a micro-batch of 64 groups then 0.08 ms less.
-    """
-    if index != "auto":
-        return index == "compiled"
-    return num_stores >= COMPILED_FROM and importlib.util.find_spec("numba") is not None
-
-
-def keeps_undo(config: RunConfig) -> bool:
-    """Whether a rejected step may be followed by another one, so that the ledger must be able to go back."""
-    return config.train.on_non_finite == "skip" or config.train.precision == "fp16"
 
 
 def settles_late(config: RunConfig, device: torch.device) -> bool:

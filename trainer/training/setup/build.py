@@ -32,7 +32,6 @@ from trainer.training.run_state import Run
 from trainer.training.setup.assembly import (
     autocast_context,
     holdout_batches,
-    keeps_undo,
     make_blend,
     make_eval_ledger,
     make_ledger,
@@ -176,7 +175,6 @@ def build_run(
             micro_batches=config.train.micro_batches,
             max_tokens_per_micro=max_tokens_per_micro(plan),
             clip_grad_norm=config.train.clip_grad_norm,
-            can_roll_back=keeps_undo(config),
             settles_late=settles_late(config, parts.device),
         ),
         world_size=info.world_size,
@@ -185,7 +183,7 @@ def build_run(
         details=_details_maker(parts),
     )
     pool_keys = list(parts.dataset.metric_ops)
-    ledger_keys = list(parts.ledger.drain_metrics()) if parts.ledger is not None else []
+    ledger_keys = list(parts.ledger.metric_keys) if parts.ledger is not None else []
     return Run(
         config=config,
         info=info,

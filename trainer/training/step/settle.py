@@ -14,8 +14,8 @@ from torch import Tensor
 from trainer.training.step.accumulation import WindowSums
 
 # Places in the head of the reduced vector; the noise scale's sums follow.
-TOKENS, LOSS_SUM, STOP, SAVED, REFUSED = range(5)
-HEAD = 5
+TOKENS, LOSS_SUM, STOP, SAVED = range(4)
+HEAD = 4
 
 
 class HostCopy:

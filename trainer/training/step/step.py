@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,7 +38,6 @@ from trainer.training.step.optimizer import set_lr
 from trainer.training.step.settle import (
     HEAD,
     LOSS_SUM,
-    REFUSED,
     SAVED,
     STOP,
     TOKENS,
@@ -58,11 +56,9 @@ class StepSettings:
     micro_batches: int
     max_tokens_per_micro: int
     clip_grad_norm: float
-    can_roll_back: bool
-    """A rejected step is taken back out of the ledger, since another one may follow."""
     settles_late: bool = False
     """Steps of which nothing has to be known at once may be settled during the next one, if the optimizer takes a
-    `found_inf` and there is no loss scaling. The ledger must be one whose steps are confirmed."""
+    `found_inf` and there is no loss scaling."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class StepOutcome:
     is_empty: bool
     """No rank had a token: the data have ended, and nothing was changed."""
     is_finite: bool
-    """False: the step was rejected, and weights, optimizer and ledger are as before."""
+    """False: the step was rejected, and weights and optimizer are as before."""
     loss: float
     """Token-weighted over all micro-batches and ranks, nats per token."""
     tokens: int
@@ -103,9 +99,6 @@ class TrainStep:
         autocast: makes the context in which forward and loss run.
         details: makes the collector of what is logged beside the loss.
         clock: monotonic seconds.
-
-    Raises:
-        ValueError: late settling with a ledger that would wait for the device.
     """
 
     def __init__(
@@ -124,9 +117,6 @@ class TrainStep:
         details: Callable[[bool], StepDetails],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if settings.settles_late and ledger is not None and not ledger.is_confirmed:
-            raise ValueError("to settle late, the ledger must be one whose steps are confirmed")
-        self._ledger = ledger
         self._optimizer = optimizer
         self._gns = gns
         self._scaler = scaler
@@ -212,8 +202,6 @@ class TrainStep:
         # Filled there: a tensor made of numbers of the host would be copied, and waited for.
         tokens = self._sums.tokens
         head = [tokens, self._sums.loss_sum, *(torch.full_like(tokens, vote) for vote in (stop, saved))]
-        is_pending = self._ledger is not None and self._ledger.is_confirmed
-        head.append(self._ledger.num_refused() if self._ledger and is_pending else torch.zeros_like(tokens))
         packed = torch.stack(head)
         if self._gns is not None:
             packed = torch.cat([packed, self._gns.local_sums()])
@@ -234,7 +222,7 @@ class TrainStep:
         factor = self._kappa * tokens / self._world_size
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
         is_good = is_finite and tokens > 0
-        is_expected = is_good and reduced[STOP] == 0 and reduced[REFUSED] == 0
+        is_expected = is_good and reduced[STOP] == 0
         is_later_undone = self._later is not None and not is_expected
         if is_later_undone:
             self._take_back()
@@ -246,8 +234,6 @@ class TrainStep:
             set_lr(self._optimizer, queued.lr_before)
         elif not self._decides_on_device:
             self._decide(queued, grad_norm, factor, is_good=is_good)
-        if self._ledger is not None:
-            self._close_step(self._ledger, queued, is_good=is_good, has_refused=reduced[REFUSED] > 0)
         return StepOutcome(
             is_empty=tokens == 0,
             is_finite=is_finite,
@@ -262,23 +248,10 @@ class TrainStep:
         )
 
     def _take_back(self) -> None:
-        """Undo what `forward_backward` has done since the last `queue`."""
+        """Undo what `forward_backward` has done since the last `queue`, except in the ledger, which keeps it."""
         assert self._later is not None
-        if self._ledger is not None:
-            self._ledger.rollback()
         set_generator_states(self._later, self._device)
         self._optimizer.zero_grad(set_to_none=True)
-
-    def _close_step(self, ledger: Ledger, queued: QueuedStep, *, is_good: bool, has_refused: bool) -> None:
-        """Make the step final in the ledger, or take it back out. The data go on, so groups that ended in it are freed."""
-        if not is_good and self._settings.can_roll_back:
-            ledger.rollback()
-            carries = [micro.carry for micro in queued.sums.micros if micro.carry is not None]
-            ledger.release(np.concatenate([c.group_ids[c.is_last] for c in carries] or [np.empty(0, dtype=np.int64)]))
-        elif ledger.is_confirmed:
-            if has_refused:
-                ledger.refuse()
-            ledger.confirm()
 
     def _decide(self, queued: QueuedStep, grad_norm: float, factor: float, *, is_good: bool) -> None:
         """Step the optimizer, or do not, from here."""
