@@ -20,6 +20,8 @@ Evicted = tuple[EvictionMode, int]
 
 # Stands for the last step of slots that must not be evicted; no bucket has it. -1 is a free slot.
 PINNED = -2
+# Entries sorted together: enough to share the cost of a dozen array operations between steps.
+FRONT_SIZE = 1024
 _EMPTY: Ints = np.empty(0, np.int64)
 
 
@@ -28,6 +30,7 @@ class StoreOrder:
 
     A queue of buckets: the slots that were stored together, with the step. A slot that is stored again stays in its old
     bucket; an entry counts only while the slot's last step equals the bucket's, which is checked when the entry is reached.
+    The oldest buckets are sorted into a front, many at a time, from which slots are taken.
 
     Args:
         last_step: per slot, negative where nothing is to be taken. Shared with the index, which updates it before `add`.
@@ -36,17 +39,19 @@ class StoreOrder:
     def __init__(self, last_step: Ints) -> None:
         self._last_step = last_step
         self._buckets: deque[tuple[int, Ints]] = deque()
-        # What is left of the oldest step: distinct slots, ascending.
-        self._front = _EMPTY
-        self._front_step = -1
-        self.num_entries = 0
+        self._num_queued = 0
+        # Distinct (step, slot) pairs, ascending; every bucket is of a later step, or of the front's last.
+        self._front_steps, self._front = _EMPTY, _EMPTY
+
+    @property
+    def num_entries(self) -> int:
+        """Entries held, outdated ones included."""
+        return self._num_queued + self._front.size
 
     def add(self, step: int, slots: Ints) -> None:
         """Append distinct `slots` stored at `step`, which is not before any step added so far."""
-        if not slots.size:
-            return
         self._buckets.append((step, slots))
-        self.num_entries += slots.size
+        self._num_queued += slots.size
         # At most one entry per slot counts, so the greater part is outdated. The margin spares small ledgers the work.
         if self.num_entries > 2 * self._last_step.size + 1024:
             self.rebuild()
@@ -55,47 +60,54 @@ class StoreOrder:
         """Remove and return the `count` first live slots, or as many as there are."""
         taken = [_EMPTY]
         while count > 0 and self._fill_front():
-            # A few entries at a time, so that taking few slots of a long step stays cheap.
-            piece = self._front[: 2 * count + 32]
-            live = piece[self._last_step[piece] == self._front_step][:count]
-            num_passed = int(piece.searchsorted(live[-1])) + 1 if live.size == count else piece.size
-            self._front = self._front[num_passed:]
-            self.num_entries -= num_passed
-            taken.append(live)
+            # A few entries at a time, so that taking few slots of a long front stays cheap.
+            slots, steps = self._front[: 2 * count + 32], self._front_steps[: 2 * count + 32]
+            live = (self._last_step[slots] == steps).nonzero()[0][:count]
+            taken.append(slots[live])
             count -= live.size
+            self._drop_front(int(live[-1]) + 1 if count == 0 else slots.size)
         return np.concatenate(taken)
 
     def take_before(self, cutoff: int) -> Ints:
         """Remove and return all live slots whose step is before `cutoff`."""
         taken = [_EMPTY]
-        while self._fill_front() and self._front_step < cutoff:
-            taken.append(self._front[self._last_step[self._front] == self._front_step])
-            self.num_entries -= self._front.size
-            self._front = _EMPTY
+        while self._fill_front() and (stop := int(self._front_steps.searchsorted(cutoff))):
+            slots = self._front[:stop]
+            taken.append(slots[self._last_step[slots] == self._front_steps[:stop]])
+            self._drop_front(stop)
         return np.concatenate(taken)
 
     def rebuild(self) -> None:
         """Start again from `last_step`: one entry per live slot."""
         live = np.flatnonzero(self._last_step >= 0)
-        slots = live[np.argsort(self._last_step[live], kind="stable")]
-        steps, starts = np.unique(self._last_step[slots], return_index=True)
-        self._buckets = deque(zip(steps.tolist(), np.split(slots, starts[1:]), strict=False))
-        self._front = _EMPTY
-        self.num_entries = slots.size
+        order = np.argsort(self._last_step[live], kind="stable")
+        self._front = live[order]
+        self._front_steps = self._last_step[self._front]
+        self._buckets.clear()
+        self._num_queued = 0
+
+    def _drop_front(self, count: int) -> None:
+        self._front, self._front_steps = self._front[count:], self._front_steps[count:]
 
     def _fill_front(self) -> bool:
-        """Move the buckets of the oldest step into the front; whether it then holds anything."""
+        """Sort the oldest buckets into the front if it is used up, or incomplete; whether it then holds anything."""
         buckets = self._buckets
-        # The newest step may get more buckets after it became the front.
-        if buckets and (not self._front.size or buckets[0][0] == self._front_step):
-            self._front_step = buckets[0][0]
-            parts = [self._front]
-            while buckets and buckets[0][0] == self._front_step:
-                parts.append(buckets.popleft()[1])
-            entries = np.concatenate(parts)
-            # A slot is there twice if two micro-batches of the step stored it.
-            self._front = np.unique(entries)
-            self.num_entries += self._front.size - entries.size
+        # The newest step may get more buckets after it became part of the front.
+        while buckets and (not self._front.size or buckets[0][0] == self._front_steps[-1]):
+            newest = buckets[-1][0]
+            moved = [buckets.popleft()]
+            size = moved[0][1].size
+            while buckets and (buckets[0][0] == moved[-1][0] or (size < FRONT_SIZE and buckets[0][0] < newest)):
+                moved.append(buckets.popleft())
+                size += moved[-1][1].size
+            self._num_queued -= size
+            steps = np.repeat([step for step, _ in moved], [slots.size for _, slots in moved])
+            slots = np.concatenate([slots for _, slots in moved])
+            is_live = self._last_step[slots] == steps
+            # As one number per pair; a pair is there twice if two micro-batches of the step stored the slot.
+            num_slots = self._last_step.size
+            keys = np.concatenate([self._front_steps * num_slots + self._front, (steps * num_slots + slots)[is_live]])
+            self._front_steps, self._front = np.divmod(np.unique(keys), num_slots)
         return self._front.size > 0
 
 

@@ -29,7 +29,7 @@ from trainer.errors import UserError
 from trainer.ledger.eviction import WipeMode, check_settings, is_due
 from trainer.ledger.exchange import OwnerExchange, owner_of
 from trainer.ledger.index import Evicted, GroupIndex
-from trainer.ledger.slab import Slab, to_device
+from trainer.ledger.slab import InvalidCount, Slab, to_device
 from trainer.ledger.snapshot import Layout, load_shards, save_shard
 
 Ownership = Literal["reader", "exchange"]
@@ -102,8 +102,7 @@ class Ledger:
         self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
         self._counts = dict.fromkeys(COUNTER_KEYS, 0)
         # Counted on the device, which alone knows them; added to `_counts` where metrics are read.
-        self._num_cold_starts = torch.zeros((), dtype=torch.int64, device=device)
-        self._num_refused = torch.zeros_like(self._num_cold_starts)
+        self._cold_starts, self._refused = InvalidCount(self._slab.device), InvalidCount(self._slab.device)
         self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
         self._exchange: OwnerExchange | None = None
         if ownership == "exchange" and world_size > 1:
@@ -146,11 +145,11 @@ class Ledger:
         is_fresh = (cell_index == 0) | (group_ids < 0)
         if self._exchange is None:
             slots = self._index.find(groups)
-            slots[is_fresh] = self._slab.blank_slot
-            states, is_missing = self._slab.read(slots)
+            slots[is_fresh] = self._slab.capacity
+            states, is_valid = self._slab.read(slots)
         else:
-            states, is_missing = self._fetch(self._exchange, group_ids, np.flatnonzero(~is_fresh))
-        self._num_cold_starts += is_missing.sum()
+            states, is_valid = self._fetch(self._exchange, group_ids, np.flatnonzero(~is_fresh))
+        self._cold_starts.add(is_valid, ~is_fresh)
         return states
 
     def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
@@ -178,14 +177,16 @@ class Ledger:
         groups = _distinct(group_ids)
         if states.shape != (group_ids.size, self._slab.width):
             raise ValueError(f"states must be [{group_ids.size}, {self._slab.width}], got {list(states.shape)}")
-        states = states.detach().to(self._slab.device, self._slab.dtype)
+        states = states.detach()
+        if states.dtype != self._slab.dtype or states.device != self._slab.device:
+            states = states.to(self._slab.device, self._slab.dtype)
         if self._exchange is not None:
             group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)
             groups = _distinct(group_ids)
         is_kept = ~is_last & (group_ids >= 0)
         slots = self._index.place(groups, cell_index, is_kept, self._step)
         slots[~is_kept] = self._slab.waste_slot
-        self._num_refused += self._slab.write(slots, states)
+        self._refused.add(self._slab.write(slots, states), is_kept)
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
@@ -211,15 +212,15 @@ class Ledger:
         Waits for the device.
         """
         counts = dict(self._counts)
-        counts["ledger/cold_starts"] += int(self._num_cold_starts)
-        counts["ledger/refused_rows"] += int(self._num_refused)
+        counts["ledger/cold_starts"] += self._cold_starts.read()
+        counts["ledger/refused_rows"] += self._refused.read()
         return counts
 
     def load_undrained(self, counts: Mapping[str, int]) -> None:
         """Restore the counters from `undrained`, after `load_state_dict`."""
         self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
-        self._num_cold_starts.zero_()
-        self._num_refused.zero_()
+        self._cold_starts.reset()
+        self._refused.reset()
 
     @property
     def recently_evicted(self) -> Mapping[int, Evicted]:
@@ -255,14 +256,15 @@ class Ledger:
         self.load_undrained({})
 
     def _fetch(self, exchange: OwnerExchange, group_ids: Ints, asked: Ints) -> tuple[Tensor, Tensor]:
-        """Ask the owners for the states at positions `asked`: all states, zeros elsewhere; and which asked are missing."""
+        """Ask the owners for the states at positions `asked`: all states, and which are valid; zeros elsewhere."""
         route = exchange.route(group_ids[asked])
         wanted = exchange.to_owners(route, torch.from_numpy(group_ids[asked])).numpy()
-        rows, is_missing = self._slab.read(self._index.find(wanted.tolist()))
-        is_missing = exchange.from_owners(route, is_missing)
-        rows = exchange.from_owners(route, rows)
-        states = rows.new_zeros(group_ids.size, self._slab.width)
-        return states.index_copy_(0, to_device(asked, rows.device), rows), is_missing
+        index = to_device(asked, self._slab.device)
+        answers = []
+        for found in self._slab.read(self._index.find(wanted.tolist())):
+            whole = found.new_zeros(group_ids.size, *found.shape[1:])
+            answers.append(whole.index_copy_(0, index, exchange.from_owners(route, found)))
+        return answers[0], answers[1]
 
     def _send(
         self, exchange: OwnerExchange, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor

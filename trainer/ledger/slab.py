@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.arrays import Ints
+from trainer.arrays import Flags, Ints
 
 
 class Slab:
-    """One row per slot, `[capacity + 3, width]`, and a flag per slot. The three slots beyond the capacity are constants.
+    """One row and one flag per slot. Slot `capacity` stands for none: it reads as zeros, and is not valid.
 
     Args:
         width: numbers per state.
@@ -28,53 +29,83 @@ class Slab:
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
-        # Read for a group that is not held: zeros, and invalid.
-        self.missing_slot = capacity
-        # Read where a state begins at zero by rule: zeros, and valid.
-        self.blank_slot = capacity + 1
         # Written with rows that are not kept, never read. Copying a whole batch costs less than selecting rows first.
-        self.waste_slot = capacity + 2
-        self._rows = torch.zeros(capacity + 3, width, device=device, dtype=dtype)
-        self._is_invalid = torch.zeros(capacity + 3, device=device, dtype=torch.bool)
-        self._is_invalid[self.missing_slot].fill_(True)
-        self._missing = torch.full((), self.missing_slot, device=device)
+        self.waste_slot = capacity + 1
+        self._rows = torch.zeros(capacity + 2, width, device=device, dtype=dtype)
+        self._is_valid = torch.zeros(capacity + 2, device=device, dtype=torch.bool)
+        # Read where there is no state: zeros, and not valid.
+        self._no_slot = torch.full((), capacity, device=device)
 
     def read(self, slots: Ints) -> tuple[Tensor, Tensor]:
         """Copy rows out.
 
         Returns:
-            The rows of `slots`, [len(slots), width], zeros where invalid; and which are invalid, bool [len(slots)].
+            The rows of `slots`, [len(slots), width], zeros where not valid; and which are valid, bool [len(slots)].
         """
         index = to_device(slots, self.device)
-        is_invalid = self._is_invalid.index_select(0, index)
+        is_valid = self._is_valid.index_select(0, index)
         # Redirecting the index costs a tenth of masking the rows.
-        return self._rows.index_select(0, torch.where(is_invalid, self._missing, index)), is_invalid
+        return self._rows.index_select(0, torch.where(is_valid, index, self._no_slot)), is_valid
 
     def write(self, slots: Ints, rows: Tensor) -> Tensor:
-        """Copy rows in, and mark those that are not finite as invalid.
+        """Copy rows in; those that are not finite are not valid.
 
         Args:
             slots: int64 [n], distinct but for `waste_slot`.
             rows: [n, width], of the slab's device and dtype, without a gradient.
 
         Returns:
-            How many rows are invalid, those for `waste_slot` not counted, [] int64 on the device.
+            Which rows are valid, bool [n].
         """
         index = to_device(slots, self.device)
         # The maximum propagates NaN, and NaN is not below infinity. A fifth of the time of `isfinite().all(1)`.
-        is_invalid = ~(rows.abs().amax(1) < torch.inf)
+        is_valid = rows.abs().amax(1) < torch.inf
         self._rows.index_copy_(0, index, rows)
-        self._is_invalid.index_copy_(0, index, is_invalid)
-        return (is_invalid & (index < self.waste_slot)).sum()
+        self._is_valid.index_copy_(0, index, is_valid)
+        return is_valid
 
     def restore(self, slots: Ints, rows: Tensor, is_valid: Tensor) -> None:
         """Copy rows and flags of a checkpoint in; tensors of any device."""
         index = to_device(slots, self.device)
         self._rows.index_copy_(0, index, rows.to(self.device, self.dtype))
-        self._is_invalid.index_copy_(0, index, ~is_valid.to(self.device))
+        self._is_valid.index_copy_(0, index, is_valid.to(self.device))
+
+
+class InvalidCount:
+    """Counts rows that are not valid, on the device. `read` waits for it, `add` does not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sum = torch.zeros((), dtype=torch.int64, device=device)
+        self._batches: list[tuple[Tensor, Flags]] = []
+
+    def add(self, is_valid: Tensor, is_counted: Flags) -> None:
+        """Count the rows that are not valid, bool [n], of those that are to be counted, bool [n]."""
+        self._batches.append((is_valid, is_counted))
+        # Many at once: each operation costs more than its few numbers.
+        if len(self._batches) == 256:
+            self._fold()
+
+    def read(self) -> int:
+        """The count so far."""
+        self._fold()
+        return int(self._sum)
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self._batches.clear()
+        self._sum.zero_()
+
+    def _fold(self) -> None:
+        if self._batches:
+            is_valid, is_counted = zip(*self._batches, strict=True)
+            self._sum += (to_device(np.concatenate(is_counted), self._device) & ~torch.cat(is_valid)).sum()
+            self._batches.clear()
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of `array` on the device; pinned for CUDA, since a copy from pageable memory would block the host."""
     tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

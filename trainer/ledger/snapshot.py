@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 def save_shard(index: GroupIndex, slab: Slab, *, layout: Layout, step: int | None) -> dict[str, Any]:
     """Copy a shard into tensors, numbers and strings, which `torch.load(weights_only=True)` accepts."""
     slots = index.held_slots()
-    rows, is_invalid = slab.read(slots)
+    rows, is_valid = slab.read(slots)
     evicted = list(index.evicted.items())
     return {
         "format": FORMAT,
@@ -43,7 +43,7 @@ def save_shard(index: GroupIndex, slab: Slab, *, layout: Layout, step: int | Non
         "groups": torch.from_numpy(index.groups_at(slots)),
         "last_step": torch.from_numpy(index.last_step[slots]),
         "rows": rows.cpu(),
-        "valid": ~is_invalid.cpu(),
+        "valid": is_valid.cpu(),
         "free_slots": torch.from_numpy(index.free_slots()),
         "evicted_groups": torch.tensor([group for group, _ in evicted], dtype=torch.int64),
         "evicted_modes": torch.tensor([EVICTION_MODES.index(mode) for _, (mode, _) in evicted], dtype=torch.int64),
