@@ -139,11 +139,11 @@ class GroupIndex:
         """The slots of `groups`, [n]; `capacity` for a group that is not held."""
         return np.fromiter(map(self._slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
 
-    def place(self, groups: Sequence[int], cell_index: Ints, is_kept: Flags, step: int) -> Ints:
+    def place(self, group_ids: Ints, cell_index: Ints, is_kept: Flags, step: int) -> Ints:
         """Assign slots for a store at `step`: free the groups that are not kept, then make room, then place the others.
 
         Args:
-            groups: distinct; -1 is no group, and not kept.
+            group_ids: distinct; -1 is no group, and not kept.
 
         Returns:
             The slot of each group, [n]; `capacity` for those not kept.
@@ -151,18 +151,18 @@ class GroupIndex:
         Raises:
             UserError: too few slots; nothing is changed.
         """
-        slots = self.find(groups)
+        slots = self.find(group_ids.tolist())
         is_held = slots < self.capacity
         ended = slots[is_held & ~is_kept]
-        new = np.flatnonzero(is_kept & ~is_held)
+        new = (is_kept & ~is_held).nonzero()[0]
         num_kept = int(np.count_nonzero(is_kept))
         self._check_room(num_kept if self._is_lru else self.num_live - ended.size + new.size)
         if self.evicted:
-            for at in np.flatnonzero(~is_held).tolist():
-                evicted = self.evicted.pop(groups[at], None)
-                # A first cell starts from zero anyway, so nothing was lost.
-                if evicted is not None and cell_index[at]:
-                    self._counts[f"ledger/false_evictions/{evicted[0]}"] += 1
+            for group, cell in zip(group_ids[~is_held].tolist(), cell_index[~is_held].tolist(), strict=True):
+                if group in self.evicted:
+                    mode, _ = self.evicted.pop(group)
+                    # A first cell starts from zero anyway, so nothing was lost.
+                    self._counts[f"ledger/false_evictions/{mode}"] += cell > 0
         if ended.size:
             self._vacate(ended)
         if new.size:
@@ -171,7 +171,7 @@ class GroupIndex:
                 assert self._order is not None
                 self.last_step[slots[is_kept & is_held]] = PINNED
                 self._evict(self._order.take_oldest(excess), "lru", step)
-            slots[new] = self._occupy([groups[at] for at in new.tolist()])
+            slots[new] = self._occupy(group_ids[new])
         slots[~is_kept] = self.capacity
         kept_slots = slots[is_kept]
         self.last_step[kept_slots] = step
@@ -224,12 +224,12 @@ class GroupIndex:
         problem = f"is exhausted: {needed} groups are in flight, got {self.capacity}"
         raise UserError("ledger.capacity", problem, f"set it to at least {needed}, or wipe_mode to lru")
 
-    def _occupy(self, groups: list[int]) -> Ints:
+    def _occupy(self, groups: Ints) -> Ints:
         """Give each of the groups, none of them held, a free slot; there must be enough."""
         num_free = self.capacity - self.num_live
-        slots = self._free[num_free - len(groups) : num_free][::-1]
-        self.num_live += len(groups)
-        self._slot_of.update(zip(groups, slots.tolist(), strict=True))
+        slots = self._free[num_free - groups.size : num_free][::-1]
+        self.num_live += groups.size
+        self._slot_of.update(zip(groups.tolist(), slots.tolist(), strict=True))
         self._group_of[slots] = groups
         return slots
 

@@ -141,7 +141,8 @@ class Ledger:
             ValueError: a group appears twice.
         """
         group_ids, cell_index = _as_ids(group_ids), _as_ids(cell_index)
-        groups = _distinct(group_ids)
+        groups = group_ids.tolist()
+        _check_distinct(groups)
         is_fresh = (cell_index == 0) | (group_ids < 0)
         if self._exchange is None:
             slots = self._index.find(groups)
@@ -174,7 +175,7 @@ class Ledger:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")
         group_ids, cell_index = _as_ids(group_ids), _as_ids(cell_index)
         is_last = np.ascontiguousarray(is_last, np.bool_)
-        groups = _distinct(group_ids)
+        _check_distinct(group_ids.tolist())
         if states.shape != (group_ids.size, self._slab.width):
             raise ValueError(f"states must be [{group_ids.size}, {self._slab.width}], got {list(states.shape)}")
         states = states.detach()
@@ -182,9 +183,9 @@ class Ledger:
             states = states.to(self._slab.device, self._slab.dtype)
         if self._exchange is not None:
             group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)
-            groups = _distinct(group_ids)
+            _check_distinct(group_ids.tolist())
         is_kept = ~is_last & (group_ids >= 0)
-        slots = self._index.place(groups, cell_index, is_kept, self._step)
+        slots = self._index.place(group_ids, cell_index, is_kept, self._step)
         slots[~is_kept] = self._slab.waste_slot
         self._refused.add(self._slab.write(slots, states), is_kept)
 
@@ -285,12 +286,10 @@ def _as_ids(values: Ints) -> Ints:
     return np.ascontiguousarray(values, np.int64)
 
 
-def _distinct(group_ids: Ints) -> list[int]:
-    """The ids as a list; a ValueError names a group (not -1) that appears twice."""
-    groups: list[int] = group_ids.tolist()
+def _check_distinct(groups: list[int]) -> None:
+    """Raise a ValueError that names a group (not -1) that appears twice."""
     if len(set(groups)) < len(groups):
         known = [group for group in groups if group >= 0]
         twice = next((group for at, group in enumerate(known) if group in known[:at]), None)
         if twice is not None:
             raise ValueError(f"group {twice} appears twice in one micro-batch")
-    return groups

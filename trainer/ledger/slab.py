@@ -35,6 +35,8 @@ class Slab:
         self._is_valid = torch.zeros(capacity + 2, device=device, dtype=torch.bool)
         # Read where there is no state: zeros, and not valid.
         self._no_slot = torch.full((), capacity, device=device)
+        # So small that a sum of `width` finite numbers times this is finite; infinity and NaN stay what they are.
+        self._weights = torch.full((width,), torch.finfo(dtype).tiny / width, device=device, dtype=dtype)
 
     def read(self, slots: Ints) -> tuple[Tensor, Tensor]:
         """Copy rows out.
@@ -58,8 +60,9 @@ class Slab:
             Which rows are valid, bool [n].
         """
         index = to_device(slots, self.device)
-        # The maximum propagates NaN, and NaN is not below infinity. A fifth of the time of `isfinite().all(1)`.
-        is_valid = rows.abs().amax(1) < torch.inf
+        # One pass over the rows; `isfinite().all(1)` takes ten times as long. With `out`, autocast leaves the dtype alone.
+        sums = torch.mv(rows, self._weights, out=rows.new_empty(rows.shape[0]))
+        is_valid = sums.abs() < torch.inf
         self._rows.index_copy_(0, index, rows)
         self._is_valid.index_copy_(0, index, is_valid)
         return is_valid
