@@ -29,7 +29,7 @@ from trainer.errors import UserError
 from trainer.ledger.eviction import WipeMode, check_settings, is_due
 from trainer.ledger.exchange import OwnerExchange, owner_of
 from trainer.ledger.index import Evicted, GroupIndex, check_distinct
-from trainer.ledger.slab import InvalidCount, Slab, to_device
+from trainer.ledger.slab import InvalidCount, Native, Slab, to_device
 from trainer.ledger.snapshot import Layout, load_shards, save_shard
 
 Ownership = Literal["reader", "exchange"]
@@ -102,7 +102,7 @@ class Ledger:
         self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
         self._counts = dict.fromkeys(COUNTER_KEYS, 0)
         # Counted on the device, which alone knows them; added to `_counts` where metrics are read.
-        self._cold_starts, self._refused = InvalidCount(self._slab.device), InvalidCount(self._slab.device)
+        self._cold_starts, self._refused = InvalidCount(self._slab), InvalidCount(self._slab)
         self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
         self._exchange: OwnerExchange | None = None
         if ownership == "exchange" and world_size > 1:
@@ -176,7 +176,8 @@ class Ledger:
         is_last = np.ascontiguousarray(is_last, np.bool_)
         if states.shape != (group_ids.size, self._slab.width):
             raise ValueError(f"states must be [{group_ids.size}, {self._slab.width}], got {list(states.shape)}")
-        states = states.detach()
+        if states.requires_grad:
+            states = states.detach()
         if states.dtype != self._slab.dtype or states.device != self._slab.device:
             states = states.to(self._slab.device, self._slab.dtype)
         if self._exchange is not None:
@@ -254,7 +255,7 @@ class Ledger:
         self._step = load_shards(self._index, self._slab, shards, layout=self._layout, keeps=keeps)
         self.load_undrained({})
 
-    def _fetch(self, exchange: OwnerExchange, group_ids: Ints, asked: Ints) -> tuple[Tensor, Tensor]:
+    def _fetch(self, exchange: OwnerExchange, group_ids: Ints, asked: Ints) -> tuple[Tensor, Native]:
         """Ask the owners for the states at positions `asked`: all states, and which are valid; zeros elsewhere."""
         route = exchange.route(group_ids[asked])
         # Several ranks may ask for one group.
@@ -262,10 +263,10 @@ class Ledger:
         wanted, places = np.unique(asked_for, return_inverse=True)
         index = to_device(asked, self._slab.device)
         answers = []
-        for found in self._slab.read(self._index.find(wanted)[places]):
+        for found in map(torch.as_tensor, self._slab.read(self._index.find(wanted)[places])):
             whole = found.new_zeros(group_ids.size, *found.shape[1:])
             answers.append(whole.index_copy_(0, index, exchange.from_owners(route, found)))
-        return answers[0], answers[1]
+        return answers[0], self._slab.native(answers[1])
 
     def _send(
         self, exchange: OwnerExchange, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor

@@ -14,9 +14,15 @@ from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 
+Native = Any
+"""An array of the library that a slab works with: numpy's or torch's."""
+
 
 class Slab:
     """One row and one flag per slot. Slot `capacity` stands for none: it reads as zeros, and is not valid.
+
+    The same lines run on every device, on torch tensors, or on the CPU on numpy arrays that share the tensors' memory:
+    torch's operations on few numbers take several times as long there.
 
     Args:
         width: numbers per state.
@@ -31,25 +37,22 @@ class Slab:
         self.dtype = dtype
         # Written with rows that are not kept, never read. Copying a whole batch costs less than selecting rows first.
         self.waste_slot = capacity + 1
-        self._rows = torch.zeros(capacity + 2, width, device=device, dtype=dtype)
-        self._is_valid = torch.zeros(capacity + 2, device=device, dtype=torch.bool)
-        # Read where there is no state: zeros, and not valid.
-        self._no_slot = torch.full((), capacity, device=device)
-        # So small that a sum of `width` finite numbers times this is finite; infinity and NaN stay what they are.
-        self._weights = torch.full((width,), torch.finfo(dtype).tiny / width, device=device, dtype=dtype)
+        self._library: Any = np if device.type == "cpu" and _is_known_to_numpy(dtype) else torch
+        self._rows = self.native(torch.zeros(capacity + 2, width, device=device, dtype=dtype))
+        self._is_valid = self.native(torch.zeros(capacity + 2, device=device, dtype=torch.bool))
 
-    def read(self, slots: Ints) -> tuple[Tensor, Tensor]:
+    def read(self, slots: Ints) -> tuple[Tensor, Native]:
         """Copy rows out.
 
         Returns:
             The rows of `slots`, [len(slots), width], zeros where not valid; and which are valid, bool [len(slots)].
         """
-        index = to_device(slots, self.device)
-        is_valid = self._is_valid.index_select(0, index)
+        index = self.native(slots)
+        is_valid = self._is_valid[index]
         # Redirecting the index costs a tenth of masking the rows.
-        return self._rows.index_select(0, torch.where(is_valid, index, self._no_slot)), is_valid
+        return torch.as_tensor(self._rows[self._library.where(is_valid, index, self.capacity)]), is_valid
 
-    def write(self, slots: Ints, rows: Tensor) -> Tensor:
+    def write(self, slots: Ints, rows: Tensor) -> Native:
         """Copy rows in; those that are not finite are not valid.
 
         Args:
@@ -59,30 +62,39 @@ class Slab:
         Returns:
             Which rows are valid, bool [n].
         """
-        index = to_device(slots, self.device)
-        # One pass over the rows; `isfinite().all(1)` takes ten times as long. With `out`, autocast leaves the dtype alone.
-        sums = torch.mv(rows, self._weights, out=rows.new_empty(rows.shape[0]))
-        is_valid = sums.abs() < torch.inf
-        self._rows.index_copy_(0, index, rows)
-        self._is_valid.index_copy_(0, index, is_valid)
+        index, values = self.native(slots), self.native(rows)
+        is_valid = self._library.isfinite(values).all(1)
+        self._rows[index] = values
+        self._is_valid[index] = is_valid
         return is_valid
 
     def restore(self, slots: Ints, rows: Tensor, is_valid: Tensor) -> None:
         """Copy rows and flags of a checkpoint in; tensors of any device."""
-        index = to_device(slots, self.device)
-        self._rows.index_copy_(0, index, rows.to(self.device, self.dtype))
-        self._is_valid.index_copy_(0, index, is_valid.to(self.device))
+        index = self.native(slots)
+        self._rows[index] = self.native(rows.to(self.device, self.dtype))
+        self._is_valid[index] = self.native(is_valid.to(self.device))
+
+    def native(self, array: NDArray[Any] | Tensor) -> Native:
+        """An array, or a tensor of the slab's device, for the library that the slab works with."""
+        if self._library is torch:
+            return array if isinstance(array, Tensor) else to_device(array, self.device)
+        return array.numpy() if isinstance(array, Tensor) else array
+
+    def count_invalid(self, batches: list[tuple[Native, Flags]]) -> Tensor | int:
+        """Rows that are not valid, bool [n], of those that count, bool [n]: over all batches, on the device."""
+        is_valid, is_counted = zip(*batches, strict=True)
+        return (~self._library.concatenate(is_valid) & self.native(np.concatenate(is_counted))).sum()
 
 
 class InvalidCount:
     """Counts rows that are not valid, on the device. `read` waits for it, `add` does not."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sum = torch.zeros((), dtype=torch.int64, device=device)
-        self._batches: list[tuple[Tensor, Flags]] = []
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self._sum: Tensor | int = 0
+        self._batches: list[tuple[Native, Flags]] = []
 
-    def add(self, is_valid: Tensor, is_counted: Flags) -> None:
+    def add(self, is_valid: Native, is_counted: Flags) -> None:
         """Count the rows that are not valid, bool [n], of those that are to be counted, bool [n]."""
         self._batches.append((is_valid, is_counted))
         # Many at once: each operation costs more than its few numbers.
@@ -97,18 +109,23 @@ class InvalidCount:
     def reset(self) -> None:
         """Start again from zero."""
         self._batches.clear()
-        self._sum.zero_()
+        self._sum = 0
 
     def _fold(self) -> None:
         if self._batches:
-            is_valid, is_counted = zip(*self._batches, strict=True)
-            self._sum += (to_device(np.concatenate(is_counted), self._device) & ~torch.cat(is_valid)).sum()
+            self._sum = self._sum + self._slab.count_invalid(self._batches)
             self._batches.clear()
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of `array` on the device; pinned for CUDA, since a copy from pageable memory would block the host."""
     tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _is_known_to_numpy(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return False
+    return True

@@ -43,7 +43,7 @@ def save_shard(index: GroupIndex, slab: Slab, *, layout: Layout, step: int | Non
         "groups": torch.from_numpy(index.groups_at(slots)),
         "last_step": torch.from_numpy(index.last_step[slots]),
         "rows": rows.cpu(),
-        "valid": is_valid.cpu(),
+        "valid": torch.as_tensor(is_valid).cpu(),
         "free_slots": torch.from_numpy(index.free_slots()),
         "evicted_groups": torch.tensor([group for group, _ in evicted], dtype=torch.int64),
         "evicted_modes": torch.tensor([EVICTION_MODES.index(mode) for _, (mode, _) in evicted], dtype=torch.int64),
