@@ -80,41 +80,9 @@ class Slab:
             return array if isinstance(array, Tensor) else to_device(array, self.device)
         return array.numpy() if isinstance(array, Tensor) else array
 
-    def count_invalid(self, batches: list[tuple[Native, Flags]]) -> Tensor | int:
-        """Rows that are not valid, bool [n], of those that count, bool [n]: over all batches, on the device."""
-        is_valid, is_counted = zip(*batches, strict=True)
-        return (~self._library.concatenate(is_valid) & self.native(np.concatenate(is_counted))).sum()
-
-
-class InvalidCount:
-    """Counts rows that are not valid, on the device. `read` waits for it, `add` does not."""
-
-    def __init__(self, slab: Slab) -> None:
-        self._slab = slab
-        self._sum: Tensor | int = 0
-        self._batches: list[tuple[Native, Flags]] = []
-
-    def add(self, is_valid: Native, is_counted: Flags) -> None:
-        """Count the rows that are not valid, bool [n], of those that are to be counted, bool [n]."""
-        self._batches.append((is_valid, is_counted))
-        # Many at once: each operation costs more than its few numbers.
-        if len(self._batches) == 256:
-            self._fold()
-
-    def read(self) -> int:
-        """The count so far."""
-        self._fold()
-        return int(self._sum)
-
-    def reset(self) -> None:
-        """Start again from zero."""
-        self._batches.clear()
-        self._sum = 0
-
-    def _fold(self) -> None:
-        if self._batches:
-            self._sum = self._sum + self._slab.count_invalid(self._batches)
-            self._batches.clear()
+    def num_invalid(self, is_valid: Native, is_counted: Flags) -> Native:
+        """How many rows are not valid, bool [n], of those that count, bool [n]; a number on the device."""
+        return (~is_valid & self.native(is_counted)).sum()
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
