@@ -20,8 +20,6 @@ Evicted = tuple[EvictionMode, int]
 
 # Stands for the last step of slots that must not be evicted; no bucket has it. -1 is a free slot.
 PINNED = -2
-# Entries sorted together: enough to share the cost of a dozen array operations between steps.
-FRONT_SIZE = 1024
 _EMPTY: Ints = np.empty(0, np.int64)
 
 
@@ -30,7 +28,6 @@ class StoreOrder:
 
     A queue of buckets: the slots that were stored together, with the step. A slot that is stored again stays in its old
     bucket; an entry counts only while the slot's last step equals the bucket's, which is checked when the entry is reached.
-    The oldest buckets are sorted into a front, many at a time, from which slots are taken.
 
     Args:
         last_step: per slot, negative where nothing is to be taken. Shared with the index, which updates it before `add`.
@@ -40,8 +37,8 @@ class StoreOrder:
         self._last_step = last_step
         self._buckets: deque[tuple[int, Ints]] = deque()
         self._num_queued = 0
-        # Distinct (step, slot) pairs, ascending; every bucket is of a later step, or of the front's last.
-        self._front_steps, self._front = _EMPTY, _EMPTY
+        # What is left of the oldest step: distinct slots, ascending.
+        self._front, self._front_step = _EMPTY, -1
 
     @property
     def num_entries(self) -> int:
@@ -58,56 +55,42 @@ class StoreOrder:
 
     def take_oldest(self, count: int) -> Ints:
         """Remove and return the `count` first live slots, or as many as there are."""
-        taken: list[Ints] = []
+        taken = [_EMPTY]
         while count > 0 and self._fill_front():
-            # A few entries at a time, so that taking few slots of a long front stays cheap.
-            slots, steps = self._front[: 2 * count + 32], self._front_steps[: 2 * count + 32]
-            live = (self._last_step[slots] == steps).nonzero()[0][:count]
-            taken.append(slots[live])
+            # A few entries at a time, so that taking few slots of a long step stays cheap.
+            piece = self._front[: 2 * count + 32]
+            live = (self._last_step[piece] == self._front_step).nonzero()[0][:count]
             count -= live.size
-            self._drop_front(int(live[-1]) + 1 if count == 0 else slots.size)
-        return taken[0] if len(taken) == 1 else np.concatenate([_EMPTY, *taken])
+            self._front = self._front[int(live[-1]) + 1 if count == 0 else piece.size :]
+            taken.append(piece[live])
+        return np.concatenate(taken)
 
     def take_before(self, cutoff: int) -> Ints:
         """Remove and return all live slots whose step is before `cutoff`."""
         taken = [_EMPTY]
-        while self._fill_front() and (stop := int(self._front_steps.searchsorted(cutoff))):
-            slots = self._front[:stop]
-            taken.append(slots[self._last_step[slots] == self._front_steps[:stop]])
-            self._drop_front(stop)
+        while self._fill_front() and self._front_step < cutoff:
+            taken.append(self._front[self._last_step[self._front] == self._front_step])
+            self._front = _EMPTY
         return np.concatenate(taken)
 
     def rebuild(self) -> None:
         """Start again from `last_step`: one entry per live slot."""
         live = np.flatnonzero(self._last_step >= 0)
-        order = np.argsort(self._last_step[live], kind="stable")
-        self._front = live[order]
-        self._front_steps = self._last_step[self._front]
-        self._buckets.clear()
-        self._num_queued = 0
-
-    def _drop_front(self, count: int) -> None:
-        self._front, self._front_steps = self._front[count:], self._front_steps[count:]
+        slots = live[np.argsort(self._last_step[live], kind="stable")]
+        steps, starts = np.unique(self._last_step[slots], return_index=True)
+        self._buckets = deque(zip(steps.tolist(), np.split(slots, starts[1:]), strict=False))
+        self._num_queued = slots.size
+        self._front = _EMPTY
 
     def _fill_front(self) -> bool:
-        """Sort the oldest buckets into the front if it is used up, or incomplete; whether it then holds anything."""
-        buckets = self._buckets
-        # The newest step may get more buckets after it became part of the front.
-        while buckets and (not self._front.size or buckets[0][0] == self._front_steps[-1]):
-            newest = buckets[-1][0]
-            moved = [buckets.popleft()]
-            size = moved[0][1].size
-            while buckets and (buckets[0][0] == moved[-1][0] or (size < FRONT_SIZE and buckets[0][0] < newest)):
-                moved.append(buckets.popleft())
-                size += moved[-1][1].size
-            self._num_queued -= size
-            steps = np.repeat([step for step, _ in moved], [slots.size for _, slots in moved])
-            slots = np.concatenate([slots for _, slots in moved])
-            is_live = self._last_step[slots] == steps
-            # As one number per pair; a pair is there twice if two micro-batches of the step stored the slot.
-            num_slots = self._last_step.size
-            keys = np.concatenate([self._front_steps * num_slots + self._front, (steps * num_slots + slots)[is_live]])
-            self._front_steps, self._front = np.divmod(np.unique(keys), num_slots)
+        """Move what is live of the oldest step into the front, if that is used up; whether it then holds anything."""
+        # The newest step may get more buckets after it became the front.
+        while self._buckets and (not self._front.size or self._buckets[0][0] == self._front_step):
+            self._front_step, slots = self._buckets.popleft()
+            self._num_queued -= slots.size
+            live = slots[self._last_step[slots] == self._front_step]
+            # A slot is in both if two micro-batches of the step stored it.
+            self._front = np.union1d(self._front, live) if self._front.size else np.sort(live)
         return self._front.size > 0
 
 
@@ -135,30 +118,23 @@ class GroupIndex:
         self._order = StoreOrder(self.last_step) if wipe_mode in ("lru", "periodic_stale") else None
         self._counts = counts
 
-    def find(self, group_ids: Ints) -> Ints:
-        """The slots of the groups, [n]; `capacity` for a group that is not held.
-
-        Raises:
-            ValueError: a group (not -1) appears twice.
-        """
-        groups = group_ids.tolist()
-        check_distinct(groups)
+    def find(self, groups: list[int]) -> Ints:
+        """The slots of the groups, [n]; `capacity` for a group that is not held."""
         return np.fromiter(map(self._slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
 
     def place(self, group_ids: Ints, cell_index: Ints, is_kept: Flags, step: int) -> Ints:
         """Assign slots for a store at `step`: free the groups that are not kept, then make room, then place the others.
 
         Args:
-            group_ids: -1 is no group, and not kept.
+            group_ids: distinct; -1 is no group, and not kept.
 
         Returns:
             The slot of each group, [n]; `capacity` for those not kept.
 
         Raises:
-            ValueError: a group appears twice.
-            UserError: too few slots. In both cases nothing is changed.
+            UserError: too few slots; nothing is changed.
         """
-        slots = self.find(group_ids)
+        slots = self.find(group_ids.tolist())
         is_held = slots < self.capacity
         ended = slots[is_held & ~is_kept]
         new = (is_kept & ~is_held).nonzero()[0]
@@ -257,12 +233,3 @@ class GroupIndex:
         while len(self.evicted) > self.capacity:
             self.evicted.popitem(last=False)
         self._counts[f"ledger/evictions/{mode}"] += slots.size
-
-
-def check_distinct(groups: list[int]) -> None:
-    """Raise a ValueError that names a group (not -1) that appears twice."""
-    if len(set(groups)) < len(groups):
-        known = [group for group in groups if group >= 0]
-        twice = next((group for at, group in enumerate(known) if group in known[:at]), None)
-        if twice is not None:
-            raise ValueError(f"group {twice} appears twice in one micro-batch")
