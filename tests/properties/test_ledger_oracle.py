@@ -119,6 +119,7 @@ class Oracle:
 
 class LedgerMachine(RuleBasedStateMachine):
     mode = "none"
+    dtype = torch.float32
 
     def new_ledger(self, **ranks: int) -> Ledger:
         return Ledger(
@@ -128,6 +129,7 @@ class LedgerMachine(RuleBasedStateMachine):
             stale_threshold=self.oracle.threshold,
             sweep_every=self.oracle.every,
             wipe_every=self.oracle.every,
+            dtype=self.dtype,
             **ranks,
         )
 
@@ -159,7 +161,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ids = rng.permutation(NUM_GROUPS)[:size]
         ids[rng.random(size) < 0.1] = -1
         index, is_last = rng.integers(0, 4, size), rng.random(size) < 0.15
-        states = torch.from_numpy(rng.random((size, WIDTH)).astype(np.float32))
+        states = torch.from_numpy(rng.random((size, WIDTH))).to(self.dtype)
         states[torch.from_numpy(rng.random(size) < share_not_finite), 1] = rng.choice([np.nan, np.inf, -np.inf])
         self.lookup_and_store(ids, index, is_last, states)
 
@@ -252,13 +254,18 @@ class LedgerMachine(RuleBasedStateMachine):
         assert metrics["ledger/fill_fraction"] == len(self.oracle.held) / self.oracle.capacity
 
 
-def machine_for(mode: str) -> type[LedgerMachine]:
-    return type(f"LedgerMachine_{mode}", (LedgerMachine,), {"mode": mode})
+# numpy has no bfloat16: those states lie in torch tensors, as on other devices.
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["numpy", "torch"])
 
 
+def machine_for(mode: str, dtype: torch.dtype) -> type[LedgerMachine]:
+    return type(f"LedgerMachine_{mode}", (LedgerMachine,), {"mode": mode, "dtype": dtype})
+
+
+@DTYPES
 @pytest.mark.parametrize("mode", MODES)
-def test_ledger_equals_the_oracle(mode: str) -> None:
+def test_ledger_equals_the_oracle(mode: str, dtype: torch.dtype) -> None:
     run_state_machine_as_test(
-        machine_for(mode),
+        machine_for(mode, dtype),
         settings=settings(max_examples=100, stateful_step_count=25, deadline=None, derandomize=True),
     )

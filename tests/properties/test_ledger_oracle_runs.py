@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.properties.test_ledger_oracle import FALSE_STALE, MODES, WIDTH, machine_for
+from tests.properties.test_ledger_oracle import DTYPES, FALSE_STALE, MODES, WIDTH, machine_for
 
 
+@DTYPES
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(6))
-def test_ledger_equals_the_oracle_over_long_runs(mode: str, seed: int) -> None:
+def test_ledger_equals_the_oracle_over_long_runs(mode: str, seed: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(seed)
-    machine = machine_for(mode)()
+    machine = machine_for(mode, dtype)()
     machine.start(capacity=int(rng.integers(3, 8)), every=int(rng.integers(1, 4)), threshold=int(rng.integers(1, 6)))
     for _ in range(60):
         machine.begin_step(int(rng.choice([0, 1, 1, 1, 2])))
@@ -38,7 +39,7 @@ def test_counts_equal_the_oracle_on_every_step_over_epochs(mode: str, num_epochs
     """Lanes of groups in order, each with its cells in order, some lanes waiting; every epoch has the same groups."""
     rng = np.random.default_rng(num_epochs)
     num_lanes, num_cells = 6, 5
-    machine = machine_for(mode)()
+    machine = machine_for(mode, torch.float32)()
     machine.start(capacity=4 if mode == "lru" else 4 * num_lanes, every=2, threshold=3)
     for epoch in range(num_epochs):
         cursors = [0] * num_lanes

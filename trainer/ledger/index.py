@@ -145,7 +145,7 @@ class GroupIndex:
                 if group in self.evicted:
                     mode, _ = self.evicted.pop(group)
                     # A first cell starts from zero anyway, so nothing was lost.
-                    self._counts[f"ledger/false_evictions/{mode}"] += cell > 0
+                    self._counts[f"ledger/false_evictions/{mode}"] += cell != 0
         if ended.size:
             self._vacate(ended)
         if new.size:
@@ -229,7 +229,9 @@ class GroupIndex:
 
     def _evict(self, slots: Ints, mode: EvictionMode, step: int) -> None:
         """Free the slots, and remember that their groups were evicted."""
-        self.evicted.update(dict.fromkeys(self._vacate(slots), (mode, step)))
+        evicted = (mode, step)
+        for group in self._vacate(slots):
+            self.evicted[group] = evicted
         while len(self.evicted) > self.capacity:
             self.evicted.popitem(last=False)
         self._counts[f"ledger/evictions/{mode}"] += slots.size
