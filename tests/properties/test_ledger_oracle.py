@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from dataclasses import dataclass, field
 
@@ -15,7 +14,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -34,6 +32,7 @@ class Held:
     state: list[float]
     slot: int
     step: int
+    is_valid: bool = True
 
 
 @dataclass
@@ -79,13 +78,14 @@ class Oracle:
     def lookup(self, groups: list[int], cells: list[int]) -> list[list[float]]:
         rows = []
         for group, cell in zip(groups, cells, strict=True):
-            is_known = group >= 0 and cell > 0
-            self.counts["ledger/cold_starts"] += is_known and group not in self.held
-            rows.append(self.held[group].state if is_known and group in self.held else [0.0] * WIDTH)
+            continues = group >= 0 and cell > 0
+            has_state = group in self.held and self.held[group].is_valid
+            self.counts["ledger/cold_starts"] += continues and not has_state
+            rows.append(self.held[group].state if continues and has_state else [0.0] * WIDTH)
         return rows
 
     def fits(self, batch: list[tuple[int, int, bool, list[float]]]) -> bool:
-        kept = {g for g, _, last, row in batch if g >= 0 and not last and np.isfinite(row).all()}
+        kept = {g for g, _, last, _ in batch if g >= 0 and not last}
         gone = {g for g, _, _, _ in batch} - kept
         return len(kept if self.mode == "lru" else (set(self.held) - gone) | kept) <= self.capacity
 
@@ -97,33 +97,29 @@ class Oracle:
                 self.counts[f"ledger/false_evictions/{mode}"] += cell > 0
         stored = []
         for group, _, is_last, row in batch:
-            is_finite = bool(np.isfinite(row).all())
-            self.counts["ledger/refused_rows"] += not is_last and not is_finite
-            if is_last or not is_finite:
-                if group in self.held:
-                    self.drop(group)
-            else:
-                stored.append((group, row))
-        for group, row in stored:
+            if not is_last:
+                is_finite = bool(np.isfinite(row).all())
+                self.counts["ledger/refused_rows"] += not is_finite
+                # A row that is not finite takes a slot all the same, with no state in it.
+                stored.append((group, row if is_finite else [0.0] * WIDTH, is_finite))
+            elif group in self.held:
+                self.drop(group)
+        for group, row, is_finite in stored:
             if group in self.held:
-                self.held[group] = Held(row, self.held[group].slot, self.step)
+                self.held[group] = Held(row, self.held[group].slot, self.step, is_finite)
         if self.mode == "lru":
-            pinned = {group for group, _ in stored}
+            pinned = {group for group, _, _ in stored}
             overflow = len(self.held) + sum(g not in self.held for g in pinned) - self.capacity
             if overflow > 0:
                 self.evict([g for g in self.by_age() if g not in pinned][:overflow], "lru")
-        for group, row in stored:
+        for group, row, is_finite in stored:
             if group not in self.held:
-                self.held[group] = Held(row, self.free.pop(), self.step)
+                self.held[group] = Held(row, self.free.pop(), self.step, is_finite)
 
 
 class LedgerMachine(RuleBasedStateMachine):
     mode = "none"
-    compiled = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before_step: Oracle | None = None
+    dtype = torch.float32
 
     def new_ledger(self, **ranks: int) -> Ledger:
         return Ledger(
@@ -133,8 +129,7 @@ class LedgerMachine(RuleBasedStateMachine):
             stale_threshold=self.oracle.threshold,
             sweep_every=self.oracle.every,
             wipe_every=self.oracle.every,
-            keep_undo=True,
-            compiled=self.compiled,
+            dtype=self.dtype,
             **ranks,
         )
 
@@ -147,21 +142,27 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(advance=st.integers(0, 3))
     def begin_step(self, advance: int) -> None:
         step = (self.oracle.step or 0) + advance
-        self.before_step = copy.deepcopy(self.oracle)
         self.oracle.begin_step(step)
         self.ledger.begin_step(step)
 
-    @precondition(lambda self: self.before_step is not None)
     @rule(seed=st.integers(0, 2**32 - 1), size=st.integers(0, 4))
     def micro_batch(self, seed: int, size: int) -> None:
         self.run_micro_batch(np.random.default_rng(seed), size)
 
-    def run_micro_batch(self, rng: np.random.Generator, size: int) -> None:
+    @rule(seed=st.integers(0, 2**32 - 1), num_micro_batches=st.integers(1, 3))
+    def skipped_step(self, seed: int, num_micro_batches: int) -> None:
+        """The optimizer skips a step in which rows of any micro-batch are not finite; to the ledger it is a step."""
+        rng = np.random.default_rng(seed)
+        for _ in range(num_micro_batches):
+            self.run_micro_batch(rng, 4, share_not_finite=0.5)
+        self.begin_step(1)
+
+    def run_micro_batch(self, rng: np.random.Generator, size: int, *, share_not_finite: float = 0.1) -> None:
         ids = rng.permutation(NUM_GROUPS)[:size]
         ids[rng.random(size) < 0.1] = -1
         index, is_last = rng.integers(0, 4, size), rng.random(size) < 0.15
-        states = torch.from_numpy(rng.random((size, WIDTH)).astype(np.float32))
-        states[torch.from_numpy(rng.random(size) < 0.1), 1] = rng.choice([np.nan, np.inf])
+        states = torch.from_numpy(rng.random((size, WIDTH))).to(self.dtype)
+        states[torch.from_numpy(rng.random(size) < share_not_finite), 1] = rng.choice([np.nan, np.inf, -np.inf])
         self.lookup_and_store(ids, index, is_last, states)
 
     def lookup_and_store(self, ids: np.ndarray, index: np.ndarray, is_last: np.ndarray, states: torch.Tensor) -> None:
@@ -172,42 +173,28 @@ class LedgerMachine(RuleBasedStateMachine):
             self.oracle.store(batch)
             self.ledger.store(ids, index, is_last, states)
         else:
+            # `agrees` then finds no trace of it: no counts, nothing evicted or freed, no group forgotten.
             with pytest.raises(UserError, match=r"ledger\.capacity"):
                 self.ledger.store(ids, index, is_last, states)
-
-    @precondition(lambda self: self.before_step is not None)
-    @rule(groups=st.lists(st.integers(-1, NUM_GROUPS - 1), max_size=2))
-    def release(self, groups: list[int]) -> None:
-        for group in sorted(set(groups)):
-            if group in self.oracle.held:
-                self.oracle.drop(group)
-        self.ledger.release(np.array(groups, np.int64))
-
-    @precondition(lambda self: self.before_step is not None)
-    @rule(is_retried=st.booleans())
-    def rollback(self, is_retried: bool) -> None:
-        step = self.oracle.step
-        self.ledger.rollback()
-        self.oracle, self.before_step = self.before_step, None
-        self.agrees()
-        self.begin_step(step - (self.oracle.step or 0) + (0 if is_retried else 1))
 
     @rule()
     def drain(self) -> None:
         drained = self.ledger.drain_metrics()
         assert {key: drained[key] for key in COUNTER_KEYS} == self.oracle.counts
         self.oracle.counts = dict.fromkeys(COUNTER_KEYS, 0)
-        if self.before_step is not None:
-            self.before_step.counts = dict.fromkeys(COUNTER_KEYS, 0)
 
-    @rule()
-    def save_and_resume(self) -> None:
+    @rule(keeps_counts=st.booleans())
+    def save_and_resume(self, keeps_counts: bool) -> None:
         buffer = io.BytesIO()
         torch.save(self.ledger.state_dict(), buffer)
         buffer.seek(0)
+        undrained = self.ledger.undrained()
         self.ledger = self.new_ledger()
         self.ledger.load_state_dict([torch.load(buffer, weights_only=True)])
-        self.oracle.counts = dict.fromkeys(COUNTER_KEYS, 0)
+        if keeps_counts:
+            self.ledger.load_undrained(undrained)
+        else:
+            self.oracle.counts = dict.fromkeys(COUNTER_KEYS, 0)
         self.begin_step(0)
 
     @rule(num_shards=st.integers(2, 4))
@@ -247,31 +234,38 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         saved = self.ledger.state_dict()
         held = {
-            int(group): Held(row, int(slot), int(step))
-            for group, row, slot, step in zip(
-                saved["groups"], saved["rows"].tolist(), saved["slots"], saved["last_step"], strict=True
+            int(group): Held(row, int(slot), int(step), bool(is_valid))
+            for group, row, slot, step, is_valid in zip(
+                saved["groups"],
+                saved["rows"].tolist(),
+                saved["slots"],
+                saved["last_step"],
+                saved["valid"],
+                strict=True,
             )
         }
         assert held == self.oracle.held
         assert saved["free_slots"].tolist() == self.oracle.free
         assert list(self.ledger.recently_evicted.items()) == list(self.oracle.evicted.items())
-        assert self.ledger._counters._total == self.oracle.counts
+        assert self.ledger.undrained() == self.oracle.counts
         metrics = self.ledger.last_extra_metrics
+        assert {key: metrics[key] for key in COUNTER_KEYS} == self.oracle.counts
         assert metrics["ledger/live_groups"] == len(self.oracle.held)
         assert metrics["ledger/fill_fraction"] == len(self.oracle.held) / self.oracle.capacity
 
 
-PLACEMENTS = [pytest.param(False, id="dicts"), pytest.param(True, id="compiled")]
+# numpy has no bfloat16: those states lie in torch tensors, as on other devices.
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["numpy", "torch"])
 
 
-def machine_for(mode: str, compiled: bool) -> type[LedgerMachine]:
-    return type(f"LedgerMachine_{mode}", (LedgerMachine,), {"mode": mode, "compiled": compiled})
+def machine_for(mode: str, dtype: torch.dtype) -> type[LedgerMachine]:
+    return type(f"LedgerMachine_{mode}", (LedgerMachine,), {"mode": mode, "dtype": dtype})
 
 
-@pytest.mark.parametrize("compiled", PLACEMENTS)
+@DTYPES
 @pytest.mark.parametrize("mode", MODES)
-def test_ledger_equals_the_oracle(mode: str, compiled: bool) -> None:
+def test_ledger_equals_the_oracle(mode: str, dtype: torch.dtype) -> None:
     run_state_machine_as_test(
-        machine_for(mode, compiled),
-        settings=settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True),
+        machine_for(mode, dtype),
+        settings=settings(max_examples=100, stateful_step_count=25, deadline=None, derandomize=True),
     )

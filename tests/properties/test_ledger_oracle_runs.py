@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.properties.test_ledger_oracle import FALSE_STALE, MODES, NUM_GROUPS, PLACEMENTS, WIDTH, machine_for
+from tests.properties.test_ledger_oracle import DTYPES, FALSE_STALE, MODES, WIDTH, machine_for
 
 
-@pytest.mark.parametrize("compiled", PLACEMENTS)
+@DTYPES
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(6))
-def test_ledger_equals_the_oracle_over_long_runs(mode: str, seed: int, compiled: bool) -> None:
+def test_ledger_equals_the_oracle_over_long_runs(mode: str, seed: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(seed)
-    machine = machine_for(mode, compiled)()
+    machine = machine_for(mode, dtype)()
     machine.start(capacity=int(rng.integers(3, 8)), every=int(rng.integers(1, 4)), threshold=int(rng.integers(1, 6)))
     for _ in range(60):
         machine.begin_step(int(rng.choice([0, 1, 1, 1, 2])))
@@ -22,29 +22,24 @@ def test_ledger_equals_the_oracle_over_long_runs(mode: str, seed: int, compiled:
             machine.run_micro_batch(rng, int(rng.integers(0, 5)))
             machine.agrees()
         action = rng.random()
-        if action < 0.1:
-            machine.release([int(rng.integers(NUM_GROUPS))])
+        if action < 0.2:
+            machine.skipped_step(int(rng.integers(2**32)), 2)
         elif action < 0.3:
-            machine.rollback(is_retried=bool(rng.integers(2)))
-        elif action < 0.4:
             machine.drain()
-        elif action < 0.45:
-            machine.save_and_resume()
+        elif action < 0.4:
+            machine.save_and_resume(bool(rng.integers(2)))
         elif action < 0.5:
             machine.reshard_and_resume(int(rng.integers(2, 5)))
         machine.agrees()
 
 
-@pytest.mark.parametrize("compiled", PLACEMENTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("num_epochs", "releases"), [(1, True), (3, True), (3, False)])
-def test_counts_equal_the_oracle_on_every_step_over_epochs(
-    mode: str, num_epochs: int, releases: bool, compiled: bool
-) -> None:
+def test_counts_equal_the_oracle_on_every_step_over_epochs(mode: str, num_epochs: int, releases: bool) -> None:
     """Lanes of groups in order, each with its cells in order, some lanes waiting; every epoch has the same groups."""
     rng = np.random.default_rng(num_epochs)
     num_lanes, num_cells = 6, 5
-    machine = machine_for(mode, compiled)()
+    machine = machine_for(mode, torch.float32)()
     machine.start(capacity=4 if mode == "lru" else 4 * num_lanes, every=2, threshold=3)
     for epoch in range(num_epochs):
         cursors = [0] * num_lanes

@@ -76,10 +76,6 @@ class LedgerTable(Table):
     """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
-    index: Literal["auto", "dicts", "compiled"] = "auto"
-    """How it is kept which slot holds which group; the numbers are the same. compiled (extra jit) takes half the time of a
-    micro-batch, and at the start half a second (some 10 s the first time on a machine, which keeps the machine code); auto:
-    compiled in runs of 10,000 micro-batches and more, if numba is there."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Which rank holds a group's state. reader: the rank that reads the group; exchange: the rank that the group's id
     hashes to, by all-to-all; auto: reader, except where a source with a target may move groups between ranks."""

@@ -1,4 +1,4 @@
-"""When and what the wipe modes evict: pure functions of step numbers and counts.
+"""The wipe modes: their names, their settings, and when they are due.
 
 | mode | evicts |
 |---|---|
@@ -22,7 +22,7 @@ EVICTION_MODES: tuple[EvictionMode, ...] = get_args(EvictionMode)
 
 
 def check_settings(*, wipe_mode: str, capacity: int, stale_threshold: int, sweep_every: int, wipe_every: int) -> None:
-    """Raise a `UserError` for settings that contradict each other."""
+    """Raise a `UserError` for a setting that is out of range for the mode."""
     if wipe_mode not in WIPE_MODES:
         raise UserError("ledger.wipe_mode", f"must be one of {', '.join(WIPE_MODES)}, got {wipe_mode!r}")
     if capacity < 1:
@@ -36,19 +36,9 @@ def check_settings(*, wipe_mode: str, capacity: int, stale_threshold: int, sweep
 
 
 def is_due(step: int, previous_step: int, every: int) -> bool:
-    """Is something that happens every `every` steps due at `step`, if the last step that began was `previous_step`?
+    """Whether an action with interval `every` is due at `step`, when the last step begun was `previous_step`.
 
-    It is due if a multiple of `every` lies in (previous_step, step], so that a step that is never begun, or is rolled
-    back, delays it and does not lose it. `every = 0` is never.
+    It is due if a multiple of `every` lies in (previous_step, step]: a step that is never begun delays the action
+    instead of losing it.
     """
-    return every > 0 and step // every > previous_step // every
-
-
-def stale_cutoff(step: int, stale_threshold: int) -> int:
-    """Groups whose last step is below this are stale at `step`."""
-    return step - stale_threshold
-
-
-def lru_overflow(num_live: int, num_new: int, capacity: int) -> int:
-    """How many groups must go for `num_new` more to fit beside `num_live`."""
-    return max(0, num_live + num_new - capacity)
+    return step // every > previous_step // every

@@ -1,27 +1,20 @@
-"""Which rank owns a group, and the all-to-all that takes ids and rows to the owners and answers back.
+"""Which rank owns a group, and the all-to-all that takes ids and rows to their owners and brings answers back.
 
-Every rank must reach each call, in the same order, also with nothing to send.
+Every rank must make each call, in the same order, also with nothing to send.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int64]
-
-
-def splitmix64(values: Ints) -> NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014), which spreads neighbouring ids over all 64 bits."""
-    z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+from trainer.arrays import Ints
+from trainer.hashing import splitmix64
 
 
 def owner_of(group_ids: Ints, world_size: int) -> Ints:
@@ -30,7 +23,7 @@ def owner_of(group_ids: Ints, world_size: int) -> Ints:
 
 
 class Route(NamedTuple):
-    """How the items of this rank go to their owners, and how many come from each rank."""
+    """Where the items of this rank go, and how many arrive from each rank."""
 
     order: Tensor
     """Item indices sorted by owner, int64 [n] on the exchange's device."""
@@ -45,7 +38,7 @@ class OwnerExchange:
     Args:
         world_size: ranks in the group.
         process_group: None is the default group.
-        device: where rows live; with a backend that only moves CPU tensors they are copied there and back.
+        device: of the rows; for gloo, which moves CPU tensors only, they are copied to the CPU and back.
     """
 
     def __init__(self, *, world_size: int, process_group: Any, device: torch.device) -> None:
@@ -54,25 +47,27 @@ class OwnerExchange:
         is_gloo = dist.get_backend(process_group) == "gloo"
         self._wire = torch.device("cpu") if is_gloo else device
         self._device = device
+        self.seconds = 0.0
+        """Spent in collectives so far."""
 
     def route(self, group_ids: Ints) -> Route:
-        """Agree with all ranks on what goes where. One collective."""
+        """Exchange the number of items per pair of ranks: one collective."""
         owners = owner_of(group_ids, self._world_size)
         send = np.bincount(owners, minlength=self._world_size)
         counts = torch.from_numpy(send.astype(np.int64)).to(self._wire)
         received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._group)
+        self._run(received, counts)
         order = torch.from_numpy(np.argsort(owners, kind="stable")).to(self._wire)
         return Route(order, send.tolist(), received.tolist())
 
     def to_owners(self, route: Route, items: Tensor) -> Tensor:
-        """Send each of `items` [n, ...] to its owner; returns what this rank was sent, by sending rank."""
+        """Send each of `items` [n, ...] to its owner; returns the items sent to this rank, ordered by sending rank."""
         sorted_items = items.to(self._wire).index_select(0, route.order)
         received = self._all_to_all(sorted_items, route.send_counts, route.receive_counts)
         return received.to(items.device)
 
     def from_owners(self, route: Route, answers: Tensor) -> Tensor:
-        """Send the answers to what `to_owners` received back; returns the answers to this rank's items, in order."""
+        """Return one answer per item that `to_owners` received; returns the answers to this rank's items, in their order."""
         returned = self._all_to_all(answers.to(self._wire), route.receive_counts, route.send_counts)
         items = torch.empty_like(returned)
         items.index_copy_(0, route.order, returned)
@@ -80,5 +75,10 @@ class OwnerExchange:
 
     def _all_to_all(self, items: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
         received = items.new_empty((sum(receive_counts), *items.shape[1:]))
-        dist.all_to_all_single(received, items.contiguous(), receive_counts, send_counts, group=self._group)
+        self._run(received, items.contiguous(), receive_counts, send_counts)
         return received
+
+    def _run(self, received: Tensor, sent: Tensor, *counts: list[int]) -> None:
+        began = time.perf_counter()
+        dist.all_to_all_single(received, sent, *counts, group=self._group)
+        self.seconds += time.perf_counter() - began

@@ -1,187 +1,237 @@
-"""Which slot holds which group, and what became of the groups that were evicted lately.
+"""Which slot holds which group, the order in which slots were stored, and the groups evicted recently.
 
-One dict answers both. The value of a group is its slot, below the capacity, or, above the capacity, the key under which
-it was evicted: a look-up, which is what costs where the dict is not in the cache, is made once a group and step.
+Host memory only: groups, slots and steps are integers here, and nothing knows about states.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from trainer.ledger.eviction import EvictionMode
-from trainer.ledger.ghosts import RecentlyEvicted
-from trainer.ledger.journal import Journal
-from trainer.ledger.recency import RecencyBuckets
+from trainer.arrays import Flags, Ints
+from trainer.errors import UserError
+from trainer.ledger.eviction import EvictionMode, WipeMode
 
-Ints = NDArray[np.int64]
+Evicted = tuple[EvictionMode, int]
+"""How a group was evicted, and at which step."""
+
+# Stands for the last step of slots that must not be evicted; no bucket has it. -1 is a free slot.
+PINNED = -2
+_EMPTY: Ints = np.empty(0, np.int64)
 
 
-class Found(NamedTuple):
-    """Where the groups of a micro-batch are. Not to be written to."""
+class StoreOrder:
+    """Live slots by (last step, slot): which were stored least recently, in amortised constant time per store.
 
-    groups: list[int]
-    places: list[int]
-    """The slot of a group that is held; the index's capacity for one that is not known, more for one evicted lately."""
-    slots: Ints
-    """[n]; the capacity, which is the slot of zeros, for every group that is not held."""
-    absent: list[int]
-    """Positions of the groups that are not held, ascending."""
+    A queue of buckets: the slots that were stored together, with the step. A slot that is stored again stays in its old
+    bucket; an entry counts only while the slot's last step equals the bucket's, which is checked when the entry is reached.
+
+    Args:
+        last_step: per slot, negative where nothing is to be taken. Shared with the index, which updates it before `add`.
+    """
+
+    def __init__(self, last_step: Ints) -> None:
+        self._last_step = last_step
+        self._buckets: deque[tuple[int, Ints]] = deque()
+        self._num_queued = 0
+        # What is left of the oldest step: distinct slots, ascending.
+        self._front, self._front_step = _EMPTY, -1
+
+    @property
+    def num_entries(self) -> int:
+        """Entries held, outdated ones included."""
+        return self._num_queued + self._front.size
+
+    def add(self, step: int, slots: Ints) -> None:
+        """Append distinct `slots` stored at `step`, which is not before any step added so far."""
+        self._buckets.append((step, slots))
+        self._num_queued += slots.size
+        # At most one entry per slot counts, so the greater part is outdated. The margin spares small ledgers the work.
+        if self.num_entries > 2 * self._last_step.size + 1024:
+            self.rebuild()
+
+    def take_oldest(self, count: int) -> Ints:
+        """Remove and return the `count` first live slots, or as many as there are."""
+        taken = [_EMPTY]
+        while count > 0 and self._fill_front():
+            # A few entries at a time, so that taking few slots of a long step stays cheap.
+            piece = self._front[: 2 * count + 32]
+            live = (self._last_step[piece] == self._front_step).nonzero()[0][:count]
+            count -= live.size
+            self._front = self._front[int(live[-1]) + 1 if count == 0 else piece.size :]
+            taken.append(piece[live])
+        return np.concatenate(taken)
+
+    def take_before(self, cutoff: int) -> Ints:
+        """Remove and return all live slots whose step is before `cutoff`."""
+        taken = [_EMPTY]
+        while self._fill_front() and self._front_step < cutoff:
+            taken.append(self._front[self._last_step[self._front] == self._front_step])
+            self._front = _EMPTY
+        return np.concatenate(taken)
+
+    def rebuild(self) -> None:
+        """Start again from `last_step`: one entry per live slot."""
+        live = np.flatnonzero(self._last_step >= 0)
+        slots = live[np.argsort(self._last_step[live], kind="stable")]
+        steps, starts = np.unique(self._last_step[slots], return_index=True)
+        self._buckets = deque(zip(steps.tolist(), np.split(slots, starts[1:]), strict=False))
+        self._num_queued = slots.size
+        self._front = _EMPTY
+
+    def _fill_front(self) -> bool:
+        """Move what is live of the oldest step into the front, if that is used up; whether it then holds anything."""
+        # The newest step may get more buckets after it became the front.
+        while self._buckets and (not self._front.size or self._buckets[0][0] == self._front_step):
+            self._front_step, slots = self._buckets.popleft()
+            self._num_queued -= slots.size
+            live = slots[self._last_step[slots] == self._front_step]
+            # A slot is in both if two micro-batches of the step stored it.
+            self._front = np.union1d(self._front, live) if self._front.size else np.sort(live)
+        return self._front.size > 0
 
 
 class GroupIndex:
-    """Group -> slot, the step of each slot's last store, and the groups evicted lately.
+    """Group -> slot, for the groups that one rank holds.
 
     Args:
-        capacity: number of slots.
-        has_recency: keep the order of the stores, which `recency` then answers for.
-        journal: of the changes.
+        capacity: number of slots; as a slot, `capacity` stands for none.
+        wipe_mode: decides what happens when slots run out, and whether the order of stores is kept.
+        counts: evictions and false evictions are added here, by metric key.
     """
 
-    def __init__(self, *, capacity: int, has_recency: bool, journal: Journal) -> None:
+    def __init__(self, *, capacity: int, wipe_mode: WipeMode, counts: dict[str, int]) -> None:
         self.capacity = capacity
         self.num_live = 0
-        # Of a free slot the last group that it had.
-        self.group_of: Ints = np.full(capacity, -1, np.int64)
+        self.evicted: OrderedDict[int, Evicted] = OrderedDict()
+        """Groups evicted recently that have not come back, oldest first; at most `capacity`."""
         self.last_step: Ints = np.full(capacity, -1, np.int64)
-        self._journal = journal
-        self._place_of: dict[int, int] = {}
-        self.ghosts = RecentlyEvicted(capacity, self._place_of, journal)
-        self.recency = RecencyBuckets(self.last_step, journal.add if journal.is_kept else None) if has_recency else None
-        # A stack: the first `_num_free` are free, the last of them is the next to be used.
+        """Per slot, the step of the last store; -1 if free."""
+        self._group_of: Ints = np.full(capacity, -1, np.int64)
+        self._slot_of: dict[int, int] = {}
+        # A stack: the first `capacity - num_live` entries are free, the last of them is used next.
         self._free: Ints = np.arange(capacity - 1, -1, -1)
-        self._num_free = capacity
-        # What was looked for last, until a group comes or goes.
-        self._found: Found | None = None
+        self._is_lru = wipe_mode == "lru"
+        self._order = StoreOrder(self.last_step) if wipe_mode in ("lru", "periodic_stale") else None
+        self._counts = counts
 
-    def find(self, groups: list[int]) -> Found:
-        """Look `groups` up."""
-        # A store asks for what its look-up asked for, mostly with nothing moved in between.
-        if self._found is None or self._found.groups is not groups:
-            capacity = self.capacity
-            places = list(map(self._place_of.get, groups, repeat(capacity)))
-            slots = np.fromiter(places, np.int64, len(places))
-            absent: list[int] = []
-            if places and max(places) >= capacity:
-                absent = [i for i, place in enumerate(places) if place >= capacity]
-                np.minimum(slots, capacity, out=slots)
-            self._found = Found(groups, places, slots, absent)
-        return self._found
+    def find(self, groups: list[int]) -> Ints:
+        """The slots of the groups, [n]; `capacity` for a group that is not held."""
+        return np.fromiter(map(self._slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
 
-    def held(self) -> Ints:
+    def place(self, group_ids: Ints, cell_index: Ints, is_kept: Flags, step: int) -> Ints:
+        """Assign slots for a store at `step`: free the groups that are not kept, then make room, then place the others.
+
+        Args:
+            group_ids: distinct; -1 is no group, and not kept.
+
+        Returns:
+            The slot of each group, [n]; `capacity` for those not kept.
+
+        Raises:
+            UserError: too few slots; nothing is changed.
+        """
+        slots = self.find(group_ids.tolist())
+        is_held = slots < self.capacity
+        ended = slots[is_held & ~is_kept]
+        new = (is_kept & ~is_held).nonzero()[0]
+        num_kept = int(np.count_nonzero(is_kept))
+        self._check_room(num_kept if self._is_lru else self.num_live - ended.size + new.size)
+        if self.evicted:
+            for group, cell in zip(group_ids[~is_held].tolist(), cell_index[~is_held].tolist(), strict=True):
+                if group in self.evicted:
+                    mode, _ = self.evicted.pop(group)
+                    # A first cell starts from zero anyway, so nothing was lost.
+                    self._counts[f"ledger/false_evictions/{mode}"] += cell != 0
+        if ended.size:
+            self._vacate(ended)
+        if new.size:
+            excess = self.num_live + new.size - self.capacity
+            if excess > 0:
+                assert self._order is not None
+                self.last_step[slots[is_kept & is_held]] = PINNED
+                self._evict(self._order.take_oldest(excess), "lru", step)
+            slots[new] = self._occupy(group_ids[new])
+        slots[~is_kept] = self.capacity
+        kept_slots = slots[is_kept]
+        self.last_step[kept_slots] = step
+        if self._order is not None:
+            self._order.add(step, kept_slots)
+        return slots
+
+    def sweep(self, cutoff: int, step: int) -> None:
+        """Evict, as stale, the groups whose last store was before step `cutoff`."""
+        assert self._order is not None
+        self._evict(self._order.take_before(cutoff), "stale", step)
+
+    def wipe(self) -> None:
+        """Free all slots, and forget which groups were evicted."""
+        self._vacate(self.held_slots())
+        self.evicted.clear()
+
+    def held_slots(self) -> Ints:
         """The slots in use, ascending."""
         return np.flatnonzero(self.last_step >= 0)
 
+    def groups_at(self, slots: Ints) -> Ints:
+        """The groups that hold `slots`, all in use."""
+        return self._group_of[slots]
+
     def free_slots(self) -> Ints:
-        """The slots not in use; the last is the next to be used."""
-        return self._free[: self._num_free].copy()
+        """The slots not in use; the last is used next."""
+        return self._free[: self.capacity - self.num_live].copy()
 
-    def touch(self, slots: Ints, step: int) -> None:
-        """Note that the distinct live `slots` are stored at `step`; `record` must follow."""
-        if self._journal.is_kept:
-            old = self.last_step[slots]
-            self._journal.add(lambda: self.last_step.__setitem__(slots, old))
-        self.last_step[slots] = step
+    def fill(
+        self, groups: Ints, slots: Ints, last_step: Ints, free_slots: Ints, evicted: Sequence[tuple[int, Evicted]]
+    ) -> None:
+        """Replace everything; `evicted` oldest first, none of them held."""
+        self._slot_of = dict(zip(groups.tolist(), slots.tolist(), strict=True))
+        self.num_live = slots.size
+        self._group_of[slots] = groups
+        self.last_step.fill(-1)
+        self.last_step[slots] = last_step
+        self._free[: free_slots.size] = free_slots
+        self.evicted = OrderedDict(evicted[-self.capacity :])
+        if self._order is not None:
+            self._order.rebuild()
 
-    def record(self, slots: Ints, step: int) -> None:
-        """Enter the slots touched at `step` into the order of the stores, if it is kept."""
-        if self.recency is not None:
-            self.recency.add(step, slots)
+    def _check_room(self, needed: int) -> None:
+        if needed <= self.capacity:
+            return
+        if self._is_lru:
+            problem = f"must hold the groups of one micro-batch: needs {needed}, got {self.capacity}"
+            raise UserError("ledger.capacity", problem, f"set it to at least {needed}")
+        problem = f"is exhausted: {needed} groups are in flight, got {self.capacity}"
+        raise UserError("ledger.capacity", problem, f"set it to at least {needed}, or wipe_mode to lru")
 
-    def acquire(self, groups: list[int]) -> Ints:
-        """Give each of the distinct groups that are not held a free slot; there must be enough of them."""
-        num_left = self._num_free - len(groups)
-        slots = self._free[num_left : self._num_free][::-1].copy()
-        self._num_free = num_left
-        self.num_live += slots.size
-        self._found = None
-        self._place_of.update(zip(groups, slots.tolist(), strict=True))
-        self.group_of[slots] = groups
-        if self._journal.is_kept:
-            self._journal.add(lambda: self._drop(groups, slots))
+    def _occupy(self, groups: Ints) -> Ints:
+        """Give each of the groups, none of them held, a free slot; there must be enough."""
+        num_free = self.capacity - self.num_live
+        slots = self._free[num_free - groups.size : num_free][::-1]
+        self.num_live += groups.size
+        self._slot_of.update(zip(groups.tolist(), slots.tolist(), strict=True))
+        self._group_of[slots] = groups
         return slots
 
-    def vacate(self, slots: Ints) -> None:
-        """Free the distinct live `slots` and forget their groups."""
-        for group in self._free_slots_of(slots):
-            del self._place_of[group]
-
-    def evict(self, slots: Ints, mode: EvictionMode, step: int) -> None:
-        """Free the distinct live `slots` and remember that their groups were evicted by `mode` at `step`."""
-        self.ghosts.add(self._free_slots_of(slots), mode, step)
-
-    def _free_slots_of(self, slots: Ints) -> list[int]:
-        """Free the slots; returns their groups, which still lead to them."""
-        groups: list[int] = self.group_of[slots].tolist()
-        if self._journal.is_kept:
-            steps = self.last_step[slots]
-            self._journal.add(lambda: self._restore(groups, slots, steps))
-        self._found = None
-        self._push(slots)
+    def _vacate(self, slots: Ints) -> list[int]:
+        """Free the slots, all in use; returns their groups."""
+        groups: list[int] = self._group_of[slots].tolist()
+        for group in groups:
+            del self._slot_of[group]
+        num_free = self.capacity - self.num_live
+        self._free[num_free : num_free + slots.size] = slots
+        self.num_live -= slots.size
         self.last_step[slots] = -1
         return groups
 
-    def _push(self, slots: Ints) -> None:
-        self._free[self._num_free : self._num_free + slots.size] = slots
-        self._num_free += slots.size
-        self.num_live -= slots.size
-
-    def take_evicted(self, found: Found) -> list[int]:
-        """Forget that some of the groups were evicted lately; returns their positions."""
-        capacity = self.capacity
-        taken = [i for i in found.absent if found.places[i] > capacity]
-        if taken:
-            self._found = None
-            self.ghosts.take([found.groups[i] for i in taken], [found.places[i] for i in taken])
-        return taken
-
-    def place(self, groups: Ints, slots: Ints, steps: Ints, free_slots: Ints) -> None:
-        """Set the whole index at once, with nothing evicted and nothing left to undo."""
-        self._found = None
-        self._place_of.clear()
-        self._place_of.update(zip(groups.tolist(), slots.tolist(), strict=True))
-        self.ghosts.reset()
-        self.num_live, self._num_free = slots.size, free_slots.size
-        self._free[: free_slots.size] = free_slots
-        self.last_step.fill(-1)
-        self.group_of[slots] = groups
-        self.last_step[slots] = steps
-        if self.recency is not None:
-            self.recency.rebuild()
-        self._journal.commit()
-
-    def tidy(self) -> None:
-        """Drop outdated entries where they are the greater part: O(1) per store. Call it where a step has become final."""
-        if self.ghosts.is_littered:
-            if self._journal.has_open_step:
-                # What is journalled belongs to the object as it is: an undo puts it back.
-                old_ghosts, self.ghosts = self.ghosts, copy.copy(self.ghosts)
-                self._journal.add(lambda: setattr(self, "ghosts", old_ghosts))
-            self.ghosts.compact()
-        if self.recency is not None and len(self.recency) > 4 * self.capacity + 1024:
-            if self._journal.has_open_step:
-                old_recency, self.recency = self.recency, copy.copy(self.recency)
-                self._journal.add(lambda: setattr(self, "recency", old_recency))
-            self.recency.rebuild()
-
-    def _drop(self, groups: Iterable[int], slots: Ints) -> None:
-        """Inverse of `acquire`."""
-        self._found = None
-        for group in groups:
-            del self._place_of[group]
-        self._push(slots[::-1])
-        self.last_step[slots] = -1
-
-    def _restore(self, groups: list[int], slots: Ints, steps: Ints) -> None:
-        """Inverse of `_free_slots_of`."""
-        self._found = None
-        self._num_free -= slots.size
-        self.num_live += slots.size
-        self._place_of.update(zip(groups, slots.tolist(), strict=True))
-        self.group_of[slots] = groups
-        self.last_step[slots] = steps
+    def _evict(self, slots: Ints, mode: EvictionMode, step: int) -> None:
+        """Free the slots, and remember that their groups were evicted."""
+        evicted = (mode, step)
+        for group in self._vacate(slots):
+            self.evicted[group] = evicted
+        while len(self.evicted) > self.capacity:
+            self.evicted.popitem(last=False)
+        self._counts[f"ledger/evictions/{mode}"] += slots.size

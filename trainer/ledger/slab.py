@@ -1,4 +1,7 @@
-"""The rows of states, on the device, and copies to and from them. Nothing here knows whose they are."""
+"""The rows of states on the device, and which of them are valid. Slots are numbers here; nothing knows whose they are.
+
+No call waits for the device: whether a row is finite is decided, stored and acted upon there.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int64]
+from trainer.arrays import Flags, Ints
 
-# Numbers that numpy does not know are moved as whole numbers of their size.
-_CARRIERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+Native = Any
+"""An array of the library that a slab works with: numpy's or torch's."""
 
 
 class Slab:
-    """A preallocated slab `[capacity + 2, width]`: a row a slot, a row that is never written and reads as zeros, and a
-    row that is never read, for what is not kept: writing all rows of a batch there costs less than picking some.
+    """One row and one flag per slot. Slot `capacity` stands for none: it reads as zeros, and is not valid.
+
+    The same lines run on every device, on torch tensors, or on the CPU on numpy arrays that share the tensors' memory:
+    torch's operations on few numbers take several times as long there.
 
     Args:
         width: numbers per state.
         capacity: number of slots.
-        device, dtype: of the slab.
+        device, dtype: of the rows.
     """
 
     def __init__(self, *, width: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -30,38 +35,58 @@ class Slab:
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
-        self.rows = torch.zeros(capacity + 2, width, device=device, dtype=dtype)
-        self._carrier = None if _is_known_to_numpy(dtype) else _CARRIERS[dtype.itemsize]
-        # On the CPU rows are copied by numpy, which takes two thirds of the time of `index_select` and `index_copy_`.
-        self._cpu_rows: NDArray[Any] | None = None
-        if device.type == "cpu":
-            self._cpu_rows = (self.rows if self._carrier is None else self.rows.view(self._carrier)).numpy()
+        # Written with rows that are not kept, never read. Copying a whole batch costs less than selecting rows first.
+        self.waste_slot = capacity + 1
+        self._library: Any = np if device.type == "cpu" and _is_known_to_numpy(dtype) else torch
+        self._rows = self.native(torch.zeros(capacity + 2, width, device=device, dtype=dtype))
+        self._is_valid = self.native(torch.zeros(capacity + 2, device=device, dtype=torch.bool))
 
-    @property
-    def waste_slot(self) -> int:
-        """Where rows are written that are not kept."""
-        return self.capacity + 1
+    def read(self, slots: Ints) -> tuple[Tensor, Native]:
+        """Copy rows out.
 
-    def read(self, slots: Ints) -> Tensor:
-        """The rows of `slots`, [len(slots), width], copied; zeros for slot `capacity`."""
-        if self._cpu_rows is not None:
-            rows = torch.from_numpy(self._cpu_rows.take(slots, 0))
-            return rows if self._carrier is None else rows.view(self.dtype)
-        return self.rows.index_select(0, self._index(slots))
+        Returns:
+            The rows of `slots`, [len(slots), width], zeros where not valid; and which are valid, bool [len(slots)].
+        """
+        index = self.native(slots)
+        is_valid = self._is_valid[index]
+        # Redirecting the index costs a tenth of masking the rows.
+        return torch.as_tensor(self._rows[self._library.where(is_valid, index, self.capacity)]), is_valid
 
-    def write(self, slots: Ints, rows: Tensor) -> None:
-        """Copy `rows`, of the slab's device and dtype and without a gradient, into `slots`, distinct but for `waste_slot`."""
-        if self._cpu_rows is not None:
-            self._cpu_rows[slots] = (rows if self._carrier is None else rows.view(self._carrier)).numpy()
-        else:
-            self.rows.index_copy_(0, self._index(slots), rows)
+    def write(self, slots: Ints, rows: Tensor) -> Native:
+        """Copy rows in; those that are not finite are not valid.
 
-    def _index(self, slots: Ints) -> Tensor:
-        return to_device(slots, self.device)
+        Args:
+            slots: int64 [n], distinct but for `waste_slot`.
+            rows: [n, width], of the slab's device and dtype, without a gradient.
+
+        Returns:
+            Which rows are valid, bool [n].
+        """
+        index, values = self.native(slots), self.native(rows)
+        is_valid = self._library.isfinite(values).all(1)
+        self._rows[index] = values
+        self._is_valid[index] = is_valid
+        return is_valid
+
+    def restore(self, slots: Ints, rows: Tensor, is_valid: Tensor) -> None:
+        """Copy rows and flags of a checkpoint in; tensors of any device."""
+        index = self.native(slots)
+        self._rows[index] = self.native(rows.to(self.device, self.dtype))
+        self._is_valid[index] = self.native(is_valid.to(self.device))
+
+    def native(self, array: NDArray[Any] | Tensor) -> Native:
+        """An array, or a tensor of the slab's device, for the library that the slab works with."""
+        if self._library is torch:
+            return array if isinstance(array, Tensor) else to_device(array, self.device)
+        return array.numpy() if isinstance(array, Tensor) else array
+
+    def num_invalid(self, is_valid: Native, is_counted: Flags) -> Native:
+        """How many rows are not valid, bool [n], of those that count, bool [n]; a number on the device."""
+        return (~is_valid & self.native(is_counted)).sum()
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A tensor of `array` on the device, which the host does not wait for: a copy from pageable memory would make it."""
+    """A tensor of `array` on the device; pinned for CUDA, since a copy from pageable memory would block the host."""
     tensor = torch.from_numpy(array)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 

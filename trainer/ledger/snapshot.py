@@ -1,123 +1,134 @@
-"""A ledger shard as plain tensors and numbers for a checkpoint, and back, for the same or another number of ranks."""
+"""A rank's shard as plain tensors and numbers for a checkpoint, and back, for the same or another number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
 from trainer.ledger.eviction import EVICTION_MODES
-from trainer.ledger.ghosts import Ghost
-from trainer.ledger.placement import Entries
-from trainer.ledger.shard import LedgerShard
-from trainer.ledger.slab import Ints
+from trainer.ledger.index import Evicted, GroupIndex
+from trainer.ledger.slab import Slab
 
-Flags = NDArray[np.bool_]
 Shard = Mapping[str, Any]
 
 FORMAT = 1
 
 
-def save_shard(shard: LedgerShard, *, ownership: str, rank: int, world_size: int) -> dict[str, Any]:
+class Layout(NamedTuple):
+    """How groups are distributed over ranks, and which rank this is."""
+
+    ownership: str
+    rank: int
+    world_size: int
+
+
+def save_shard(index: GroupIndex, slab: Slab, *, layout: Layout, step: int | None) -> dict[str, Any]:
     """Copy a shard into tensors, numbers and strings, which `torch.load(weights_only=True)` accepts."""
-    slab, entries = shard.slab, shard.placement.entries()
-    evicted = list(shard.placement.evicted())
+    slots = index.held_slots()
+    rows, is_valid = slab.read(slots)
+    evicted = list(index.evicted.items())
     return {
         "format": FORMAT,
-        "ownership": ownership,
-        "rank": rank,
-        "world_size": world_size,
+        **layout._asdict(),
         "capacity": slab.capacity,
         "width": slab.width,
-        "step": -1 if shard.step is None else shard.step,
-        "slots": torch.from_numpy(entries.slots),
-        "groups": torch.from_numpy(entries.groups),
-        "last_step": torch.from_numpy(entries.last_step),
-        "rows": slab.read(entries.slots).cpu(),
-        "free_slots": torch.from_numpy(entries.free_slots),
+        "step": -1 if step is None else step,
+        "slots": torch.from_numpy(slots),
+        "groups": torch.from_numpy(index.groups_at(slots)),
+        "last_step": torch.from_numpy(index.last_step[slots]),
+        "rows": rows.cpu(),
+        "valid": torch.as_tensor(is_valid).cpu(),
+        "free_slots": torch.from_numpy(index.free_slots()),
         "evicted_groups": torch.tensor([group for group, _ in evicted], dtype=torch.int64),
-        "evicted_modes": torch.tensor([EVICTION_MODES.index(ghost.mode) for _, ghost in evicted], dtype=torch.int64),
-        "evicted_steps": torch.tensor([ghost.step for _, ghost in evicted], dtype=torch.int64),
+        "evicted_modes": torch.tensor([EVICTION_MODES.index(mode) for _, (mode, _) in evicted], dtype=torch.int64),
+        "evicted_steps": torch.tensor([step for _, (_, step) in evicted], dtype=torch.int64),
     }
 
 
 def load_shards(
-    shard: LedgerShard,
+    index: GroupIndex,
+    slab: Slab,
     saved: Sequence[Shard],
     *,
-    ownership: str,
-    rank: int,
-    world_size: int,
+    layout: Layout,
     keeps: Callable[[Ints], Flags] | None,
-) -> None:
-    """Fill `shard` from the shards of a checkpoint; see `Ledger.load_state_dict`."""
-    for other in saved:
-        if other["format"] != FORMAT:
-            problem = f"checkpoint format must be {FORMAT}, got {other['format']}"
+) -> int | None:
+    """Fill index and slab from the shards of a checkpoint, see `Ledger.load_state_dict`; returns the step."""
+    for shard in saved:
+        if shard["format"] != FORMAT:
+            problem = f"checkpoint format must be {FORMAT}, got {shard['format']}"
             raise UserError("ledger", problem, "resume with the version that saved it")
-        if other["width"] != shard.slab.width:
+        if shard["width"] != slab.width:
             raise UserError(
                 "ledger",
-                f"the checkpoint's states are {other['width']} wide, the model's {shard.slab.width}",
+                f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}",
                 "resume with the model that was saved, or drop the ledger from the checkpoint",
             )
-    shard.step = max((int(other["step"]) for other in saved if other["step"] >= 0), default=None)
-    own = saved[rank] if len(saved) == world_size else None
-    if own is not None and (own["ownership"], own["capacity"], own["world_size"]) == (
-        ownership,
-        shard.slab.capacity,
-        world_size,
-    ):
-        _fill_exactly(shard, own)
+    own = saved[layout.rank] if len(saved) == layout.world_size else None
+    is_same = own is not None and own["capacity"] == slab.capacity
+    if own is not None and is_same and (own["ownership"], own["world_size"]) == (layout.ownership, layout.world_size):
+        _fill_exactly(index, slab, own)
     else:
-        _fill_anew(shard, saved, keeps)
+        _fill_anew(index, slab, saved, keeps)
+    return max((int(shard["step"]) for shard in saved if shard["step"] >= 0), default=None)
 
 
-def _fill_exactly(shard: LedgerShard, own: Shard) -> None:
-    entries = Entries(*(own[name].numpy() for name in ("groups", "slots", "last_step", "free_slots")))
-    shard.placement.fill(entries, _ghosts(own))
-    shard.slab.write(entries.slots, own["rows"].to(shard.slab.device, shard.slab.dtype))
+def _fill_exactly(index: GroupIndex, slab: Slab, own: Shard) -> None:
+    groups, slots, last_step, free_slots = (
+        own[name].numpy() for name in ("groups", "slots", "last_step", "free_slots")
+    )
+    index.fill(groups, slots, last_step, free_slots, _evicted(own))
+    slab.restore(slots, own["rows"], _valid(own))
 
 
-def _fill_anew(shard: LedgerShard, saved: Sequence[Shard], keeps: Callable[[Ints], Flags] | None) -> None:
-    groups = _joined(saved, "groups").numpy()
-    last_step = _joined(saved, "last_step").numpy()
+def _fill_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], keeps: Callable[[Ints], Flags] | None) -> None:
+    groups = torch.cat([shard["groups"] for shard in saved]).numpy()
+    last_step = torch.cat([shard["last_step"] for shard in saved]).numpy()
     # Oldest first, and of a group that several shards hold only the newest entry.
     order = np.argsort(last_step, kind="stable")
     _, from_end = np.unique(groups[order][::-1], return_index=True)
     order = order[np.sort(order.size - 1 - from_end)]
     if keeps is not None:
         order = order[keeps(groups[order])]
-    if order.size > shard.slab.capacity:
+    if order.size > slab.capacity:
         raise UserError(
             "ledger.capacity",
-            f"must hold the checkpoint's {order.size} groups, got {shard.slab.capacity}",
+            f"must hold the checkpoint's {order.size} groups, got {slab.capacity}",
             f"set it to at least {order.size}",
         )
-    slots, capacity = np.arange(order.size), shard.slab.capacity
-    groups = groups[order]
-    evicted = sorted((ghost for other in saved for ghost in _ghosts(other)), key=lambda item: item[1].step)
-    held = set(groups.tolist())
-    newest = {item[0]: item for item in evicted if item[0] not in held}
-    evicted = [item for item in evicted if newest.get(item[0]) is item]
-    if keeps is not None:
-        is_kept = keeps(np.array([group for group, _ in evicted], np.int64))
-        evicted = [item for item, kept in zip(evicted, is_kept, strict=True) if kept]
-    free_slots = np.arange(capacity - 1, order.size - 1, -1)
-    shard.placement.fill(Entries(groups, slots, last_step[order], free_slots), evicted)
-    rows = _joined(saved, "rows")[torch.from_numpy(order)]
-    shard.slab.write(slots, rows.to(shard.slab.device, shard.slab.dtype))
+    groups, slots = groups[order], np.arange(order.size)
+    free_slots = np.arange(slab.capacity - 1, order.size - 1, -1)
+    index.fill(groups, slots, last_step[order], free_slots, _joined_evicted(saved, set(groups.tolist()), keeps))
+    chosen = torch.from_numpy(order)
+    rows = torch.cat([shard["rows"] for shard in saved])[chosen]
+    slab.restore(slots, rows, torch.cat([_valid(shard) for shard in saved])[chosen])
 
 
-def _ghosts(saved: Shard) -> list[tuple[int, Ghost]]:
-    columns = (saved[key].tolist() for key in ("evicted_groups", "evicted_modes", "evicted_steps"))
-    return [(group, Ghost(EVICTION_MODES[mode], step)) for group, mode, step in zip(*columns, strict=True)]
+def _joined_evicted(
+    saved: Sequence[Shard], held: set[int], keeps: Callable[[Ints], Flags] | None
+) -> list[tuple[int, Evicted]]:
+    """The evicted groups of all shards, oldest first: each once, by its newest eviction, unless it is held."""
+    by_step = sorted((item for shard in saved for item in _evicted(shard)), key=lambda item: item[1][1])
+    newest = {group: evicted for group, evicted in by_step if group not in held}
+    joined = sorted(newest.items(), key=lambda item: item[1][1])
+    if keeps is None:
+        return joined
+    is_kept = keeps(np.array([group for group, _ in joined], np.int64))
+    return [item for item, kept in zip(joined, is_kept, strict=True) if kept]
 
 
-def _joined(saved: Sequence[Shard], key: str) -> Tensor:
-    return torch.cat([other[key] for other in saved])
+def _evicted(shard: Shard) -> list[tuple[int, Evicted]]:
+    columns = (shard[key].tolist() for key in ("evicted_groups", "evicted_modes", "evicted_steps"))
+    return [(group, (EVICTION_MODES[mode], step)) for group, mode, step in zip(*columns, strict=True)]
+
+
+def _valid(shard: Shard) -> Tensor:
+    """Which rows are states; checkpoints from before the flags hold nothing else."""
+    valid: Tensor = shard.get("valid", torch.ones(len(shard["groups"]), dtype=torch.bool))
+    return valid

@@ -1,4 +1,4 @@
-"""Ownership by hash, and the refusal of a group that another rank owns."""
+"""Ownership by hash."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from trainer.ledger import owner_of, splitmix64
-from trainer.ledger.counters import Counters
-from trainer.ledger.placement import DictPlacement
-from trainer.ledger.shard import LedgerShard
-from trainer.ledger.slab import Slab
 
 
 def test_hash_is_splitmix64() -> None:
@@ -31,20 +26,3 @@ def test_owners_are_spread_whatever_the_stride_of_the_ids(stride: int) -> None:
     shares = Counter(owner_of(np.arange(8000) * stride, 8).tolist())
     assert len(shares) == 8
     assert max(shares.values()) < 1150
-
-
-def test_shard_refuses_a_group_that_it_does_not_own() -> None:
-    shard = LedgerShard(
-        Slab(width=1, capacity=2, device=torch.device("cpu"), dtype=torch.float32),
-        DictPlacement(capacity=2, is_lru=False, has_recency=False, keep_undo=False),
-        Counters(),
-        wipe_mode="none",
-        stale_threshold=0,
-        sweep_every=1,
-        wipe_every=0,
-        is_owned=lambda groups: groups % 2 == 0,
-    )
-    shard.begin_step(1)
-    no = np.array([False])
-    with pytest.raises(RuntimeError, match="group 7 belongs to another rank's ledger"):
-        shard.store(np.array([7]), np.array([0]), no, torch.ones(1, 1))

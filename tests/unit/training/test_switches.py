@@ -9,8 +9,6 @@ import torch
 
 from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.config.load import load_config
-from trainer.errors import UserError
-from trainer.ledger import compiled_placement
 from trainer.metrics.payload_contract import validate_stream
 from trainer.training.main import train
 
@@ -50,7 +48,6 @@ def baseline(corpus, tmp_path_factory):
     [
         "gns.enabled=false",
         "ledger.ownership=exchange",
-        "ledger.index=compiled",
         "ledger.wipe_mode=none",
         "data.prefetch=0",
         "checkpoint.background=true",
@@ -66,16 +63,6 @@ def test_a_switch_that_only_watches_or_stores_changes_no_loss(corpus, baseline, 
     measured = train_once(corpus, tmp_path / "run", override)
     assert measured
     assert measured == {step: baseline[step] for step in measured}
-
-
-def test_that_the_ledger_s_loops_are_compiled_is_said_before_they_are(corpus, tmp_path, monkeypatch, caplog):
-    def interrupted():
-        raise UserError("here", "the test needs no more")
-
-    monkeypatch.setattr(compiled_placement, "compile_all", interrupted)
-    with pytest.raises(UserError, match="the test needs no more"):
-        train_once(corpus, tmp_path / "run", "ledger.index=compiled")
-    assert "compiling the ledger's loops: the first time on a machine this takes some 10 s" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -114,21 +101,20 @@ def test_a_full_wipe_is_counted_and_makes_cold_starts(corpus, tmp_path):
     assert all(rows["train", step]["ledger/false_evictions/lru"] == 0 for step in range(1, 11))
 
 
-def test_both_ledger_indexes_count_the_same_and_go_on_from_each_others_checkpoints(corpus, tmp_path):
-    """With evictions, false ones too, on the way: the run in dicts, and one that changes over and back at each checkpoint."""
+def test_resumed_runs_count_what_an_unbroken_run_counts(corpus, tmp_path):
+    """With evictions, false ones too, before and after each checkpoint."""
     stale = ["ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=1"]
-    knobs = [*stale, "data.seq_len=4", "data.max_group_cells=9", "train.on_non_finite=skip"]
-    for stop, index in ((3, "compiled"), (6, "dicts"), (10, "compiled")):
-        settings = [*knobs, "checkpoint.resume=auto", f"ledger.index={index}", "scheduler.name=constant"]
-        train_once(corpus, tmp_path / "both", *settings, f"train.steps={stop}")
-    train_once(corpus, tmp_path / "dicts", *knobs, "ledger.index=dicts", "scheduler.name=constant")
+    knobs = [*stale, "data.seq_len=4", "data.max_group_cells=9", "scheduler.name=constant"]
+    for stop in (3, 6, 10):
+        train_once(corpus, tmp_path / "resumed", *knobs, "checkpoint.resume=auto", f"train.steps={stop}")
+    train_once(corpus, tmp_path / "whole", *knobs)
     one, other = (
         {
             key: {n: v for n, v in row.items() if n.startswith("ledger") or n == "loss"}
             for key, row in rows.items()
             if "loss" in row
         }
-        for rows in (read_rows(tmp_path / name / "metrics.jsonl") for name in ("dicts", "both"))
+        for rows in (read_rows(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
     )
     assert one == other
     assert sum(row.get("ledger/evictions/stale", 0) for row in one.values()) > 10

@@ -1,0 +1,187 @@
+"""Rows that are not finite: one cold start each, nothing else lost, and no waiting for the device."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.ledger.test_ledger import WIDTH, lookup, new_ledger, store
+from tests.unit.training.test_no_waiting import META, READINGS, NoBlockingCopies, needs_cuda
+from trainer.ledger import COUNTER_KEYS, WIPE_MODES, Ledger
+
+NAN, INF = float("nan"), float("inf")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["numpy", "torch"])
+
+
+def store_rows(ledger: Ledger, rows: dict[int, float], *, cell: int = 1) -> None:
+    """Store a state per group, in which one number is not finite if the given one is not."""
+    states = torch.ones(len(rows), WIDTH)
+    states[:, -1] = torch.tensor(list(rows.values()))
+    count = len(rows)
+    ledger.store(np.array(list(rows)), np.full(count, cell), np.zeros(count, np.bool_), states)
+
+
+def counts(ledger: Ledger) -> tuple[float, float]:
+    """Refused rows and cold starts since the last call."""
+    metrics = ledger.drain_metrics()
+    return metrics["ledger/refused_rows"], metrics["ledger/cold_starts"]
+
+
+def resumed(ledger: Ledger, dtype: torch.dtype, *, is_old: bool = False) -> Ledger:
+    buffer = io.BytesIO()
+    saved = ledger.state_dict()
+    if is_old:
+        del saved["valid"]
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    other = new_ledger(dtype=dtype)
+    other.load_state_dict([torch.load(buffer, weights_only=True)])
+    return other
+
+
+@DTYPES
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_it_costs_one_cold_start_at_the_next_look_up(bad: float, dtype: torch.dtype, is_resumed: bool) -> None:
+    ledger = new_ledger(dtype=dtype)
+    ledger.begin_step(1)
+    store_rows(ledger, {1: 1.0, 2: 1.0, 3: 1.0}, cell=0)
+    ledger.begin_step(2)
+    store_rows(ledger, {1: 1.0, 2: bad, 3: 1.0})
+    assert counts(ledger) == (1, 0)
+    if is_resumed:
+        ledger = resumed(ledger, dtype)
+    ledger.begin_step(3)
+    # Zeros, not the state of the cell before; the finite rows of the same micro-batch stay.
+    assert lookup(ledger, [3, 2, 1], cell=2) == [1.0, 0.0, 1.0]
+    store_rows(ledger, {1: 1.0, 2: 1.0, 3: 1.0}, cell=2)
+    assert lookup(ledger, [2], cell=3) == [1.0]
+    assert counts(ledger) == (0, 1)
+
+
+def test_a_checkpoint_from_before_the_flags_holds_states_alone() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    store(ledger, [1, 2], 5.0)
+    old = resumed(ledger, torch.float32, is_old=True)
+    assert lookup(old, [1, 2]) == [5.0, 5.0]
+    assert counts(old) == (0, 0)
+
+
+def test_it_stays_lost_on_another_number_of_ranks() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    store_rows(ledger, {1: 1.0, 2: NAN})
+    empty = new_ledger().state_dict()
+    other = new_ledger()
+    other.load_state_dict([ledger.state_dict(), empty])
+    assert lookup(other, [1, 2]) == [1.0, 0.0]
+    assert counts(other) == (0, 1)
+
+
+@DTYPES
+def test_its_group_holds_a_slot_until_the_next_store(dtype: torch.dtype) -> None:
+    ledger = new_ledger("lru", capacity=2, dtype=dtype)
+    ledger.begin_step(1)
+    store_rows(ledger, {1: NAN, 2: 1.0})
+    assert ledger.drain_metrics()["ledger/live_groups"] == 2
+    store(ledger, [1], is_last=True)
+    ledger.begin_step(2)
+    store_rows(ledger, {3: 1.0})
+    # Group 3 has the slot of group 1 now, and a state in it.
+    assert lookup(ledger, [3, 1]) == [1.0, 0.0]
+    assert ledger.drain_metrics()["ledger/evictions/lru"] == 0
+
+
+def test_a_first_cell_after_it_is_no_cold_start() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    store_rows(ledger, {1: NAN})
+    assert lookup(ledger, [1], cell=0) == [0.0]
+    assert counts(ledger) == (1, 0)
+
+
+def test_last_cells_and_rows_without_a_group_are_not_refused() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    states = torch.full((3, WIDTH), NAN)
+    ledger.store(np.array([1, -1, 2]), np.ones(3, np.int64), np.array([True, False, False]), states)
+    assert counts(ledger) == (1, 0)
+
+
+def test_counts_of_the_device_are_carried_between_two_drains() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    store_rows(ledger, {1: NAN})
+    lookup(ledger, [1, 7])
+    other = resumed(ledger, torch.float32)
+    other.load_undrained(ledger.undrained())
+    lookup(other, [1])
+    assert other.undrained().keys() == set(COUNTER_KEYS)
+    assert counts(other) == (1, 3)
+    assert counts(other) == (0, 0)
+
+
+def ledger_on(device: torch.device, wipe_mode: str, dtype: torch.dtype = torch.float32) -> tuple[Ledger, torch.Tensor]:
+    """A ledger, and the states to store: one of four is not finite."""
+    capacity = 4 if wipe_mode == "lru" else 64
+    states = torch.ones(4, WIDTH)
+    states[1, 0] = NAN
+    return new_ledger(wipe_mode, capacity, device=device, dtype=dtype, sweep_every=2), states.to(device)
+
+
+def run_steps(ledger: Ledger, states: torch.Tensor, steps: range) -> None:
+    """Groups begin, continue, end and are evicted; some rows have no group."""
+    for step in steps:
+        groups, cells = np.array([step % 3, 10 + step, 11 + step, -1]), np.array([step, 0, 1, 0])
+        ledger.begin_step(step)
+        ledger.lookup(groups, cells)
+        ledger.store(groups, cells, np.array([step % 3 == 0, False, False, False]), states)
+
+
+@pytest.mark.parametrize("wipe_mode", WIPE_MODES)
+def test_look_up_and_store_run_on_a_device_that_cannot_be_read(wipe_mode: str) -> None:
+    ledger, states = ledger_on(META, wipe_mode)
+    with NoBlockingCopies():
+        run_steps(ledger, states, range(1, 9))
+
+
+@DTYPES
+@pytest.mark.parametrize("wipe_mode", WIPE_MODES)
+def test_look_up_and_store_read_no_tensor_on_the_cpu(
+    wipe_mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, states = ledger_on(torch.device("cpu"), wipe_mode, dtype)
+
+    def forbid(name: str) -> None:
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            pytest.fail(f"{name} waits")
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+
+    with monkeypatch.context() as monkeypatch:
+        for name in READINGS:
+            forbid(name)
+        run_steps(ledger, states, range(1, 9))
+    refused, cold_starts = counts(ledger)
+    assert refused == 8
+    assert cold_starts > 8
+
+
+@needs_cuda
+@pytest.mark.parametrize("wipe_mode", WIPE_MODES)
+def test_look_up_and_store_do_not_wait_for_cuda_and_count_as_on_the_cpu(wipe_mode: str) -> None:
+    ledger, states = ledger_on(torch.device("cuda"), wipe_mode)
+    run_steps(ledger, states, range(1, 3))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_steps(ledger, states, range(3, 9))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected, states = ledger_on(torch.device("cpu"), wipe_mode)
+    run_steps(expected, states, range(1, 9))
+    assert ledger.drain_metrics() == expected.drain_metrics()
