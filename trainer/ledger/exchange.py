@@ -56,7 +56,7 @@ class OwnerExchange:
         send = np.bincount(owners, minlength=self._world_size)
         counts = torch.from_numpy(send.astype(np.int64)).to(self._wire)
         received = torch.empty_like(counts)
-        self._run(received, counts)
+        self._run(received, counts, None, None)
         order = torch.from_numpy(np.argsort(owners, kind="stable")).to(self._wire)
         return Route(order, send.tolist(), received.tolist())
 
@@ -78,7 +78,9 @@ class OwnerExchange:
         self._run(received, items.contiguous(), receive_counts, send_counts)
         return received
 
-    def _run(self, received: Tensor, sent: Tensor, *counts: list[int]) -> None:
+    def _run(
+        self, received: Tensor, sent: Tensor, receive_counts: list[int] | None, send_counts: list[int] | None
+    ) -> None:
         began = time.perf_counter()
-        dist.all_to_all_single(received, sent, *counts, group=self._group)
+        dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self._group)
         self.seconds += time.perf_counter() - began

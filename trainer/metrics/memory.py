@@ -24,7 +24,7 @@ class MemoryStats:
         return self.peak_gb / self.total_gb
 
 
-def read_memory(device: torch.device | str) -> MemoryStats | None:
+def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
     """Memory of a CUDA device (the peak is that since the process started), None for any other kind of device."""
     device = torch.device(device)
     if device.type != "cuda":

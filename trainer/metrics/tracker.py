@@ -25,7 +25,7 @@ import torch
 from trainer.metrics.aggregate import Scalar, UnloggedCounters, Value
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known
 from trainer.metrics.logger import get_logger
-from trainer.metrics.memory import MemoryStats, read_memory
+from trainer.metrics.memory import MemoryStats, get_memory_stats
 from trainer.metrics.mfu import compute_mfu, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
 from trainer.metrics.sinks.base import Sink
@@ -195,7 +195,7 @@ class MetricsTracker:
         if not is_logged:
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = read_memory(self._device)
+        memory = get_memory_stats(self._device)
         mfu = None if tokens_per_sec is None else self._mfu(tokens_per_sec)
         metrics = _step_metrics(loss, grad_norm, lr, tokens_per_sec, mfu, step_time, memory)
         self._emit("train", step, self._collect(metrics, tokens_in_step, parts))

@@ -178,8 +178,28 @@ def test_store_without_a_step_and_steps_that_go_back_are_errors() -> None:
     with pytest.raises(RuntimeError, match="call begin_step before store"):
         store(ledger, [1])
     ledger.begin_step(5)
-    with pytest.raises(RuntimeError, match="step 4 after step 5"):
+    store(ledger, [1])
+    with pytest.raises(RuntimeError, match="step 4 after a store at step 5"):
         ledger.begin_step(4)
+    with pytest.raises(RuntimeError, match="step -1 after"):
+        new_ledger().begin_step(-1)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_steps_that_stored_nothing_may_begin_again(resumes: bool) -> None:
+    """A run that finds its data exhausted has begun steps without tokens, which a resumed run begins again."""
+    ledger = new_ledger("lru")
+    ledger.begin_step(5)
+    store(ledger, [1])
+    for step in (6, 7):
+        ledger.begin_step(step)
+        store(ledger, [-1])
+    if resumes:
+        saved, ledger = ledger.state_dict(), new_ledger("lru")
+        ledger.load_state_dict([saved])
+    ledger.begin_step(6)
+    assert lookup(ledger, [1]) == [1.0]
+    ledger.begin_step(5)
 
 
 def test_states_of_another_shape_are_an_error_and_change_nothing() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainer.metrics.memory import MemoryStats, read_memory
+from trainer.metrics.memory import MemoryStats, get_memory_stats
 from trainer.metrics.mfu import compute_mfu, lookup_peak_tflops, resolve_peak_tflops
 from trainer.metrics.smoothing import Ema
 
@@ -99,15 +99,15 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices() -> None:
 
 
 def test_the_cpu_has_no_device_memory() -> None:
-    assert read_memory("cpu") is None
+    assert get_memory_stats("cpu") is None
     assert MemoryStats(1.0, 60.0, 70.0, 80.0).mem_utilization == 0.75
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_of_a_cuda_device_is_that_of_the_allocator() -> None:
-    before = read_memory("cuda")
+    before = get_memory_stats("cuda")
     held = torch.empty(250_000_000, dtype=torch.uint8, device="cuda")
-    after = read_memory("cuda")
+    after = get_memory_stats("cuda")
     assert before is not None
     assert after is not None
     assert after.allocated_gb - before.allocated_gb == pytest.approx(0.25, rel=0.02)
