@@ -170,5 +170,5 @@ def test_no_float_leaves_the_device_inside_a_micro_batch(model: nn.Module, monke
 
 
 def test_a_model_without_trained_parameters_is_refused() -> None:
-    with pytest.raises(UserError, match="no parameter that is trained"):
+    with pytest.raises(UserError, match="no trainable parameter"):
         GradientNoiseScale(nn.Tanh())

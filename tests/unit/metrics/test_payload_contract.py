@@ -185,7 +185,10 @@ def test_contract_modules_need_the_standard_library_alone() -> None:
 import sys
 for name in ("torch", "numpy", "pydantic", "wandb", "rich", "typer"):
     sys.modules[name] = None
-from trainer.metrics import batch_extras, catalog, catalog_docs, display, payload_contract, payload_schema
+from trainer.metrics import batch_extras, payload_contract, payload_schema
+from trainer.metrics.catalog import docs, lookup as catalog
+from trainer.metrics.noise_scale import estimate
+from trainer.metrics.sinks import display
 line = payload_contract.encode_payload(payload_contract.build_payload("train", 1, {"loss": 1.0}))
 assert payload_contract.parse_payload(line).global_step == 1
 assert catalog.lookup("loss").unit == "nats/token"
