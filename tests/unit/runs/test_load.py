@@ -92,7 +92,7 @@ def test_lines_of_another_schema_version_are_counted(tmp_path: Path) -> None:
 
 def test_a_file_of_another_schema_version_alone_is_refused(tmp_path: Path) -> None:
     other = json.dumps({"schema_version": 2, "mode": "train", "global_step": 1, "metrics": {"loss": 1.0}})
-    with pytest.raises(UserError, match=r"line 1: schema_version: version 2 is not supported; this reader knows 1"):
+    with pytest.raises(UserError, match=r"line 1: schema_version: version 2 is not supported; this reader supports 1"):
         load_run(write(tmp_path / "metrics.jsonl", other))
 
 
@@ -116,7 +116,7 @@ def test_damaged_lines_in_the_middle_are_counted_with_the_first_place(tmp_path: 
     lines = [train(1, loss=1.0), twice, '{"half', train(3, loss=3.0)]
     run = load_run(write(tmp_path / "metrics.jsonl", *lines))
     assert list(run.steps) == [1, 3]
-    assert run.notes == ["2 damaged lines passed over, the first at line 2: loss: stands twice in one object"]
+    assert run.notes == ["2 damaged lines passed over, the first at line 2: loss: appears twice in one object"]
 
 
 def test_non_finite_metrics_come_back_as_such(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, TextIO
 
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger
-from trainer.metrics.payload_contract import RESTART, encode_payload
+from trainer.metrics.payload_contract import RESTART, all_values, encode_payload
 
 logger = get_logger(__name__)
 StdoutMode = Literal["json", "line", "off"]
@@ -27,7 +27,7 @@ def resolve_stdout_mode(mode: str, stream: TextIO | None = None) -> StdoutMode:
 def render_line(payload: Mapping[str, Any]) -> str:
     """The payload as a line for people."""
     step = payload["global_step"]
-    values = {**payload["metrics"], **{key: float(word) for key, word in payload.get("non_finite", {}).items()}}
+    values = all_values(payload)
     return format_train_line(step, values) if payload["mode"] == "train" else format_metrics(step, values)
 
 

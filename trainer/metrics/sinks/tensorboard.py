@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
-from trainer.metrics.payload_contract import RESTART
+from trainer.metrics.payload_contract import RESTART, all_values
 from trainer.metrics.sinks.display import display_key
 from trainer.metrics.sinks.events import SAMPLE
 
@@ -33,10 +33,8 @@ class TensorboardSink:
 
     def _log(self, payload: Mapping[str, Any]) -> None:
         step = payload["global_step"]
-        for key, value in payload["metrics"].items():
+        for key, value in all_values(payload).items():
             self._writer.add_scalar(display_key(key), value, step)
-        for key, word in payload.get("non_finite", {}).items():
-            self._writer.add_scalar(display_key(key), float(word), step)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """After a restart, hide what earlier rows say about the steps that are repeated; show a sample as text."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.logger import get_logger
+from trainer.metrics.payload_contract import all_values
 from trainer.metrics.sinks.display import display_key
 from trainer.metrics.sinks.events import SAMPLE
 
@@ -130,10 +131,7 @@ class WandbSink:
 
     def _log(self, payload: Mapping[str, Any]) -> None:
         self._open_row(payload["global_step"])
-        for key, value in payload["metrics"].items():
-            self._row[display_key(key)] = value
-        for key, word in payload.get("non_finite", {}).items():
-            self._row[display_key(key)] = float(word)
+        self._row |= {display_key(key): value for key, value in all_values(payload).items()}
 
     def _open_row(self, step: int) -> None:
         if self._row and step != self._row_step:
