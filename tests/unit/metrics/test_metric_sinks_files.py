@@ -58,7 +58,7 @@ def test_a_cut_last_line_is_mended_on_reopening(tmp_path: Path, cut: int, capsys
     assert list(validate_stream(lines)) == []
     # Only the line end was missing (cut = 1): the row is whole and stays.
     assert len(lines) == (4 if cut == 1 else 3)
-    assert ("cut off" in capsys.readouterr().err) == (cut != 1)
+    assert ("removed" in capsys.readouterr().err) == (cut != 1)
 
 
 def test_a_file_that_holds_one_fragment_alone_is_emptied(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_reader_that_goes_away_costs_one_warning_and_no_traceback() -> None:
     errors = process.stderr.read()
     process.stderr.close()
     assert process.wait(60) == 0, errors
-    warning = "[rank 0] WARNING stdout cannot be written any more and is off: BrokenPipeError: [Errno 32] Broken pipe"
+    warning = "[rank 0] WARNING stdout failed and is off from now on: BrokenPipeError: [Errno 32] Broken pipe"
     assert errors == f"{warning}\ndone\n"
 
 

@@ -63,7 +63,7 @@ def test_mean_and_variance_are_those_of_the_weights_written_out(values):
     """With a limit that nothing reaches, the averages are weighted sums; the weights are multiplied out here."""
     detector = SpikeDetector(math.inf)
     for value in values:
-        detector._average(value)
+        detector.update(value)
     weights = np.zeros(len(values))
     for index in range(len(values)):
         share = max(1 / (index + 1), 1 - DECAY)

@@ -1,4 +1,4 @@
-"""What every sink offers."""
+"""The interface of all sinks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 
 class Sink(Protocol):
-    """Takes payloads, one a call, in the order of the steps.
+    """Receives payloads, one per call, in step order.
 
-    What `log` raises stops the run. A sink that is not essential therefore guards itself with `BestEffort`.
+    An exception from `log` stops the run, so a non-essential sink guards itself with `BestEffort`.
     """
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Take one payload (see `payload_contract`)."""
+        """Write one payload (see `payload_contract`)."""
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Take one event of the stream, such as a restart; a sink without use for it ignores it."""
+        """Write one event, such as a restart; sinks ignore events that they do not support."""
 
     def close(self) -> None:
-        """Write out what is held back; nothing is logged afterwards. A second call does nothing."""
+        """Flush and close; nothing is logged afterwards. A second call does nothing."""

@@ -1,0 +1,14 @@
+"""Array types that several parts share, and the target that every loss ignores."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+IGNORED: Final = -100
+"""The target of a position without anything to predict (the default `ignore_index` of torch's cross-entropy)."""
