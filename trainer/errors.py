@@ -38,11 +38,10 @@ class UserErrors(UserError):
     """Several mistakes found together, printed one per line."""
 
     def __init__(self, errors: list[UserError]) -> None:
-        first = errors[0]
-        self.errors = errors
+        first, self.errors = errors[0], errors
         super().__init__(first.key, first.problem, first.fix, where=first.where)
 
     @property
     def message(self) -> str:
         """All messages, one per line."""
-        return "\n".join(error.message for error in getattr(self, "errors", [])) or super().message
+        return "\n".join(error.message for error in self.errors)

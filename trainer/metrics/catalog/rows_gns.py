@@ -8,6 +8,7 @@ from trainer.metrics.catalog.spec import MetricSpec
 
 _Row = partial(MetricSpec, group="Gradient noise scale", window="last")
 _Sequences = partial(_Row, unit="sequences")
+_AsBSimple = partial(_Row, healthy="As gns/b_simple.", pathological="As gns/b_simple.")
 _Ratio = partial(_Row, unit="ratio", precision=3)
 
 ROWS: tuple[MetricSpec, ...] = (
@@ -27,14 +28,12 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="A small fraction of gns/b_simple.",
         pathological="As large as gns/b_simple: average over more steps.",
     ),
-    _Row(
+    _AsBSimple(
         name="gns/b_simple_tokens",
         unit="tokens",
         title="Noise scale in tokens",
         precision=0,
         description="gns/b_simple times the target tokens per sequence.",
-        healthy="As gns/b_simple.",
-        pathological="As gns/b_simple.",
     ),
     _Row(
         name="gns/tr_sigma",
@@ -105,14 +104,12 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="0.",
         pathological="Grows: non-finite micro-gradients, or hooks that run more than once.",
     ),
-    _Row(
+    _AsBSimple(
         name="gns/gns_mu",
         unit="micro-batches",
         title="Noise scale in micro-batches",
         precision=3,
         description="gns/b_simple divided by the sequences of one micro-batch over all ranks.",
-        healthy="As gns/b_simple.",
-        pathological="As gns/b_simple.",
     ),
     _Sequences(
         name="gns/Bsimple_from_mu",

@@ -10,8 +10,9 @@ _Row = partial(MetricSpec, group="Training")
 _TokenMean = partial(_Row, window="weighted_mean", ranks="weighted_mean")
 _TokenTypeMean = partial(_TokenMean, group="Token types")
 _SafetyRow = partial(MetricSpec, group="Safety")
+_MustBeZero = partial(_SafetyRow, precision=0, band=(0.0, 0.0), healthy="0.")
 
-TRAINING_ROWS = (
+ROWS: tuple[MetricSpec, ...] = (
     _TokenMean(
         name="loss",
         unit="nats/token",
@@ -114,33 +115,24 @@ TRAINING_ROWS = (
         healthy="Rises for each type.",
         pathological="Stays at chance level for one type.",
     ),
-)
-
-SAFETY_ROWS = (
-    _SafetyRow(
+    _MustBeZero(
         name="non_finite_steps",
         unit="steps",
         kind="counter",
         window="sum",
         ranks="max",
         title="Rejected steps",
-        precision=0,
         description="Steps rejected because of a non-finite loss or gradient.",
-        band=(0.0, 0.0),
-        healthy="0.",
         pathological="More than a few: lower the learning rate, or look up the batch in events.jsonl.",
     ),
-    _SafetyRow(
+    _MustBeZero(
         name="loss_spike",
         unit="",
         kind="flag",
         window="max",
         ranks="max",
         title="Loss spike",
-        precision=0,
         description="1 if the loss rose far above its own noise in the window; events.jsonl names the batches.",
-        band=(0.0, 0.0),
-        healthy="0.",
         pathological="1 repeatedly on the same sources: bad data.",
     ),
     _SafetyRow(
@@ -166,5 +158,3 @@ SAFETY_ROWS = (
         pathological="Grows: disk full or slow.",
     ),
 )
-
-ROWS: tuple[MetricSpec, ...] = TRAINING_ROWS + SAFETY_ROWS

@@ -1,9 +1,11 @@
-"""The interface of all sinks."""
+"""The interface of all sinks, and the names of metrics in backends that group by prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol
+
+from trainer.metrics.catalog.lookup import EVAL_PREFIX
 
 
 class Sink(Protocol):
@@ -20,3 +22,10 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and close; nothing is logged afterwards. A second call does nothing."""
+
+
+def display_key(key: str) -> str:
+    """`loss` -> `train/loss`, `eval_loss` -> `eval/loss`, `eval_x/y` -> `eval/x/y`, and `x/y` unchanged."""
+    if key.startswith(EVAL_PREFIX):
+        return f"eval/{key.removeprefix(EVAL_PREFIX)}"
+    return key if "/" in key else f"train/{key}"

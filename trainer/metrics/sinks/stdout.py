@@ -57,7 +57,7 @@ class StdoutSink:
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._mode = "off"
-            logger.warning("stdout failed and is off from now on: %s: %s", type(error).__name__, error)
+            logger.warning("stdout failed and is off: %s: %s", type(error).__name__, error)
             self._discard_rest()
 
     def _discard_rest(self) -> None:

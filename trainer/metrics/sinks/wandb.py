@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import all_values
-from trainer.metrics.sinks.display import display_key
+from trainer.metrics.sinks.base import display_key
 from trainer.metrics.sinks.events import SAMPLE
 
 logger = get_logger(__name__)
@@ -97,14 +97,10 @@ class WandbSink:
         self._messages = _Messages(on_event)
         # silent: wandb's own lines repeat every metric, partly on stdout; ours say where the run is.
         settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True, "base_url": base_url}
-        settings |= {
-            "init_timeout": init_timeout_sec,
-            "login_timeout": init_timeout_sec,
-            "finish_timeout": finish_timeout_sec,
-        }
+        settings |= {"init_timeout": init_timeout_sec, "login_timeout": init_timeout_sec}
+        settings["finish_timeout"] = finish_timeout_sec
         options: dict[str, Any] = {"mode": mode, "project": project, "entity": entity, "name": name, "id": run_id}
-        options["config"] = dict(config or {})
-        self._guard.run(self._open, run_dir, options, settings)
+        self._guard.run(self._open, run_dir, {**options, "config": dict(config or {})}, settings)
 
     def _open(self, run_dir: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
         # Imported here: it takes most of a second, and only rank 0 needs it.
@@ -163,7 +159,7 @@ class WandbSink:
             return
         if self._row:
             self._guard.run(self._send)
-        finisher = threading.Thread(target=self._guard.run, args=(self._finish, self._run), daemon=True)
+        finisher = threading.Thread(target=self._guard.run, args=(self._run.finish,), daemon=True)
         finisher.start()
         # wandb enforces the timeout itself while its service is alive; the grace period covers a dead service.
         finisher.join(self._finish_timeout_sec + _GRACE_SEC)
@@ -171,10 +167,6 @@ class WandbSink:
             self._messages.is_quiet = True
             self._abandon()
         self._run = None
-
-    @staticmethod
-    def _finish(run: Any) -> None:
-        run.finish()
 
     def _abandon(self) -> None:
         """Keep wandb from blocking the interpreter's exit if its service does not respond."""
