@@ -177,7 +177,7 @@ def test_the_blend_follows_its_schedule_and_repeats():
     easy = [int(count) for count in re.findall(r"easy (\d+)", first.stdout)]
     assert sum(easy) + sum(map(int, re.findall(r"hard (\d+)", first.stdout))) == 400
     assert easy[0] > 60 > 50 > easy[3]
-    assert float(first.stdout.split("share: ")[1]) < 0.05
+    assert float(first.stdout.split("share error: ")[1]) < 0.05
 
 
 PAYLOADS = """\
