@@ -2,8 +2,8 @@
 
     python examples/blend_iterable_datasets.py
 
-Which source gives batch i is a pure function of the seed, the names and i: every rank chooses the same, and a second
-run the same again.
+The source of batch i is a pure function of the seed, the source names and i: it is the same on every rank and in every
+run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.data import BlendDataset, BlendSource, ConstantWeight, ScheduledWei
 
 
 class Sums(IterableDataset[dict[str, Tensor]]):
-    """Rows `a b (a + b)` of numbers below `limit`, for ever."""
+    """Infinite rows `a b (a + b)` with a and b below `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -35,14 +35,14 @@ class Sums(IterableDataset[dict[str, Tensor]]):
 
 
 def main() -> None:
-    """Blend, and count what came from where."""
+    """Blend, and count the batches of each source."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=1000)
     options = parser.parse_args()
-    # A source is any iterable of micro-batches; so the batching is the DataLoader's, per source.
+    # A source is any iterable of micro-batches, so each source's DataLoader does the batching.
     easy, hard = DataLoader(Sums(10), batch_size=4), DataLoader(Sums(1000), batch_size=4)
-    # Weights are relative: 3 to 1 at first, 1 to 3 in the end, in a straight line between. `unit="step"` would count
-    # optimizer steps instead of batches.
+    # Weights are relative: from 3 to 1 at the start to 1 to 3 at the end, linearly. `unit="step"` would count optimizer
+    # steps instead of batches.
     fades = ScheduledWeight("linear", {0: 3.0, options.batches: 1 / 3})
     sources = [BlendSource("easy", easy, fades), BlendSource("hard", hard, ConstantWeight(1.0))]
     blend = BlendDataset(sources, seed=1, per_source=True)
@@ -52,8 +52,8 @@ def main() -> None:
         batches = itertools.islice(blend, min(quarter, options.batches - first))
         counts = Counter(batch["dataset_labels"][0] for batch in batches)
         print(f"batches from {first}: easy {counts['easy']}, hard {counts['hard']}")
-    # How far the shares are from what the weights said: a run logs it as blend/max_share_error.
-    print(f"largest error of a share: {blend.drain_step_metrics()['blend/max_share_error']:.3f}")
+    # The deviation of the actual shares from the weights; a run logs it as blend/max_share_error.
+    print(f"largest share error: {blend.drain_step_metrics()['blend/max_share_error']:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The gradient noise scale in Hugging Face `Trainer`, as a callback.
 
     pip install 'trainer[hf]'
-    python examples/gns_hf_trainer.py                                  # alone
+    python examples/gns_hf_trainer.py                                  # one process
     torchrun --nproc_per_node=2 examples/gns_hf_trainer.py             # DDP
 
 The model is a two-layer GPT-2 with random weights; nothing is downloaded.
@@ -29,20 +29,20 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
     """Measures every optimizer step and adds `gns/*` to the Trainer's log history.
 
     Rows must have the same number of target tokens (packed data): then the Trainer's loss of a micro-batch is its mean
-    over m, whether it divides by m or by the tokens of the step. The Trainer clips before any callback sees the
-    gradient, and clipping changes the norm that is measured; so it must not, and this callback clips instead.
+    divided by m, whether it divides by m or by the tokens of the step. The Trainer clips before any callback sees the
+    gradient, which would change the measured norm, so its clipping must be off; this callback clips instead.
     """
 
     def __init__(self, max_grad_norm: float = 1.0) -> None:
         self.max_grad_norm = max_grad_norm
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Put the hooks on the parameters, which DDP shares with `model`."""
+        """Register the hooks on the parameters, which DDP shares with `model`."""
         if args.max_grad_norm:
             raise SystemExit("set TrainingArguments(max_grad_norm=0): NoiseScaleCallback clips after it has measured")
         if args.fp16:
-            raise SystemExit("fp16 scales the loss by a factor that callbacks do not know; use bf16")
-        group = dist.group.WORLD if args.world_size > 1 else None  # the Trainer's word on whether DDP averages
+            raise SystemExit("fp16 scales the loss by a factor that callbacks cannot read; use bf16")
+        group = dist.group.WORLD if args.world_size > 1 else None  # whether DDP averages gradients
         self.gns = GradientNoiseScale(model, process_group=group, weights_are_tokens=False)
         self.metrics: dict[str, float] = {}
 
@@ -60,19 +60,19 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """After the window's last micro-batch: measure, then clip."""
         self._end_micro(args)
-        # The last window of an epoch may be shorter, with another factor on its losses; it is left out, on every rank.
+        # The last window of an epoch may be shorter, with another factor on its losses; every rank skips it.
         if self.num_micros == args.gradient_accumulation_steps:
             self.metrics = self.gns.step()
         torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A row of its own in the history, which the Trainer saves as trainer_state.json."""
+        """Add a row to the history, which the Trainer saves as trainer_state.json."""
         if self.metrics:
             state.log_history.append({**self.metrics, "step": state.global_step})
-            self.metrics = {}  # the Trainer logs once more at the end
+            self.metrics = {}  # the Trainer logs again at the end of training
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self.gns.close()
 
     def _begin_micro(self, args: Any) -> None:
@@ -104,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    # Without dropout the difference between micro-batches is that of their examples alone.
+    # Without dropout, micro-batches differ only in their examples.
     config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
     with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(
@@ -117,7 +117,7 @@ def main() -> None:
             logging_steps=10,
             save_strategy="no",
             report_to="none",
-            use_cpu=not torch.cuda.is_available(),  # without it torchrun's ranks would train apart, each for itself
+            use_cpu=not torch.cuda.is_available(),  # otherwise torchrun's ranks would train independently
             dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
         )

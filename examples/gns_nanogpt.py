@@ -1,9 +1,9 @@
 """The gradient noise scale in a plain DDP loop, as in nanoGPT: five lines, marked GNS.
 
-    python examples/gns_nanogpt.py                                     # alone
+    python examples/gns_nanogpt.py                                     # one process
     torchrun --nproc_per_node=2 examples/gns_nanogpt.py --steps 50     # DDP, gloo on CPUs or nccl on GPUs
 
-The task is counting modulo 64 with noise, so that there is something to learn and something that cannot be.
+The task is counting modulo 64 with noise, so that part of the loss is irreducible.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ def train(steps: int, micro_batches: int, batch_size: int) -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     gns = GradientNoiseScale(model, weights_are_tokens=False)  # GNS: once, after DDP has wrapped the model
-    generator = torch.Generator().manual_seed(
-        1 + rank
-    )  # ranks must see different examples: their difference is the noise
+    # Ranks must see different examples: their difference is the noise.
+    generator = torch.Generator().manual_seed(1 + rank)
 
     for step in range(1, steps + 1):
         gns.begin_window(micro_batches)  # GNS
@@ -75,29 +74,29 @@ def train(steps: int, micro_batches: int, batch_size: int) -> None:
                 gns.begin_micro(last=is_last)  # GNS
                 (loss / micro_batches).backward()
                 gns.end_micro(1 / micro_batches, batch_size)  # GNS: the factor on the mean loss, and the examples
-        noise = gns.step()  # GNS: before clipping, which would change the norm that is compared
+        noise = gns.step()  # GNS: before clipping, which would change the measured norm
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if rank == 0 and step % 10 == 0:
-            # Unknown is left out, never 0: while signal and noise cannot be told apart there is no ratio of them.
+            # Unknown values are absent, never 0: the ratio is undefined until the signal exceeds its error.
             b_simple, error = noise.get("gns/b_simple"), noise.get("gns/b_simple_se")
             shown = "unknown yet" if b_simple is None else f"{b_simple:.1f} +- {error:.1f} sequences"
             print(f"step {step}: loss {loss.item():.3f}, noise scale {shown}", flush=True)
 
 
 def main() -> None:
-    """Parse, join the process group if torchrun started us, train."""
+    """Parse, join the process group if started by torchrun, train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a micro-batch")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
     options = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     train(options.steps, options.micro_batches, options.batch_size)
     if dist.is_initialized():
-        dist.barrier()  # gloo: who leaves early may take the others down
+        dist.barrier()  # gloo: a rank that leaves early may abort the others
         dist.destroy_process_group()
 
 

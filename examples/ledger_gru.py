@@ -1,10 +1,10 @@
-"""The ledger around an `nn.GRU`: documents longer than a batch row are read in cells, and the state goes on with each.
+"""The ledger with an `nn.GRU`: documents longer than a batch row are read in cells, and each cell continues the state.
 
     python examples/ledger_gru.py
-    python examples/ledger_gru.py --capacity 8      # too small: the ledger counts the states that it had to drop
+    python examples/ledger_gru.py --capacity 8      # too small: the ledger counts the states that it dropped
 
-A document names a key in its first cell and asks for it in every later one. Within a cell nothing tells the key, so
-that what the model gets right there went through the ledger.
+A document states a key in its first cell and asks for it in every later one. Later cells do not contain the key, so a
+correct answer there depends on the state from the ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS, ASK, CELL, CELLS, WIDTH = 16, 16, 4, 4, 64  # token 16 asks; 4 tokens a ce
 
 
 class Recurrent(nn.Module):
-    """An embedding, a GRU and a head; the state goes in and comes out as [B, WIDTH]."""
+    """An embedding, a GRU and a head, with input and output states of shape [B, WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,17 +31,17 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(WIDTH, KEYS)
 
     def forward(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, KEYS] and the state behind the last token."""
+        """Logits [B, T, KEYS] and the state after the last token."""
         hidden, last = self.gru(self.embedding(tokens), state[None].contiguous())
         return self.head(hidden), last[0]
 
 
 def main() -> None:
-    """Train, and say what the ledger counted."""
+    """Train, and print the ledger's counters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--documents", type=int, default=32, help="documents that are read at the same time")
-    parser.add_argument("--capacity", type=int, default=64, help="states that the ledger can hold")
+    parser.add_argument("--documents", type=int, default=32, help="documents that are read concurrently")
+    parser.add_argument("--capacity", type=int, default=64, help="capacity of the ledger in states")
     options = parser.parse_args()
     torch.manual_seed(0)
     generator = np.random.default_rng(0)
@@ -49,13 +49,13 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     ledger = Ledger(state_width=WIDTH, capacity=options.capacity, wipe_mode="lru")
 
-    rows = options.documents // 4  # a batch holds a quarter of the open documents: the others' states must wait
+    rows = options.documents // 4  # a batch has a quarter of the open documents; the other states wait
     keys = np.zeros(options.documents, np.int64)
     for step in range(1, options.steps + 1):
         turn, pass_number = (step - 1) % 4, (step - 1) // 4
         lanes = np.arange(turn * rows, (turn + 1) * rows)
         cell_index = np.full(rows, pass_number % CELLS)
-        group_ids = lanes + options.documents * (pass_number // CELLS)  # a document's own number, never used again
+        group_ids = lanes + options.documents * (pass_number // CELLS)  # unique per document, never reused
         tokens = np.full((rows, CELL), ASK)
         if cell_index[0] == 0:
             keys[lanes] = generator.integers(KEYS, size=rows)
@@ -63,11 +63,11 @@ def main() -> None:
         wanted = torch.from_numpy(keys[lanes, None].repeat(CELL, axis=1))
 
         ledger.begin_step(step)
-        state = ledger.lookup(group_ids, cell_index)  # [B, WIDTH]: zeros where a document begins
+        state = ledger.lookup(group_ids, cell_index)  # [B, WIDTH]: zero at the start of a document
         logits, state = model(torch.from_numpy(tokens), state)
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        # After the backward, and once: a checkpointed forward would run twice. Of a last cell nothing is kept.
+        # Store after the backward, so that a checkpointed forward stores once. A document's last cell frees its state.
         ledger.store(group_ids, cell_index, cell_index == CELLS - 1, state)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A consumer of a run's numbers: the standard library and one module of ours that needs nothing else, no torch.
+"""Reads a run's metrics with the standard library and one module of the trainer that needs nothing else, no torch.
 
 python examples/read_payloads.py runs/smoke-.../metrics.jsonl        # or: torchrun ... train ... | python ... -
 """
@@ -12,14 +12,14 @@ if len(sys.argv) != 2:
 with sys.stdin if sys.argv[1] == "-" else open(sys.argv[1], encoding="utf-8") as lines:
     losses: dict[int, float] = {}
     for line in lines:
-        row = parse_line(strip_launcher_prefix(line))  # PayloadError says which key is wrong, and how
-        if not isinstance(row, Payload):  # a restart: what was logged behind the checkpoint does not count any more
+        row = parse_line(strip_launcher_prefix(line))  # raises PayloadError, which names the invalid key
+        if not isinstance(row, Payload):  # a restart: rows after the checkpoint are superseded
             losses = {step: loss for step, loss in losses.items() if step <= row.global_step}
         elif row.mode == "train" and "loss" in row.metrics:
             losses[row.global_step] = row.metrics["loss"]
         elif row.non_finite:
             print(f"step {row.global_step}: not finite: {', '.join(row.non_finite)}")
 if not losses:
-    sys.exit("no training loss in it")
+    sys.exit("no training loss found")
 best = min(losses, key=losses.__getitem__)
 print(f"{len(losses)} logged steps; last {max(losses)}: {losses[max(losses)]:.4f}; lowest {best}: {losses[best]:.4f}")

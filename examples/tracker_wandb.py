@@ -1,4 +1,4 @@
-"""`MetricsTracker` with wandb in a loop of one's own: rates, shares of time, smoothing and memory come for free.
+"""`MetricsTracker` with wandb in a custom loop: rates, time shares, smoothing and memory are included.
 
 python examples/tracker_wandb.py --out runs/tracked     # then: wandb sync runs/tracked/wandb/offline-run-*
 """
@@ -18,7 +18,7 @@ from trainer.metrics.tracker import MetricsTracker
 
 
 def main() -> None:
-    """Fit a line, and log as a language model would."""
+    """Fit a line, and log the metrics of a language model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tracked"))
     parser.add_argument("--steps", type=int, default=50)
@@ -28,7 +28,7 @@ def main() -> None:
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    # Offline unless told otherwise. If wandb fails, the run goes on; if metrics.jsonl cannot be written, it does not.
+    # Offline by default. The run continues if wandb fails, and stops if metrics.jsonl cannot be written.
     wandb = WandbSink(mode="offline", project="examples", run_dir=options.out, config={"steps": options.steps})
     sinks: list[Sink] = [StdoutSink("json"), JsonlSink(options.out / "metrics.jsonl"), wandb]
     tracker = MetricsTracker(log_interval=10, num_devices=1, device="cpu", sinks=sinks)
@@ -44,7 +44,7 @@ def main() -> None:
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
             optimizer.zero_grad()
-        # Tensors are read on logging steps only: no other step waits for the device.
+        # Tensors are read only on logging steps: no other step waits for the device.
         tracker.end_step(step, loss=loss.detach(), grad_norm=grad_norm, lr=0.1, tokens_in_step=32)
     tracker.log_eval({"loss": loss.item()}, options.steps)
     tracker.close()

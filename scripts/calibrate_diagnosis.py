@@ -1,8 +1,8 @@
-"""Measures the rules of `train diagnose`: false alarms over healthy runs, and how soon injected faults are found.
+"""Calibrates the rules of `train diagnose`: false alarms over healthy runs, and the delay until injected faults are found.
 
-The runs are those of `tests/support/metric_streams.py` (data, ledger and noise scale are real, loss and clock are made up)
-and real runs of the trainer. What is measured goes to docs/diagnosis_calibration.json, from which `make docs` makes the
-tables of docs/diagnosis.md. Takes a few minutes.
+The runs are those of `tests/support/metric_streams.py` (real data, ledger and noise scale, synthetic loss and clock) and
+real runs of the trainer. The results go to docs/diagnosis_calibration.json, from which `make docs` generates the tables of
+docs/diagnosis.md. Takes a few minutes.
 
     python scripts/calibrate_diagnosis.py
 """
@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.injected_faults import FAULTS, Fault, detected_after  # noqa: E402 - the path above is needed for it
+from tests.support.injected_faults import FAULTS, Fault, detected_after  # noqa: E402 - needs the path above
 from tests.support.metric_streams import healthy_scenario, write_run  # noqa: E402
 from tests.support.real_runs import REAL_RUNS, machine_rules  # noqa: E402
 from trainer.diagnostics.diagnose import diagnose  # noqa: E402
@@ -29,7 +29,7 @@ RESULT = ROOT / "docs" / "diagnosis_calibration.json"
 
 
 def measure_healthy(count: int, directory: Path) -> dict[str, Any]:
-    """False alarms over made-up healthy runs."""
+    """False alarms over synthetic healthy runs."""
     alarms: list[str] = []
     advice: list[str] = []
     for seed in range(count):
@@ -40,7 +40,7 @@ def measure_healthy(count: int, directory: Path) -> dict[str, Any]:
 
 
 def measure_real(directory: Path) -> dict[str, Any]:
-    """Findings in real runs that nothing is wrong with; what the machine did (speed) is no fault of theirs."""
+    """Findings in healthy real runs, except those about speed, which depends on the machine."""
     rows = []
     for name, start in REAL_RUNS.items():
         found = diagnose(load_run(start(directory / name)))
@@ -50,7 +50,7 @@ def measure_real(directory: Path) -> dict[str, Any]:
 
 
 def measure_fault(fault: Fault, count: int, directory: Path) -> dict[str, Any]:
-    """Of `count` runs with the fault: how many were found, and after how many steps at the most."""
+    """In how many of `count` runs the fault was found, and after how many steps at most."""
     delays: list[int | None] = []
     others: dict[str, int] = {}
     for seed in range(count):
@@ -72,7 +72,7 @@ def measure_fault(fault: Fault, count: int, directory: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure everything and write it down; 1 if the promises do not hold."""
+    """Measure everything and write the results; returns 1 if a promise does not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--healthy", type=int, default=40)
     parser.add_argument("--faults", type=int, default=10)

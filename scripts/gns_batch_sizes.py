@@ -1,14 +1,14 @@
-"""Checks what the noise scale advises: steps to a given loss at batches of B/4, B and 4B against (1 + B/batch).
+"""Checks the noise scale's prediction: steps to a given loss at batch sizes B/4, B and 4B against (1 + B/batch).
 
-Every run may see the same number of sequences, drawn independently from the corpus (`make data`) as the theory assumes,
-and ends at the target. The model is the reference model without carried
-state. For each batch the learning rate is the best of a grid on the first seed (the theory is about tuned rates);
-the other seeds use it. B is what the hooks measure in the run at the middle batch on its way to the target.
+Every run has the same budget of sequences, drawn independently from the corpus (`make data`) as the theory assumes, and
+ends at the target. The model is the reference model without carried state. For each batch size the learning rate is the
+best of a grid on the first seed (the theory is about tuned rates); the other seeds reuse it. B is measured by the hooks in
+the runs at the middle batch size, until they reach the target.
 
     python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json
     python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json --plot docs/images/gns_batch_sizes.png
 
-A result that is already in the file is not computed again, so the script can be stopped and started.
+Results already in the file are reused, so the script can be interrupted and restarted.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class Setting:
     lr: float
     seed: int
     sequences: int
-    """At most."""
+    """Budget of training sequences."""
     target: float = 0.0
-    """Held-out loss at which the run may end."""
+    """Held-out loss at which the run ends."""
     micro_batches: int = 2
 
     @property
     def name(self) -> str:
-        """Its key in the file of results."""
+        """Key in the results file."""
         return f"batch={self.batch} lr={self.lr:g} seed={self.seed} sequences={self.sequences} target={self.target:.4f}"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run measured, at each evaluation."""
+    """Measurements of a run at each evaluation."""
 
     steps: list[int]
     held_out: list[float]
@@ -69,7 +69,7 @@ class Curve:
     seconds: float
 
     def steps_to(self, target: float) -> float | None:
-        """Steps until the held-out loss first is at `target`, interpolated; None if it never is."""
+        """Steps until the held-out loss first reaches `target`, interpolated; None if it never does."""
         for k, loss in enumerate(self.held_out):
             if loss <= target:
                 if k == 0:
@@ -79,7 +79,7 @@ class Curve:
         return None
 
     def mean_b(self, batch: int, target: float) -> float:
-        """B averaged on the way to `target`, each step weighted by the progress it makes, 1 / (1 + B/batch)."""
+        """B averaged until `target` is reached, each step weighted by its progress, 1 / (1 + B/batch)."""
         until = self.steps_to(target)
         assert until is not None
         known = [b for step, b in zip(self.steps, self.b_simple, strict=True) if step <= until and b is not None]
@@ -88,7 +88,7 @@ class Curve:
 
 
 def read_corpus(root: Path) -> tuple[Tensor, Tensor]:
-    """All texts as bytes, [N] uint8: those to train on, and every 50th document, held out."""
+    """All texts as bytes, [N] uint8: the training documents, and every 50th document, held out."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     paths = sorted(root.glob("*/*.jsonl"))
     if not paths:
@@ -102,7 +102,7 @@ def read_corpus(root: Path) -> tuple[Tensor, Tensor]:
 
 
 def draw(data: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """[count, SEQ_LEN + 1] int64: windows at independent places."""
+    """[count, SEQ_LEN + 1] int64: windows at independent positions."""
     starts = torch.randint(len(data) - SEQ_LEN - 1, (count, 1), generator=generator)
     return data[starts + torch.arange(SEQ_LEN + 1)].long()
 
@@ -114,7 +114,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
-    """Train from scratch. The sequences depend on the seed alone: every batch size sees the same ones."""
+    """Train from scratch. The sequences depend only on the seed, so every batch size sees the same ones."""
     began = time.perf_counter()
     torch.manual_seed(setting.seed)
     model = build(VOCAB, 48, 1)
@@ -151,7 +151,7 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
 
 
 class Results:
-    """Curves by setting, in a file."""
+    """Curves by setting, cached in a file."""
 
     def __init__(self, path: Path, corpus: Path) -> None:
         self._path, self._corpus = path, corpus
@@ -159,7 +159,7 @@ class Results:
         self._data: tuple[Tensor, Tensor] | None = None
 
     def get(self, setting: Setting) -> Curve:
-        """The curve, computed if it is not there."""
+        """The curve, computed if it is not cached."""
         if setting.name not in self._curves:
             self._data = self._data or read_corpus(self._corpus)
             curve = run(setting, *self._data)
@@ -173,7 +173,7 @@ class Results:
 
 
 def best_rate(curve_at: Callable[[int], Curve], cost: Callable[[Curve], float], first: int) -> int:
-    """Index in RATES of the cheapest rate: down the slope by factors of 2, then one half step either way."""
+    """Index in RATES of the cheapest rate: descend by factors of 2, then try half a step either way."""
 
     def cost_at(index: int) -> float:
         return cost(curve_at(index))
@@ -198,7 +198,7 @@ class Row:
     batch: int
     lr: float
     steps: list[float]
-    """To the target."""
+    """Steps to the target, by seed."""
 
     @property
     def mean(self) -> float:
@@ -209,8 +209,8 @@ class Row:
 def measure(results: Results, middle: int, sequences: int, seeds: int) -> tuple[float, list[Row], list[float]]:
     """The target, a row per batch size, and B of the middle batch's runs by seed.
 
-    The target is the loss that every seed reaches at the largest batch, tuned for the lowest loss at the end; the other
-    batches are tuned for the fewest steps to it.
+    The target is the loss that every seed reaches at the largest batch size, tuned for the lowest final loss; the other
+    batch sizes are tuned for the fewest steps to it.
     """
     large, small = 4 * middle, middle // 4
 
@@ -233,7 +233,7 @@ def measure(results: Results, middle: int, sequences: int, seeds: int) -> tuple[
 
 
 def steps_of(curves: list[Curve], target: float) -> list[float]:
-    """Steps to the target of each curve; a run that does not get there is an error: no average without it."""
+    """Steps to the target of each curve; a run that does not reach it is an error, since the average would be biased."""
     steps = [curve.steps_to(target) for curve in curves]
     if None in steps:
         raise SystemExit(f"a run does not reach {target:.3f}; raise --sequences")
@@ -241,12 +241,12 @@ def steps_of(curves: list[Curve], target: float) -> list[float]:
 
 
 def fit(rows: list[Row], b_simple: float) -> float:
-    """S_min of `steps = S_min (1 + b_simple / batch)`, least squares in the logarithm."""
+    """S_min of `steps = S_min (1 + b_simple / batch)` by least squares in the logarithm."""
     return math.exp(statistics.fmean(math.log(row.mean / (1.0 + b_simple / row.batch)) for row in rows))
 
 
 def fitted_b(rows: list[Row]) -> float:
-    """The B that fits the measured steps best, by a search on a fine grid."""
+    """The B that best fits the measured steps, by a search on a fine grid."""
 
     def misfit(b: float) -> float:
         smallest = fit(rows, b)
@@ -269,12 +269,12 @@ def report(target: float, rows: list[Row], of_middle: list[float]) -> None:
             f"| {row.batch} | {row.lr:.1e} | {seeds} | {row.mean:.0f} | {theory:.0f} | {row.mean / theory:.2f} "
             f"| {row.mean * row.batch:,.0f} |"
         )
-    print(f"S_min {smallest:.0f} with B = {b:.1f} as measured; the steps alone would say B = {fitted_b(rows):.0f}")
+    print(f"S_min {smallest:.0f} with B = {b:.1f} as measured; the steps alone imply B = {fitted_b(rows):.0f}")
     print(f"{platform.platform()}, torch {torch.__version__}")
 
 
 def plot(path: Path, rows: list[Row], of_middle: list[float]) -> None:
-    """Steps against batch: the runs and the theory."""
+    """Plot steps against batch size: the runs and the theory."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -296,13 +296,13 @@ def plot(path: Path, rows: list[Row], of_middle: list[float]) -> None:
 
 
 def main() -> None:
-    """Run what is not in the file yet, print the table, draw the picture."""
+    """Run what is not cached, print the table, draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
     parser.add_argument("--out", type=Path, default=Path("build/gns_batch_sizes.json"))
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--middle", type=int, default=48, help="B, about what the hooks measure: a multiple of 8")
-    parser.add_argument("--sequences", type=int, default=24_576, help="of each run")
+    parser.add_argument("--middle", type=int, default=48, help="estimate of B, a multiple of 8")
+    parser.add_argument("--sequences", type=int, default=24_576, help="sequences per run")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Writes the generated documents; with --check, fails if one is not current (`make docs`, `make check`)."""
+"""Writes the generated documents; with --check, fails if one is out of date (`make docs`, `make check`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def documents() -> dict[str, str]:
 
 
 def main() -> int:
-    """Write, or compare."""
+    """Write or compare; returns the exit code."""
     stale = []
     for name, text in documents().items():
         path = DOCS / name
@@ -38,7 +38,7 @@ def main() -> int:
             path.write_text(text, encoding="utf-8")
             print(f"wrote docs/{name}")
     if stale and "--check" in sys.argv:
-        print(f"not current: {', '.join(stale)}; run make docs", file=sys.stderr)
+        print(f"out of date: {', '.join(stale)}; run make docs", file=sys.stderr)
         return 1
     return 0
 

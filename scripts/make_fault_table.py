@@ -1,7 +1,6 @@
-"""Writes the table of docs/reliability.md from what `make test-faults` has recorded in build/faults.
+"""Writes the table of docs/reliability.md from the records of `make test-faults` in build/faults.
 
-Without records, or with some of them only, the rows that are not there are named and nothing is written; --partial writes
-what there is.
+If records are missing, they are named and nothing is written; --partial writes the available rows.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ RECORDS = ROOT / "build" / "faults"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN = "<!-- begin of what make test-faults wrote -->"
 END = "<!-- end of what make test-faults wrote -->"
-HEAD = "| promise | injected | times | lost | what came of it |\n|---|---|---|---|---|\n"
+HEAD = "| promise | injected fault | times | lost | outcome |\n|---|---|---|---|---|\n"
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
-    """The records, by promise and case."""
+    """The records, sorted by promise and case."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
     return sorted(records, key=lambda record: record["promise"])
 
@@ -35,16 +34,16 @@ def render(records: list[dict[str, Any]]) -> str:
 
 
 def replace_table(text: str, table: str) -> str:
-    """The page with its generated part replaced."""
+    """The page with its generated table replaced."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"{PAGE} has lost the marks {BEGIN} and {END}")
+        raise SystemExit(f"{PAGE} lacks the markers {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{table}{END}{after}"
 
 
 def main() -> int:
-    """Write the table, or say what is missing."""
+    """Write the table, or name the missing records."""
     records = read_records(RECORDS)
     promises = {record["promise"] for record in records}
     missing = sorted({1, 2, 3, 4, 5, 6, 7, 8} - promises)

@@ -1,7 +1,7 @@
-"""Builds the documentation as a site (`make site`): the written pages, and the reference made of the docstrings.
+"""Builds the documentation site (`make site`): the written pages, and the API reference from the docstrings.
 
-The pages link to each other and to sources as files of the repository. So the site is built from a mirror of it below
-build/, to which the reference is added; mkdocs then checks every link, and any warning fails the build.
+Pages link to each other and to sources by repository path. So the site is built from a mirror of the repository below
+build/, with the reference added; mkdocs checks every link, and any warning fails the build.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SOURCE = BUILD / "site_source"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("docs", "examples", "train_configs", "trainer", "scripts", "deploy", "tests/support")
 SUFFIXES = (".md", ".py", ".toml", ".json", ".png", ".csv", ".yaml", ".sbatch", "")
-# Low to high, as the layers of docs/architecture.md.
+# Low to high, as the layers in docs/architecture.md.
 PACKAGES = (
     "errors",
     "import_path",
@@ -41,14 +41,14 @@ PACKAGES = (
 
 
 def has_public_names(module: Path) -> bool:
-    """Whether a module has a public class or function to describe."""
+    """Whether a module has a public class or function to document."""
     tree = ast.parse(module.read_text(encoding="utf-8"))
     kinds = (ast.ClassDef, ast.FunctionDef)
     return any(isinstance(node, kinds) and not node.name.startswith("_") for node in tree.body)
 
 
 def modules_of(package: str) -> list[str]:
-    """The modules of a package that have something to describe, sorted."""
+    """The modules of a package with public names, sorted."""
     path = ROOT / "trainer" / package.replace(".", "/")
     if path.with_suffix(".py").exists():
         return [f"trainer.{package}"]
@@ -57,14 +57,14 @@ def modules_of(package: str) -> list[str]:
 
 
 def page_of(package: str) -> str:
-    """The reference page of a package, for mkdocstrings to fill."""
+    """The reference page of a package, to be filled by mkdocstrings."""
     parts = [f"# trainer.{package}\n"]
     parts += [f"::: {module}\n" for module in modules_of(package)]
     return "\n".join(parts)
 
 
 def mirror() -> None:
-    """Copy what pages may link to."""
+    """Copy all files that pages may link to."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PAGES, *FOLDERS],
@@ -81,7 +81,7 @@ def mirror() -> None:
 
 
 def main() -> int:
-    """Mirror, add the reference, build; the exit code is mkdocs's."""
+    """Mirror, add the reference, build; returns mkdocs's exit code."""
     mirror()
     reference = []
     for package in PACKAGES:

@@ -1,4 +1,4 @@
-"""Draws the noise scale of runs with its band, the batch they took, and the consistency, from their metrics.jsonl.
+"""Plots the noise scale of runs with its error band, their batch size, and the consistency, from metrics.jsonl.
 
 python scripts/plot_gns.py --out docs/images/gns_run.png runs/a/metrics.jsonl runs/b/metrics.jsonl --labels a b
 """
@@ -21,7 +21,7 @@ Series = dict[str, list[float]]
 
 
 def read(path: Path) -> Series:
-    """Step and the noise scale's keys of every logged training step; NaN where a key is absent. The later row counts."""
+    """Steps and noise scale keys of every logged training step; NaN where a key is absent. The last row of a step counts."""
     rows: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         payload = json.loads(line)
@@ -33,7 +33,7 @@ def read(path: Path) -> Series:
 
 
 def band(axes: Axes, series: Series, key: str, label: str) -> None:
-    """The value with twice its standard error either side."""
+    """Plot the value with twice its standard error on either side."""
     value, error = series[key], series[f"{key}_se"]
     low = [v - 2 * e for v, e in zip(value, error, strict=True)]
     high = [v + 2 * e for v, e in zip(value, error, strict=True)]
@@ -42,16 +42,16 @@ def band(axes: Axes, series: Series, key: str, label: str) -> None:
 
 
 def median_of(values: list[float]) -> str:
-    """Median of those that are there, and how many are."""
+    """Median of the known values, and their number."""
     known = [v for v in values if not math.isnan(v)]
     return f"{statistics.median(known):.2f} (in {len(known)} of {len(values)} rows)" if known else "absent"
 
 
 def main() -> None:
-    """Draw, and print the medians of the first and the last third of each run."""
+    """Plot, and print the medians of the first and the last third of each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path, nargs="+")
-    parser.add_argument("--labels", nargs="+", help="one a run")
+    parser.add_argument("--labels", nargs="+", help="one per run")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     labels = args.labels or [path.parent.name for path in args.metrics]

@@ -1,7 +1,6 @@
-"""For the site's reference: our docstrings describe parameters that belong together in one entry (`rank, world_size: ...`).
+"""griffe extension for the API reference: splits docstring entries of several parameters (`rank, world_size: ...`).
 
-griffe, which reads them, knows entries of one name. It gets one entry for each, so that its check of names against the
-signature holds for them too.
+griffe supports one name per entry and checks it against the signature, so each name gets its own entry.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _GROUP = re.compile(r"^( +)(\w+(?:, \w+)+): (.*(?:\n\1 +.*)*)$", re.MULTILINE)
 
 
 def split_entries(text: str) -> str:
-    """The docstring with every entry of several names in its Args written once for each of them."""
+    """The docstring with every multi-name entry of its Args repeated for each name."""
     before, args, after = text.partition("Args:\n")
     if not args:
         return text
@@ -28,6 +27,6 @@ class SplitEntries(Extension):  # type: ignore[misc]
     """Rewrites docstrings as they are collected."""
 
     def on_instance(self, *, obj: Object, **_: Any) -> None:
-        """Called for every module, class, function and attribute."""
+        """Handle a module, class, function or attribute."""
         if obj.docstring is not None:
             obj.docstring.value = split_entries(obj.docstring.value)

@@ -1,8 +1,8 @@
-"""Runs the smoke matrix: trains its configs on two ranks, diagnoses each run, and fails unless each shows its own fault alone.
+"""Runs the smoke matrix: trains its configs on two ranks, diagnoses each run, and checks that each shows only its own fault.
 
     make smoke-matrix
 
-Exit code 0: every run shows exactly what is expected of it; 1: one does not, or did not come to its end.
+Exit code 0: every run shows exactly the expected findings; 1: one does not, or did not finish.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "train_configs" / "diagnostics"
 RUN_LIMIT_SEC = 600
 HEALTHY_OR_FINDINGS = (0, 3)
-WIDTH = 140  # where stdout is no terminal
+WIDTH = 140  # if stdout is not a terminal
 
 
 def main() -> int:
-    """Run everything; the exit code."""
+    """Run everything; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/smoke_matrix"), help="directory of the runs; is replaced"
+        "--out", type=Path, default=Path("runs/smoke_matrix"), help="directory of the runs, which is replaced"
     )
     parser.add_argument("--nproc", type=int, default=2, help="ranks")
     options = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def train(case: Case, run_dir: Path, *, nproc: int) -> None:
-    """Train one case to its end; its console goes to a file beside the run, and to stderr if it fails."""
+    """Train one case; its console output goes to a file next to the run, and to stderr if it fails."""
     print(f"training {case.name}", file=sys.stderr, flush=True)
     overrides = [argument for override in case.overrides for argument in ("--set", override)]
     config = CONFIGS / f"{case.config_name}.toml"
@@ -72,7 +72,7 @@ def train(case: Case, run_dir: Path, *, nproc: int) -> None:
 
 
 def diagnose(run_dir: Path) -> dict[str, Any]:
-    """What `train diagnose --json` says of a run."""
+    """The output of `train diagnose --json` for a run."""
     done = program("diagnose", run_dir, "--json")
     if done.returncode not in HEALTHY_OR_FINDINGS:
         sys.exit(f"diagnosing {run_dir} ended with exit code {done.returncode}:\n{done.stderr}")
@@ -81,7 +81,7 @@ def diagnose(run_dir: Path) -> dict[str, Any]:
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `train` as a user would, in the repository's root."""
+    """Run `train` as a user would, in the repository root."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -98,13 +98,13 @@ def program(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def damages(out: Path) -> dict[str, Damage | None]:
-    """For each case that has a control, how far its loss was damaged."""
+    """The loss damage of each case that has a control."""
     runs = {case.name: load_run(out / case.name) for case in CASES}
     return {case.name: measure_damage(runs[case.name], runs[case.control]) for case in CASES if case.control}
 
 
 def verdict_table(judgements: Sequence[Judgement], found: Mapping[str, Damage | None]) -> Table:
-    """Expected and found, and what it cost."""
+    """A table of expected and actual findings, and the damage."""
     table = Table(title="Smoke matrix", title_justify="left")
     for heading in ("run", "provokes", "expected", "found", "recall loss", "of its control", "damage", ""):
         table.add_column(heading, overflow="fold")
@@ -126,7 +126,7 @@ def _cost(case: Case, damage: Damage) -> tuple[str, str, str]:
 
 
 def write_report(runs: Sequence[Path], out: Path) -> None:
-    """One page over all runs, by `train report`."""
+    """Write one page over all runs with `train report`."""
     done = program("report", *runs, "--out", out, "--force")
     if done.returncode != 0:
         sys.exit(f"the report ended with exit code {done.returncode}:\n{done.stderr}")

@@ -1,22 +1,22 @@
-"""The one exception for mistakes that a user can mend.
+"""The exception for mistakes that a user can fix.
 
-Everything that a user wrote (a config, an override, a data file, a path) and that cannot be honoured ends in a
-`UserError`. The console program prints it once, on rank 0, without a traceback, and exits with code 2.
+Any user input (a config, an override, a data file, a path) that cannot be honored raises a `UserError`. The command line
+prints it once, on rank 0, without a traceback, and exits with code 2.
 """
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """A user's mistake: what is wrong, and what to do about it.
+    """A user's mistake: the problem and its fix.
 
     Args:
-        key: what the mistake is about: a config key (`data.mixing.pick_mode`), an option (`--steps`) or a path.
-        problem: what is wrong with it, with the value found ("must be >= 1, got 0").
-        fix: what to do, as an imperative; may be empty where the problem already says it.
+        key: the subject: a config key (`data.mixing.pick_mode`), an option (`--steps`) or a path.
+        problem: what is wrong, with the value found ("must be >= 1, got 0").
+        fix: what to do, as an imperative; may be empty if the problem already implies it.
         where: file and line (`x.toml:14`), empty if the mistake is not in a file or the key is the file.
 
-    `str()` gives the whole message on one line: `x.toml:14: data.mixing.num_active: must be >= 1, got 0; set it to ...`.
+    `str()` gives the message on one line: `x.toml:14: data.mixing.num_active: must be >= 1, got 0; set it to ...`.
     """
 
     def __init__(self, key: str, problem: str, fix: str = "", *, where: str = "") -> None:
@@ -28,21 +28,20 @@ class UserError(Exception):
 
     @property
     def message(self) -> str:
-        """The whole message, on one line."""
+        """The message on one line."""
         head = f"{self.where}: {self.key}" if self.where else self.key
         tail = f"; {self.fix}" if self.fix else ""
         return f"{head}: {self.problem}{tail}"
 
 
 class UserErrors(UserError):
-    """Several mistakes found together, printed one a line."""
+    """Several mistakes found together, printed one per line."""
 
     def __init__(self, errors: list[UserError]) -> None:
-        first = errors[0]
-        self.errors = errors
+        first, self.errors = errors[0], errors
         super().__init__(first.key, first.problem, first.fix, where=first.where)
 
     @property
     def message(self) -> str:
-        """All messages, one a line."""
-        return "\n".join(error.message for error in getattr(self, "errors", [])) or super().message
+        """All messages, one per line."""
+        return "\n".join(error.message for error in self.errors)

@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: a name or a number is never cut; the least important columns are left out instead."""
+"""Tables for terminals of any width: cells are never truncated; the least important columns are dropped instead."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-# Of rich's default box: a border and two blanks a column, and one border more.
-_PER_COLUMN: Final = 3
-_LEAST_FIRST: Final = 8
+_PER_COLUMN: Final = 3  # of rich's default box: a border and two spaces; one more border closes the row
+_LEAST_FIRST: Final = 8  # width below which the first column is not folded
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,10 @@ class Column:
 
     Args:
         heading: may have several lines.
-        cells: rich's markup, one a row.
-        justify: of heading and cells.
-        leave_out: which goes first where room is short: the higher, the sooner; 0 stays.
-        wraps: cells may be broken between words. Others stay on one line.
+        cells: rich markup, one per row.
+        justify: alignment of heading and cells.
+        leave_out: priority for dropping if the table is too wide: highest first; 0 is never dropped.
+        wraps: whether cells may break between words; others stay on one line.
     """
 
     heading: str
@@ -39,13 +38,13 @@ class Column:
         return " ".join(self.heading.split())
 
     def least(self) -> int:
-        """Characters that it needs: its longest line, or, where it wraps, its longest word."""
+        """Minimum width: the longest line, or the longest word if it wraps."""
         return max(
             cell_len(piece) for line in self._lines() for piece in (line.split() if self.wraps else [line]) or [""]
         )
 
     def most(self) -> int:
-        """Characters that it can use: its longest line."""
+        """Width of the longest line."""
         return max(map(cell_len, self._lines()))
 
     def _lines(self) -> Iterator[str]:
@@ -54,26 +53,26 @@ class Column:
 
 
 def needed_width(columns: Sequence[Column]) -> int:
-    """Characters of a table of all columns in which nothing is cut."""
+    """Width of a table of all columns without truncation."""
     return sum(column.least() + _PER_COLUMN for column in columns) + 1
 
 
 def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "", **options: Any) -> Table:
     """A table that fits into `width` characters.
 
-    Columns are left out, the highest `leave_out` first, until the others fit, and the caption names them. Only where all
-    that stay are still too wide is the first one folded.
+    Columns are dropped, highest `leave_out` first, until the others fit, and the caption names them. If the rest is still
+    too wide, the first column is folded.
 
     Args:
-        hint: what to add to that caption, such as where the rest is to be seen.
-        options: of `rich.table.Table`.
+        hint: appended to that caption, such as where to find the rest.
+        options: passed to `rich.table.Table`.
     """
     kept = list(columns)
     while needed_width(kept) > width and any(column.leave_out for column in kept):
         kept.remove(max(kept, key=lambda column: column.leave_out))
     if len(kept) < len(columns):
         names = ", ".join(column.name for column in columns if column not in kept)
-        options |= {"caption": f"left out, since the screen is narrow: {names}{hint}", "caption_justify": "left"}
+        options |= {"caption": f"omitted to fit the terminal: {names}{hint}", "caption_justify": "left"}
     spare = width - needed_width(kept)
     table = Table(**options)
     for position, column in enumerate(kept):

@@ -1,4 +1,4 @@
-"""A model and a stream format of one's own, named by own.toml. Nothing is registered, and nothing of ours is changed."""
+"""A custom model and stream format, named in own.toml, without registration or changes to the trainer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.model.protocol import ModelOutput
 
 
 class GruModel(nn.Module):
-    """An `nn.GRU` that fits the ledger: its state goes in and comes out as [B, state_width].
+    """An `nn.GRU` that works with the ledger: its input and output states are [B, state_width].
 
-    `state_width` and `forward` are all that is asked for. `flops_per_token` is optional: with it a run reports MFU.
+    Only `state_width` and `forward` are required. `flops_per_token` is optional: with it a run reports MFU.
     """
 
     def __init__(self, vocab_size: int, dim: int) -> None:
@@ -25,23 +25,23 @@ class GruModel(nn.Module):
         self.head = nn.Linear(dim, vocab_size)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        """Logits [B, T, V] of int64 [B, T] tokens, and the state behind the last of them."""
+        """Logits [B, T, V] of int64 [B, T] tokens, and the state after the last token."""
         hidden, last = self.gru(self.embedding(tokens), None if state is None else state[None].contiguous())
         return ModelOutput(self.head(hidden), last[0])
 
 
 def build_model(vocab_size: int, dim: int, num_layers: int, *, widen: int = 1) -> nn.Module:
-    """`[model] target`: called with the table's sizes, and with the keys of `[model] args` (here `widen`)."""
+    """`[model] target`: called with the sizes of the table and the keys of `[model] args` (here `widen`)."""
     if num_layers != 1:
-        raise ValueError(f"this model has one layer, the config asks for {num_layers}")  # nothing is silently ignored
+        raise ValueError(f"this model has one layer, the config asks for {num_layers}")  # reject what is not supported
     return GruModel(vocab_size, dim * widen)
 
 
 def load_csv(path: Path, options: ReadOptions) -> TokenTable:
-    """`format`: a file to its documents; here a document is the column `sentence` of a row.
+    """`format`: reads a file's documents; here a document is the column `sentence` of a row.
 
-    Whatever the file is, the result is one array of ids and where each document lies in it. `options` has the
-    tokenizer of the run. The trainer checks the result, cuts it into cells, and does all the rest.
+    The result is one array of token ids with the boundaries of the documents. `options` has the run's tokenizer. The
+    trainer checks the result and splits it into cells.
     """
     with path.open(encoding="utf-8", newline="") as file:
         pieces = [options.tokenizer.encode(row["sentence"]) for row in csv.DictReader(file)]

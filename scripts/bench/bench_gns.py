@@ -1,22 +1,21 @@
-"""What the noise scale costs a step: with over without its hooks, alternating in one run, by micro-batches a step.
+"""Overhead of the noise scale per step: with over without its hooks, alternating in one run, by micro-batches per step.
 
 One process trains the reference model (10.4 million parameters) on random bytes. Steps without hooks, with hooks and with
-the snapshot recipe (the gradients are copied after every backward, and each micro-gradient is a difference) take turns in
-an order that is drawn anew for every round, on the same weights and data, so that whatever else the machine does falls on
-all alike. A round gives one ratio; the table has the median ratio and the quarter and three-quarter points. The micro-batch
-stays the same, so that m = 8 is four times the work of m = 2. "own" is the time that the hooks themselves took, measured
-inside the same steps, over the time of a step without: no difference of two long times, so a busy machine hardly moves it.
+the snapshot recipe (the gradients are copied after every backward, and each micro-gradient is a difference) alternate in
+an order drawn anew for every round, on the same weights and data, so that other load on the machine affects all alike. A
+round gives one ratio; the table shows the median ratio and its quartiles. The micro-batch size is fixed, so m = 8 is four
+times the work of m = 2. "inside the hooks alone" is the time that the hooks themselves took, measured in the same steps,
+relative to a step without them: it is not a difference of two long times, so it is robust on a busy machine.
 
-As in the trainer's step, clipping measures the gradient in every kind of step, and the noise scale takes that number; a
-loop that calls `GradientNoiseScale.step` and clips by other means pays one more pass over the gradients.
+As in the trainer's step, clipping measures the gradient in every kind of step, and the noise scale reuses that number; a
+loop that calls `GradientNoiseScale.step` and clips by other means pays for one more pass over the gradients.
 
-Times are the process's CPU time: it has one thread and waits for nothing, so on an idle machine that is the time by the
-clock, and on a busy one it leaves the waiting out. --clock wall has the other.
+Times are the process's CPU time: it has one thread and waits for nothing, so on an idle machine this equals wall time,
+and on a busy one it excludes the waiting. --clock wall measures wall time.
 
-Memory: the growth of the largest resident set in a process that takes two steps, on one short row, after one without any
-measuring.
+Memory is the growth of the peak resident set over two steps on one short row, after one step without any measuring.
 
-The hooks stay registered in the steps without them, where they return at once: a micro-batch that was not begun.
+In steps without hooks the hooks stay registered and return at once, because no micro-batch was begun.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import resource
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -43,31 +43,37 @@ KINDS = ("none", "hooks", "snapshot")
 
 
 class TimedNoiseScale(GradientNoiseScale):
-    """Adds up the time inside the hooks and the calls between them."""
+    """Accumulates the time inside the hooks and the calls between them."""
 
     def __init__(self, model: nn.Module, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.own_seconds = 0.0
         super().__init__(model)
 
-    def _measure(self, index: int, grad: Tensor) -> None:
-        began = self._clock()
-        super()._measure(index, grad)
-        self.own_seconds += self._clock() - began
+    @staticmethod
+    def _measure(owner: weakref.ref[GradientNoiseScale], index: int, grad: Tensor) -> None:
+        gns = owner()
+        assert isinstance(gns, TimedNoiseScale)
+        began = gns._clock()
+        GradientNoiseScale._measure(owner, index, grad)
+        gns.own_seconds += gns._clock() - began
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        began = self._clock()
-        super()._accumulated(parameter)
-        self.own_seconds += self._clock() - began
+    @staticmethod
+    def _accumulated(owner: weakref.ref[GradientNoiseScale], parameter: Tensor) -> None:
+        gns = owner()
+        assert isinstance(gns, TimedNoiseScale)
+        began = gns._clock()
+        GradientNoiseScale._accumulated(owner, parameter)
+        gns.own_seconds += gns._clock() - began
 
     def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
-        """As the original."""
+        """Time the original."""
         began = self._clock()
         super().end_micro(kappa, example_weights)
         self.own_seconds += self._clock() - began
 
     def take(self, grad_sq: Tensor) -> None:
-        """End a window with the square norm that clipping has measured."""
+        """Finish a window with the square norm measured for clipping."""
         began = self._clock()
         *sums, square = torch.cat([self.local_sums(), grad_sq.reshape(1)]).tolist()
         self.finish(sums, square)
@@ -75,7 +81,7 @@ class TimedNoiseScale(GradientNoiseScale):
 
 
 class Snapshots:
-    """The common recipe as it is usually written: flatten `.grad` after each backward, difference, square in fp64."""
+    """The usual recipe: flatten `.grad` after each backward, take the difference, square in fp64."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -108,7 +114,7 @@ class Bench:
 
     @property
     def num_parameters(self) -> int:
-        """Of the model."""
+        """Number of parameters of the model."""
         return sum(p.numel() for p in self.model.parameters())
 
     def step(self, kind: str, m: int) -> float:
@@ -126,7 +132,7 @@ class Bench:
                 self.gns.end_micro(1 / m, len(self._rows))
             elif kind == "snapshot":
                 self._snapshots.measure()
-        # As in the trainer's step: clipping measures the gradient by the same kernel, and the noise scale takes that.
+        # As in the trainer's step: clipping measures the gradient with the same kernel, and the noise scale reuses that.
         grad_sq = self.gns.grad_sq()
         if kind == "hooks":
             self.gns.take(grad_sq)
@@ -140,7 +146,7 @@ class Bench:
 
 
 def ratios(bench: Bench, m: int, rounds: int, rng: random.Random) -> dict[str, list[float]]:
-    """Per round, each kind's seconds over those without; "none" has the seconds themselves, "own" 1 + the hooks' share."""
+    """Per round, each kind's seconds relative to "none"; "none" has absolute seconds, "own" is 1 + the hooks' share."""
     result: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "own")}
     for number in range(rounds + 1):
         own_before = bench.gns.own_seconds
@@ -155,7 +161,7 @@ def ratios(bench: Bench, m: int, rounds: int, rng: random.Random) -> dict[str, l
 
 
 def peak_growth(make: Callable[[], Bench], kind: str) -> int:
-    """Bytes by which the largest resident set grew in two steps of m = 2, after one without any measuring."""
+    """Growth of the peak resident set in bytes over two steps of m = 2, after one without any measuring."""
     bench = make()
     bench.step("none", 2)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -165,29 +171,29 @@ def peak_growth(make: Callable[[], Bench], kind: str) -> int:
 
 
 def growth_in_child(kind: str, arguments: argparse.Namespace) -> float:
-    """`peak_growth` in a process of its own, MB; on one short row, so that no activation hides it."""
+    """`peak_growth` in a separate process, in MB; on one short row, so that activations do not hide it."""
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("dim", "layers", "threads")]
     command = [sys.executable, __file__, f"--memory-of={kind}", "--rows=1", "--seq-len=16", *sizes]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1e6
 
 
 def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
-    """Step times at each number of micro-batches, and memory."""
+    """Step times by number of micro-batches, and memory."""
     found: list[Figure] = [Figure("parameters", bench.num_parameters)]
     rng = random.Random(0)
     for m in args.micro_batches:
         each = ratios(bench, m, max(args.rounds * min(8 // m, 4), 2), rng)
         found += [
-            ratio_figure(f"m={m}: step time with hooks over without", each["hooks"], at_most=GOAL),
-            ratio_figure(f"m={m}: by the time inside the hooks alone", each["own"]),
-            ratio_figure(f"m={m}: the snapshot recipe over without", each["snapshot"]),
+            ratio_figure(f"m={m}: step time, with hooks over without", each["hooks"], at_most=GOAL),
+            ratio_figure(f"m={m}: by time inside the hooks alone", each["own"]),
+            ratio_figure(f"m={m}: snapshot recipe over without", each["snapshot"]),
         ]
     size = bench.num_parameters * 4 / 1e6
     found.append(Figure("one copy of the gradients", size, "MB"))
     for kind in KINDS:
         goal = 0.1 * size if kind == "hooks" else None
         found.append(
-            Figure(f"peak memory beyond a first step: {kind}", growth_in_child(kind, args), "MB", at_most=goal)
+            Figure(f"peak memory beyond the first step: {kind}", growth_in_child(kind, args), "MB", at_most=goal)
         )
     return found
 
@@ -195,11 +201,11 @@ def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
 def main() -> None:
     """Measure and print; exits with 1 when --check is given and a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="of m = 8; more for fewer micro-batches")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of m = 8; fewer micro-batches get more")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--dim", type=int, default=480)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=8, help="of a micro-batch")
+    parser.add_argument("--rows", type=int, default=8, help="rows per micro-batch")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")

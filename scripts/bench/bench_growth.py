@@ -1,8 +1,8 @@
-"""How cost grows with the size of things: ranks, streams, groups, readers in the pool, metric keys.
+"""Scaling of cost with the number of ranks, streams, groups, active readers and metric keys.
 
-Of ranks the collectives and their bytes are counted, by torch's profiler in real runs, rather than the time of more
-processes than there are cores. Everything else is timed per batch or per step, and how it grows is the slope between the
-ends of the range on a log-log scale: 0 is flat, 1 is linear.
+For ranks, collectives and their elements are counted with torch's profiler in real runs, since there are fewer cores than
+processes to time. Everything else is timed per batch or per step; growth is the slope between the ends of the range on a
+log-log scale: 0 is flat, 1 is linear.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_SLOPE, MAX_FLAT = 1.1, 0.25
 MICRO_BATCHES, LOG_INTERVAL, STEPS = 2, 4, 8
 Points = list[tuple[int, float]]
 
-# A model for `[model] target` that notes which collectives its process starts, and with how many bytes, step by step.
+# A model for `[model] target` that records the collectives of its process and their sizes, step by step.
 COUNTED_MODEL = """
 import atexit, json, os
 from pathlib import Path
@@ -93,7 +93,7 @@ every = 0
 
 
 def count_collectives(world_size: int) -> tuple[int, int, int, int]:
-    """(collectives, elements) that one rank puts into a step that does not log, and into one that does."""
+    """(collectives, elements) of one rank in a step that does not log, and in one that does."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder / "corpus")
@@ -157,7 +157,7 @@ def write_tokens(path: Path, documents: int, cells: int) -> None:
 
 
 def over_streams(sizes: Sequence[int], batches: int) -> tuple[Points, Points]:
-    """Microseconds a batch, and seconds to open, with that many streams; eight of them are read at once."""
+    """Microseconds per batch, and seconds to open, by number of streams, of which eight are read at once."""
     per_batch: Points = []
     opening: Points = []
     for size in sizes:
@@ -166,7 +166,7 @@ def over_streams(sizes: Sequence[int], batches: int) -> tuple[Points, Points]:
             write_tokens(first, documents=32, cells=4)
             paths = [first, *(Path(name, f"s{number:06d}.bin") for number in range(1, size))]
             for path in paths[1:]:
-                path.symlink_to(first)  # a file system has no place for so many hard links to one file
+                path.symlink_to(first)  # file systems limit the number of hard links to one file
             began = time.perf_counter()
             mixing = dataset(paths, 8)
             opening.append((size, time.perf_counter() - began))
@@ -175,7 +175,7 @@ def over_streams(sizes: Sequence[int], batches: int) -> tuple[Points, Points]:
 
 
 def over_groups(sizes: Sequence[int], batches: int) -> Points:
-    """Microseconds a batch with that many groups of one cell, in eight streams."""
+    """Microseconds per batch by number of groups of one cell, in eight streams."""
     points: Points = []
     for size in sizes:
         with tempfile.TemporaryDirectory() as name:
@@ -187,7 +187,7 @@ def over_groups(sizes: Sequence[int], batches: int) -> Points:
 
 
 def over_pool(sizes: Sequence[int], batches: int) -> Points:
-    """Microseconds a batch with that many readers active at once."""
+    """Microseconds per batch by number of active readers."""
     points: Points = []
     with tempfile.TemporaryDirectory() as name:
         paths = [Path(name, f"s{number:04d}.bin") for number in range(max(sizes))]
@@ -199,7 +199,7 @@ def over_pool(sizes: Sequence[int], batches: int) -> Points:
 
 
 def over_keys(sizes: Sequence[int], repeats: int) -> Points:
-    """Microseconds a logged step to reduce and record that many keys, without a sink."""
+    """Microseconds per logged step to reduce and record that many keys, without a sink."""
     points: Points = []
     for size in sizes:
         keys = [f"token_type/t{number}/loss" for number in range(size)]
@@ -217,7 +217,7 @@ def over_keys(sizes: Sequence[int], repeats: int) -> Points:
 
 
 def slope(points: Points) -> float:
-    """Between the ends, on a log-log scale."""
+    """Slope between the ends on a log-log scale."""
     (first, low), (last, high) = points[0], points[-1]
     return math.log(high / low) / math.log(last / first)
 
@@ -229,26 +229,27 @@ def figures_of(what: str, unit: str, points: Points, at_most: float) -> list[Fig
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """Everything; with `args.plot` a picture of it too."""
+    """All figures; `args.plot` also writes a plot."""
     found: list[Figure] = []
     for world_size in args.ranks:
         silent, silent_elements, logged, logged_elements = count_collectives(world_size)
         found += [
-            Figure(f"collectives a step, {world_size} ranks", silent),
-            Figure(f"collectives a logged step, {world_size} ranks", logged, at_most=silent + 1),
-            Figure(f"elements a rank sends, {world_size} ranks: gradients and sums", silent_elements),
+            Figure(f"collectives per step, {world_size} ranks", silent),
+            Figure(f"collectives per logged step, {world_size} ranks", logged, at_most=silent + 1),
+            Figure(f"elements sent per rank, {world_size} ranks: gradients and sums", silent_elements),
             Figure(
-                f"elements a rank sends, {world_size} ranks: more on a logged step", logged_elements - silent_elements
+                f"elements sent per rank, {world_size} ranks: additional on a logged step",
+                logged_elements - silent_elements,
             ),
         ]
     measured: list[tuple[str, str, Callable[[], Points], float]] = [
-        ("groups", "us a batch", lambda: over_groups(args.groups, args.batches), MAX_FLAT),
-        ("active readers", "us a batch", lambda: over_pool(args.pool, args.batches), MAX_SLOPE),
-        ("metric keys", "us a logged step", lambda: over_keys(args.keys, args.batches), MAX_SLOPE),
+        ("groups", "us per batch", lambda: over_groups(args.groups, args.batches), MAX_FLAT),
+        ("active readers", "us per batch", lambda: over_pool(args.pool, args.batches), MAX_SLOPE),
+        ("metric keys", "us per logged step", lambda: over_keys(args.keys, args.batches), MAX_SLOPE),
     ]
     per_batch, opening = over_streams(args.streams, args.batches)
-    series = {("streams", "us a batch"): per_batch, ("streams", "s to open"): opening}
-    found += figures_of("streams", "us a batch", per_batch, MAX_FLAT)
+    series = {("streams", "us per batch"): per_batch, ("streams", "s to open"): opening}
+    found += figures_of("streams", "us per batch", per_batch, MAX_FLAT)
     found += figures_of("streams", "s to open", opening, MAX_SLOPE)
     for what, unit, points, at_most in measured:
         series[what, unit] = points()
@@ -268,8 +269,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000, 10_000_000])
     parser.add_argument("--pool", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--batches", type=int, default=300, help="batches (steps) of one turn")
-    parser.add_argument("--plot", type=Path, help="write a picture of the growth here (PNG)")
+    parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
+    parser.add_argument("--plot", type=Path, help="write a plot of the growth to this file (PNG)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     args = parser.parse_args(argv)

@@ -1,11 +1,11 @@
-"""What the trainer's loop costs over a bare one: same model, same batches, same optimizer, step by step in turn.
+"""Overhead of the trainer's loop over a bare one: same model, batches and optimizer, alternating step by step.
 
-The trainer is the whole of it: mixing with its metrics, prefetching, ledger, noise scale in every step, timing, the
-payload on stdout (here /dev/null) and metrics.jsonl. The bare loop is what a competent engineer writes by hand: batches
-that lie ready in memory, one table of states, autograd, clipping, AdamW; it reads no number back but once in
-`LOG_INTERVAL` steps. Both losses are compared as they go: they are the same work or the program fails.
+The trainer runs in full: mixing with its metrics, prefetching, ledger, noise scale in every step, timing, the payload on
+stdout (here /dev/null) and metrics.jsonl. The bare loop is what a competent engineer writes by hand: batches prepared in
+memory, one table of states, autograd, clipping, AdamW; it reads a number from the device only once every `LOG_INTERVAL`
+steps. The losses of both are compared at every step: unless they do the same work, the program fails.
 
-Memory is that of two fresh processes, one with either loop; the bare one then reads the data set's batches as it goes.
+Memory is measured in two fresh processes, one per loop; there the bare one reads the data set's batches as it runs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ wandb = {{ mode = "disabled" }}
 
 
 def write_corpus(root: Path) -> None:
-    """Two modalities of four streams of words, each stream some 200 kB."""
+    """Two modalities of four streams of words, about 200 kB per stream."""
     rng = np.random.default_rng(0)
     words = np.array(["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with"])
     for modality in ("a", "b"):
@@ -100,7 +100,7 @@ def write_corpus(root: Path) -> None:
 
 
 def plan_of(folder: Path, given: Path | None, *, steps: int, device: str) -> Plan:
-    """The run to measure: the given config's, or a model of 17.6 M parameters on made-up text."""
+    """The run to measure: from the given config, or a model of 17.6 M parameters on synthetic text."""
     if given is None:
         write_corpus(folder / "corpus")
         given = folder / "bench.toml"
@@ -133,12 +133,12 @@ class BareLoop:
         self._step = 0
 
     def _places(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the table for the batch's groups, and which of them go on: [B] int64, [B, 1] float."""
+        """Table rows of the batch's groups, and whether each group continues: [B] int64, [B, 1] float."""
         assert micro.carry is not None
         groups = micro.carry.group_ids.tolist()
         rows = [self._rows.setdefault(group, len(self._rows) % len(self._table)) for group in groups]
-        goes_on = torch.from_numpy((micro.carry.cell_index > 0).astype(np.float32))
-        return torch.tensor(rows).to(self._device), goes_on[:, None].to(self._device)
+        continues = torch.from_numpy((micro.carry.cell_index > 0).astype(np.float32))
+        return torch.tensor(rows).to(self._device), continues[:, None].to(self._device)
 
     def step(self) -> torch.Tensor:
         """One optimizer step; the loss, still on the device."""
@@ -147,9 +147,9 @@ class BareLoop:
         num_tokens = sum((micro.targets != IGNORED).sum() for micro in window)
         total = torch.zeros((), device=self._device)
         for micro in window:
-            rows, goes_on = self._places(micro)
+            rows, continues = self._places(micro)
             with self._autocast():
-                output = self._model(**micro.inputs, state=self._table[rows] * goes_on)
+                output = self._model(**micro.inputs, state=self._table[rows] * continues)
                 logits = output.logits.flatten(0, 1).float()
                 loss = F.cross_entropy(logits, micro.targets.flatten(), ignore_index=IGNORED, reduction="sum")
             loss = loss / num_tokens
@@ -166,7 +166,7 @@ class BareLoop:
 
 
 class Alternating:
-    """Stands where the trainer's progress bar does: after each of its steps, one of the bare loop, both timed."""
+    """Replaces the trainer's progress bar: after each trainer step it runs one of the bare loop, and times both."""
 
     def __init__(self, bare: BareLoop | None, device: torch.device) -> None:
         self._bare = bare
@@ -181,7 +181,7 @@ class Alternating:
         return time.perf_counter()
 
     def update(self, step: int, loss: float) -> None:
-        """The trainer has done a step."""
+        """Called after each step of the trainer."""
         ended = self._now()
         self.ours.append(ended - self._began)
         if self._bare is not None:
@@ -204,7 +204,7 @@ class Alternating:
 
 
 def run_trainer(plan: Plan, folder: Path, device: torch.device, bare: BareLoop | None) -> Alternating:
-    """The whole trainer from its first to its last step."""
+    """Run the full trainer from its first to its last step."""
     run_dir = RunDir(folder / "run")
     run_dir.create()
     with (
@@ -235,7 +235,7 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, bare: BareLoop |
 
 
 def batches_of(plan: Plan, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The batches that the trainer will see, one by one."""
+    """The batches that the trainer will read, one by one."""
     for loaded in Loader(make_blend(plan, ALONE), device=device, prefetch=0):
         yield loaded.batch
 
@@ -269,10 +269,10 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     growth = [ours_mib / bare_mib for ours_mib, bare_mib in memory]
     goal = GOALS[device.type]
     return [
-        ratio_figure("trainer's tokens per second over the bare loop's", ratios, at_least=goal),
-        Figure("seconds a step: trainer", ours, "s"),
-        Figure("seconds a step: bare loop", theirs, "s"),
-        ratio_figure("peak memory over the bare loop's", growth, at_most=MAX_MEMORY),
+        ratio_figure("tokens per second, trainer over bare loop", ratios, at_least=goal),
+        Figure("seconds per step: trainer", ours, "s"),
+        Figure("seconds per step: bare loop", theirs, "s"),
+        ratio_figure("peak memory, trainer over bare loop", growth, at_most=MAX_MEMORY),
     ]
 
 
@@ -296,10 +296,10 @@ def only(loop: str, args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; exits with 1 when --check is given and a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="a run's config (default: 17.6 M parameters on made-up text)")
+    parser.add_argument("--config", type=Path, help="config of the run (default: 17.6 M parameters on synthetic text)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=60, help="steps of each loop")
-    parser.add_argument("--memory-rounds", type=int, default=3, help="pairs of processes for the memory")
+    parser.add_argument("--memory-rounds", type=int, default=3, help="pairs of processes to measure memory")
     parser.add_argument("--only", choices=["trainer", "bare"], help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")

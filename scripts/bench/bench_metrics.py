@@ -1,11 +1,11 @@
-"""What the metrics cost a step on one rank: medians in microseconds.
+"""Overhead of the metrics per step on one rank: medians in microseconds.
 
-- a silent step: `end_step` of a step that is not logged, with its three timed sections' clock reads counted separately;
+- a silent step: `end_step` of a step that is not logged; the clock reads of its three timed sections are counted separately;
 - a logged step: `end_step` that sends 60 keys to metrics.jsonl and, as JSON, to stdout (here /dev/null: a reader's own
-  speed is not ours); every line is one write and is handed to the system before `end_step` returns;
+  speed is not ours); every line is one write and is passed to the operating system before `end_step` returns;
 - reducing 60 keys on one rank, where no collective is needed: packing, combining and reading them.
 
-wandb is apart: its client's `log` costs 75 to 270 us whatever we do.
+wandb is not included: its client's `log` alone takes 75 to 270 us.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECTIONS = ("data", "forward_backward", "optimizer")
 
 
 def counter_and_gauge_keys(count: int) -> list[str]:
-    """Keys as a run with pool, ledger and noise scale has them, none of which the tracker makes by itself."""
+    """Keys of a run with pool, ledger and noise scale, except those that the tracker adds itself."""
     own = ("smoothed/", "time/", "gpu/")
     single = {"loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "step_time_sec", "tokens_in_step", "tokens_seen"}
     names = [spec.name for spec in CATALOG if not spec.is_pattern]
@@ -45,13 +45,13 @@ def counter_and_gauge_keys(count: int) -> list[str]:
 
 
 def median_us(action: Callable[[int], float], repeats: int) -> float:
-    """The median of what `action(step)` returns in seconds, in microseconds, after a tenth as warm-up."""
+    """Median in microseconds of `action(step)`, which returns seconds, after a tenth as warm-up."""
     spent = [action(step) for step in range(1, repeats + repeats // 10 + 1)]
     return statistics.median(spent[repeats // 10 :]) * 1e6
 
 
 def make_step(tracker: MetricsTracker, extra: dict[str, Value], *, sections: bool) -> Callable[[int], float]:
-    """One step of the tracker; the seconds that `end_step` took, or the sections if they are asked for."""
+    """One step of the tracker; the seconds of `end_step`, or with `sections` those of the timed sections."""
 
     def step(number: int) -> float:
         tracker.start_step()
@@ -67,7 +67,7 @@ def make_step(tracker: MetricsTracker, extra: dict[str, Value], *, sections: boo
 
 
 def make_tracker(log_interval: int) -> MetricsTracker:
-    """A tracker as a run has it, with an MFU."""
+    """A tracker configured as in a run, with MFU."""
     return MetricsTracker(log_interval=log_interval, num_devices=1, device="cpu", flops_per_token=1e6, peak_tflops=1.0)
 
 
@@ -103,7 +103,7 @@ def reduced_us(repeats: int) -> float:
 
 
 def measure(repeats: int) -> list[Figure]:
-    """Everything, in microseconds."""
+    """All figures, in microseconds."""
     return [
         Figure(
             "end_step, not logged",

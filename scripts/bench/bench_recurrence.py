@@ -1,9 +1,9 @@
 """Forward + backward of the gated recurrence against nn.GRU and causal attention of the same width, at several lengths.
 
-Each of the three is a whole mixing layer from [B, T, D] to [B, T, D]: ours with its gates and projections, the GRU as
-torch has it, attention with its four projections around `scaled_dot_product_attention`. The same number of tokens at every
-length, so that linear growth in T shows as a constant time. Beside it the bytes that our layer has to move at least (its
-inputs, outputs, coefficients and their gradients, each once) over the time it takes: how far it is from memory's speed.
+Each of the three is a full mixing layer from [B, T, D] to [B, T, D]: ours with its gates and projections, the GRU as torch
+provides it, attention with its four projections around `scaled_dot_product_attention`. The number of tokens is the same at
+every length, so linear scaling in T shows as constant time. The bytes that our layer must move at least (its inputs,
+outputs, coefficients and their gradients, each once) divided by its time can be compared with the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def seconds(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """Ratios at each length, and the growth of ours per token."""
+    """Ratios at each length, and how our time per token grows with length."""
     torch.manual_seed(0)
     found: list[Figure] = []
     medians: dict[int, float] = {}
@@ -93,9 +93,9 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             found.append(ratio_figure(name, ratios, at_least=1.0 if is_promised else None))
         moved = TENSORS_MOVED * x.numel() * x.element_size()
         found.append(Figure(f"T={length}: ours, seconds", medians[length], "s"))
-        found.append(Figure(f"T={length}: ours, least bytes over time", moved / medians[length] / 1e9, "GB/s"))
+        found.append(Figure(f"T={length}: ours, minimum bytes over time", moved / medians[length] / 1e9, "GB/s"))
     first, last = args.lengths[0], args.lengths[-1]
-    # The same tokens at each length: 1 is linear, and a quadratic layer would grow by last / first.
+    # The number of tokens is fixed: linear cost gives 1, quadratic cost last / first.
     growth = medians[last] / medians[first]
     found.append(Figure(f"ours: time per token, T={last} over T={first}", growth, "x", at_most=1.25))
     return found
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; exits with 1 when --check is given and a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a batch, at every length")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per batch, at every length")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])

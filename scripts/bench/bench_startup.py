@@ -1,8 +1,8 @@
-"""How long until something happens: `train --help`, and from the launch to the first trained step on one rank.
+"""Start-up time: `train --help`, and from launch to the first trained step on one rank.
 
-The way to the first step is cut at what the program itself can say: the import of torch (a process that does just that),
-that of everything the loop imports, and the payload of step 1. Every number is the median of fresh processes, whose
-files the system has in memory already.
+The time to the first step is split at points that the program itself reports: importing torch (a process that only does
+that), importing everything that the loop needs, and the payload of step 1. Every number is the median over fresh processes
+with files in the page cache.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
 
 
 def seconds(command: Sequence[str]) -> float:
-    """A process from its start to its end."""
+    """Run time of a process."""
     began = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "NO_COLOR": "1"})
     return time.perf_counter() - began
 
 
 def seconds_to_first_step(config: Path, runs: Path) -> float:
-    """A run from its launch to the line of its first step on stdout."""
+    """Time from the launch of a run to the payload of its first step on stdout."""
     command = [sys.executable, PROGRAM, "--config", str(config), "--set", f'run.dir="{runs}"']
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -45,7 +45,7 @@ def seconds_to_first_step(config: Path, runs: Path) -> float:
 
 
 def measure(rounds: int) -> list[Figure]:
-    """All of them in turn."""
+    """All figures, measured in turn."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder / "corpus")
@@ -71,12 +71,14 @@ def measure(rounds: int) -> list[Figure]:
         Figure(
             "launch to first step", median["first step"], "s", quartiles["first step"][0], quartiles["first step"][2]
         ),
-        Figure("  of it python itself", median["python alone"], "s"),
-        Figure("  of it importing torch", median["import torch"] - median["python alone"], "s"),
+        Figure("  of which python itself", median["python alone"], "s"),
+        Figure("  of which importing torch", median["import torch"] - median["python alone"], "s"),
         Figure(
-            "  of it importing the trainer and its other parts", median["import trainer"] - median["import torch"], "s"
+            "  of which importing the trainer and its dependencies",
+            median["import trainer"] - median["import torch"],
+            "s",
         ),
-        Figure("  of it config, data, model, sinks, step 1", median["first step"] - median["import trainer"], "s"),
+        Figure("  of which config, data, model, sinks, step 1", median["first step"] - median["import trainer"], "s"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Figures of a benchmark: what was measured, its goal, and how they are printed, as a table or as JSON for the report."""
+"""A benchmark's figures and goals, printed as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number: a median, with its quartiles and its goal where there are any."""
+    """One measured number: a median, optionally with quartiles and a goal."""
 
     name: str
     value: float
@@ -44,7 +44,7 @@ class Figure:
 def ratio_figure(
     name: str, ratios: Sequence[float], *, at_least: float | None = None, at_most: float | None = None
 ) -> Figure:
-    """The median of ratios that were measured in turn, with their quartiles."""
+    """The median of paired ratios with their quartiles."""
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return Figure(name, middle, "x", low, high, at_least=at_least, at_most=at_most)
 
@@ -81,5 +81,5 @@ def as_text(figure: Figure) -> str:
 
 
 def verdict(figure: Figure) -> str:
-    """What became of the goal."""
+    """`met`, `MISSED`, or nothing without a goal."""
     return {None: "", True: "met", False: "MISSED"}[figure.is_met]

@@ -1,4 +1,4 @@
-"""The picture beside the table of growth: time against size, each on log-log scales, with a linear slope to compare."""
+"""Plots time against size on log-log scales, with a linear slope for comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 
 def draw(series: Mapping[tuple[str, str], Sequence[tuple[int, float]]], path: Path) -> None:
-    """One panel for each (what grows, unit) -> [(size, value)]; as PNG."""
+    """Write a PNG with one panel per entry of (what grows, unit) -> [(size, value)]."""
     figure, panels = plt.subplots(1, len(series), figsize=(3.2 * len(series), 3.0), squeeze=False)
     for axes, ((what, unit), points) in zip(panels[0], series.items(), strict=True):
         sizes = [size for size, _ in points]

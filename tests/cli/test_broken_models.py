@@ -109,15 +109,15 @@ def test_a_forward_that_breaks_the_contract_is_refused_with_its_place(check, tex
     [
         (
             "x = 1\ny = nowhere\n",
-            "broken_model fails while it is imported: NameError: name 'nowhere' is not defined (bro",
+            "broken_model fails on import: NameError: name 'nowhere' is not defined (bro",
         ),
         (
             "x = 1\ndef build(:\n",
-            "broken_model fails while it is imported: SyntaxError: invalid syntax (broken_model.py:2",
+            "broken_model fails on import: SyntaxError: invalid syntax (broken_model.py:2",
         ),
         (
             "import no_such_pkg\n",
-            "broken_model is found, but imports no_such_pkg, which is not (broken_model.py:1); install",
+            "broken_model was found, but imports no_such_pkg, which was not (broken_model.py:1); install",
         ),
         (
             "def build(vocab_size, dim, num_layers):\n    return len(dim)\n",

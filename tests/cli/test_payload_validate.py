@@ -103,9 +103,9 @@ def text(**changes: Any) -> bytes:
 GOOD = text()
 RESTART = b'{"schema_version":1,"event":"restart","global_step":3}'
 BAD = {
-    "no version": (text(schema_version=...), "schema_version", "missing; this reader knows version 1"),
+    "no version": (text(schema_version=...), "schema_version", "missing; this reader supports version 1"),
     "version true": (text(schema_version=True), "schema_version", "must be an integer, got True"),
-    "version 2": (text(schema_version=2), "schema_version", "version 2 is not supported; this reader knows 1"),
+    "version 2": (text(schema_version=2), "schema_version", "version 2 is not supported; this reader supports 1"),
     "version 0": (text(schema_version=0), "schema_version", "version 0 is not supported"),
     "version as text": (text(schema_version="1"), "schema_version", "must be an integer, got '1'"),
     "version 1.0": (text(schema_version=1.0), "schema_version", "must be an integer, got 1.0"),
@@ -131,9 +131,9 @@ BAD = {
     "Infinity": (GOOD.replace(b"1.5", b"-Infinity"), "line", "-Infinity is not JSON"),
     "a number beyond floats": (GOOD.replace(b"1.5", b"1e999"), "metrics.loss", "must be a finite number, got inf"),
     "non_finite with a number": (text(non_finite={"x": 1}), "non_finite.x", "must be one of nan, inf, -inf"),
-    "non_finite and finite": (text(non_finite={"loss": "nan"}), "non_finite.loss", "stands in metrics as well"),
-    "a metric twice": (b'{"schema_version":1,"metrics":{"a":1,"a":2}}', "a", "stands twice in one object"),
-    "version twice": (b'{"schema_version":1,' + GOOD[1:], "schema_version", "stands twice in one object"),
+    "non_finite and finite": (text(non_finite={"loss": "nan"}), "non_finite.loss", "appears in metrics as well"),
+    "a metric twice": (b'{"schema_version":1,"metrics":{"a":1,"a":2}}', "a", "appears twice in one object"),
+    "version twice": (b'{"schema_version":1,' + GOOD[1:], "schema_version", "appears twice in one object"),
     "cut": (GOOD[:-9], "line", "not one JSON object"),
     "two on one line": (GOOD + GOOD, "line", "not one JSON object"),
     "not UTF-8": (GOOD.replace(b"loss", b"lo\xff\xfes"), "line", "not UTF-8 at byte"),

@@ -15,7 +15,7 @@ import pytest
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
 from tests.support.wandb_stub import API_KEY, ENTITY, WandbStub
 from trainer.metrics.payload_contract import Restart, parse_line, validate_stream
-from trainer.metrics.sinks.display import display_key
+from trainer.metrics.sinks.base import display_key
 
 ONLINE = """
 wandb = {{ mode = "online", project = "trainer-test", base_url = "{url}" }}

@@ -149,6 +149,6 @@ def test_step_adds_up_the_shards(results: list[Results]) -> None:
 
 def test_other_shardings_are_refused_with_the_reason(results: list[Results]) -> None:
     for *_, (tensor_parallel, hybrid, ignored) in results:
-        assert "sharded beside unsharded parameters" in tensor_parallel
+        assert "sharded next to unsharded parameters" in tensor_parallel
         assert "mesh of several dimensions" in hybrid
-        assert "sharded beside unsharded parameters" in ignored
+        assert "sharded next to unsharded parameters" in ignored

@@ -177,7 +177,7 @@ def metrics_around_a_nan(rank: int) -> tuple[dict[str, float], dict[str, float],
                 gns.end_micro(0.5, ROWS)
         history.append(gns.step())
         if step == 6:
-            reason = gns._average._absent
+            reason = gns._absent
     return history[5], history[6], history[7], reason
 
 

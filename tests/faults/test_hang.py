@@ -37,7 +37,7 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path, what, rank):
         said = ranks.said()
     assert all(code not in (0, -signal.SIGKILL) for r, code in enumerate(codes) if r not in stopped), codes
     assert took >= TIMEOUT_SEC / 2
-    where = "no sign of life for" if what == "stop" else "step 8: forward and backward, where it has been for"
+    where = "no heartbeat for" if what == "stop" else "step 8: forward and backward, for"
     ended = status(run_dir)
     assert ended["state"] == "failed"
     assert f"rank {rank} is missing: {where}" in ended["reason"], (ended, said)

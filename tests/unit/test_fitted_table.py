@@ -27,10 +27,10 @@ COLUMNS = [
 
 def test_columns_go_in_order_and_are_named():
     wide = shown(COLUMNS, 120)
-    assert "left out" not in wide
+    assert "omitted" not in wide
     assert "loss_diverged, data_bound" in wide
     narrow = shown(COLUMNS, 70)
-    assert "left out, since the screen is narrow: longest wait" in narrow
+    assert "omitted to fit the terminal: longest wait" in narrow
     assert "1,234,567" in narrow
     assert shown(COLUMNS, 45).count("runs/smoke-20261121-005620") == 1
 
@@ -41,7 +41,7 @@ def test_what_is_shown_is_whole_and_fits(width):
     assert max(map(len, text.splitlines())) <= width
     assert "runs/smoke-20261121-005620" in text
     for column, whole in zip(COLUMNS[1:3], ("1,234,567", "12,345 steps"), strict=True):
-        is_there = column.heading.split("\n")[-1] in text.split("left out")[0]
+        is_there = column.heading.split("\n")[-1] in text.split("omitted")[0]
         assert is_there == (whole in text)
     assert "…" not in text
 

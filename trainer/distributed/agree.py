@@ -32,24 +32,26 @@ def from_main_rank(value: T, *, world_size: int) -> T:
 
 
 @contextmanager
-def mistakes_together(*, world_size: int) -> Iterator[None]:
-    """Run a block in which some ranks may find a user's mistake: all ranks leave it with that mistake, or none does.
+def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
+    """Run a block in which some ranks may raise a `UserError`: then all ranks raise it, or none does.
 
-    The block must hold no collective of its own.
+    The block must not contain a collective.
 
     Raises:
-        UserError: the mistake of the lowest rank that found one.
+        UserError: that of the lowest rank that raised one.
     """
-    found: UserError | None = None
+    own: UserError | None = None
     try:
         yield
     except UserError as error:
-        found = error
-    summary = None if found is None else (found.key, found.problem, found.fix, found.where)
-    first = next((each for each in gather_from_ranks((summary,), world_size=world_size) if each[0] is not None), None)
-    if first is None or first[0] is None:
+        own = error
+    # As plain fields: pickling an exception passes only `args` to its constructor.
+    fields = None if own is None else (own.key, own.problem, own.fix, own.where)
+    everyone = gather_from_ranks((fields,), world_size=world_size)
+    first = next((each for (each,) in everyone if each is not None), None)
+    if first is None:
         return
-    if found is not None and summary == first[0]:
-        raise found
-    key, problem, fix, where = first[0]
-    raise UserError(key, problem, fix, where=where) from found
+    if own is not None and fields == first:
+        raise own
+    key, problem, fix, where = first
+    raise UserError(key, problem, fix, where=where) from own

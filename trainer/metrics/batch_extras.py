@@ -1,6 +1,6 @@
-"""Batch extras: what a collator may add to a batch beside the model's inputs.
+"""Batch extras: the entries that a collator may add to a batch beside the model's inputs.
 
-The step takes the extras out before `model(**inputs)` and hands them to monitoring. A new extra is registered here.
+The step removes the extras before `model(**inputs)` and passes them to monitoring. New extras are registered here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
     "dataset_segments": "modality of each row, a list of names",
     "pack_num_samples": "documents in each row, integers [B]",
     "token_types": "type of each target token, small integers [B, T], -1 where masked",
-    "instability_meta_json": "JSON text with what finds the batch again: stream, slice position, group ids",
+    "instability_meta_json": "JSON text that locates the batch: stream, slice position, group ids",
 }
 
 
 def pop_extras(batch: MutableMapping[str, Any]) -> dict[str, Any]:
-    """Take the registered extras out of the batch (in place) and return them."""
+    """Remove the registered extras from the batch (in place) and return them."""
     return {name: batch.pop(name) for name in BATCH_EXTRAS if name in batch}
 
 
 def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
-    """Check that the model takes every input left in a batch after `pop_extras`.
+    """Check that the model accepts every input left in a batch after `pop_extras`.
 
     Raises:
-        UserError: there is an input that is neither a registered extra nor accepted by the model.
+        UserError: an input is neither a registered extra nor accepted by the model.
     """
     unknown = sorted(set(inputs) - set(accepted))
     if unknown:
@@ -36,5 +36,5 @@ def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
             f"batch key {', '.join(unknown)}",
             f"neither an input of the model ({', '.join(sorted(accepted))}) "
             f"nor a registered batch extra ({', '.join(sorted(BATCH_EXTRAS))})",
-            "let the model accept it, register it in trainer/metrics/batch_extras.py, or do not collate it",
+            "accept it in the model, register it in trainer/metrics/batch_extras.py, or do not collate it",
         )

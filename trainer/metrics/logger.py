@@ -1,4 +1,4 @@
-"""Log lines for people, on stderr, and the way numbers are written for them."""
+"""Human-readable log lines on stderr, and the formatting of numbers in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _rank() -> int:
 
 
 class _RankFormatter(logging.Formatter):
-    """`[rank N] LEVEL message`, with the level coloured if asked for."""
+    """`[rank N] LEVEL message`, optionally with a colored level."""
 
     def __init__(self, *, colour: bool = False) -> None:
         super().__init__("%(message)s")
@@ -35,7 +35,7 @@ class _RankFormatter(logging.Formatter):
 
 
 class _RankFilter(logging.Filter):
-    """Drops the records of ranks other than 0, except those of loggers that speak for every rank."""
+    """Drops the records of ranks other than 0, except those of loggers that log on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _RankFilter(logging.Filter):
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at the time of the record, so that redirections are honoured."""
+    """Writes to the current `sys.stderr` at the time of each record, so that redirections apply."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -75,12 +75,12 @@ def _stderr_handler() -> _StderrHandler:
 
 
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
-    """A logger below `trainer` that writes to stderr with `[rank N] LEVEL` in front.
+    """A logger below `trainer` that writes to stderr with the prefix `[rank N] LEVEL`.
 
     Args:
-        name: usually `__name__`; `trainer.` is put in front where it is missing.
-        rank_zero_only: drop this logger's records on other ranks (the rank is the environment's RANK, 0 if unset).
-            The latest call for a name decides.
+        name: usually `__name__`; the prefix `trainer.` is added if missing.
+        rank_zero_only: drop this logger's records on other ranks (the rank is RANK of the environment, 0 if unset).
+            The last call for a name applies.
     """
     full_name = name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}"
     every_rank = _stderr_handler().rank_filter.every_rank
@@ -92,7 +92,7 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append this rank's records, whoever asked for them, to a file; close the returned handler at the end."""
+    """Also append all of this rank's records to a file; the caller closes the returned handler."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter())
@@ -102,16 +102,16 @@ def add_log_file(path: Path) -> logging.Handler:
 
 def _format_int(value: int) -> str:
     for size, suffix in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        # 999,950 would be written as 1000.0k by its own unit.
+        # From 999,950 on, the smaller unit would show 1000.0k.
         if abs(value) >= size * 0.99995 and abs(value) >= 1000:
             return f"{value / size:.1f}{suffix}"
     return str(value)
 
 
 def format_number(value: float | str) -> str:
-    """A number for people: integers as k/M/B, floats with 4 decimals.
+    """A human-readable number: integers with k/M/B, floats with 4 decimals.
 
-    Floats below 0.01 or above 1e6 stand in scientific notation, except zero. Ready strings stay as they are.
+    Floats below 0.01 or above 1e6 use scientific notation, except zero. Strings are returned unchanged.
     """
     if isinstance(value, str):
         return value
@@ -131,7 +131,7 @@ def format_metrics(step: int, values: Mapping[str, float | str]) -> str:
 
 
 def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
-    """The line of a training step, from the payload's metrics; parts that do not exist are left out."""
+    """The line of a training step from the payload's metrics; absent metrics are omitted."""
     parts: dict[str, float | str] = {}
     if "loss" in metrics:
         parts["loss"] = float(metrics["loss"])

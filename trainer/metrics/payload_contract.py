@@ -1,9 +1,9 @@
-"""The payload contract: how one row of metrics looks outside the trainer, and the only code that builds or checks it.
+"""The payload contract: the format of one row of metrics outside the trainer, and the only code that builds or checks it.
 
 A payload is one line of strict JSON,
 `{"schema_version": 1, "mode": "train" | "eval", "global_step": int, "metrics": {key: number}}`, plus optional sections
-that no consumer needs. A NaN or infinity is not JSON, so such a metric stands in the section `non_finite` as a word.
-Between payloads a stream may hold a restart event, after which `global_step` may fall.
+that no consumer needs. JSON has no NaN or infinity, so such a metric appears in the section `non_finite` as a word.
+Between payloads a stream may contain a restart event, after which `global_step` may decrease.
 
 Only the standard library is used, so that a dashboard can import this module without torch.
 """
@@ -24,12 +24,12 @@ MODES: Final = ("train", "eval")
 NON_FINITE_WORDS: Final = ("nan", "inf", "-inf")
 RESTART: Final = "restart"
 _REQUIRED: Final = ("schema_version", "mode", "global_step", "metrics")
-# torchrun puts the role and rank in front of each line of a worker: "[default0]:".
+# torchrun prefixes each line of a worker with its role and rank: "[default0]:".
 _LAUNCHER_PREFIX: Final = re.compile(r"\[[^\[\]{}\"\s]+\]: ?")
 
 
 class PayloadError(ValueError):
-    """A payload that breaks the contract: `key` says where (a dotted path, or `line`), `reason` says how."""
+    """A payload that violates the contract: `key` is the location (a dotted path, or `line`), `reason` the violation."""
 
     def __init__(self, key: str, reason: str) -> None:
         self.key = key
@@ -45,8 +45,8 @@ class Payload:
         mode: `train` or `eval`.
         global_step: index of the optimizer step, 0 or more.
         metrics: finite numbers.
-        non_finite: metrics that are no JSON numbers, as `nan`, `inf` or `-inf`.
-        sections: every other section as it came (`context`, `batch_extras`, `token_summary`, ...).
+        non_finite: the other metrics, as `nan`, `inf` or `-inf`.
+        sections: every other section unchanged.
     """
 
     mode: Mode
@@ -57,12 +57,12 @@ class Payload:
 
     def values(self) -> dict[str, float]:
         """All metrics as floats, the non-finite ones included."""
-        return {**self.metrics, **{key: float(word) for key, word in self.non_finite.items()}}
+        return all_values({"metrics": self.metrics, "non_finite": self.non_finite})
 
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart event: rows after it may repeat steps above `global_step`; the later row of a step counts."""
+    """A restart event: later rows may repeat steps above `global_step`; the last row of a step counts."""
 
     global_step: int
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Violation:
-    """One line that breaks the contract (`line` counts from 1)."""
+    """One line that violates the contract (`line` counts from 1)."""
 
     line: int
     key: str
@@ -87,6 +87,34 @@ def non_finite_word(value: float) -> str:
     return "inf" if value > 0 else "-inf"
 
 
+def all_values(payload: Mapping[str, Any]) -> dict[str, float]:
+    """All metrics of a valid payload as floats, the non-finite ones included."""
+    return {**payload["metrics"], **{key: float(word) for key, word in payload.get("non_finite", {}).items()}}
+
+
+def build_payload(mode: Mode, global_step: int, metrics: Mapping[str, float], **sections: Any) -> dict[str, Any]:
+    """A payload of these metrics and optional sections; NaN and infinities move to `non_finite`.
+
+    Raises:
+        PayloadError: the result would be invalid (mode, step, no metrics at all, a value that is not a number).
+    """
+    finite: dict[str, float] = {}
+    non_finite: dict[str, str] = {}
+    for key, value in metrics.items():
+        number = _plain_number(key, value)
+        if math.isfinite(number):
+            finite[key] = number
+        else:
+            non_finite[key] = non_finite_word(number)
+    payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
+    payload["metrics"] = finite
+    if non_finite:
+        payload["non_finite"] = non_finite
+    payload |= sections
+    validate_payload(payload)
+    return payload
+
+
 def _plain_number(key: str, value: Any) -> float:
     """An int or float of the value; other libraries' number types (numpy's) are converted."""
     if type(value) is float or type(value) is int:
@@ -96,54 +124,17 @@ def _plain_number(key: str, value: Any) -> float:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def _split_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:
-    finite: dict[str, float] = {}
-    non_finite: dict[str, str] = {}
-    for key, value in metrics.items():
-        number = _plain_number(key, value)
-        if math.isfinite(number):
-            finite[key] = number
-        else:
-            non_finite[key] = non_finite_word(number)
-    return finite, non_finite
-
-
-def build_payload(
-    mode: Mode,
-    global_step: int,
-    metrics: Mapping[str, float],
-    *,
-    context: Mapping[str, Any] | None = None,
-    batch_extras: Mapping[str, Any] | None = None,
-    token_summary: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """A payload of these metrics; NaN and infinities move to `non_finite`.
-
-    Raises:
-        PayloadError: the result would not be valid (mode, step, no metrics at all, something that is not a number).
-    """
-    finite, non_finite = _split_metrics(metrics)
-    payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
-    payload["metrics"] = finite
-    sections = {"non_finite": non_finite or None, "context": context, "batch_extras": batch_extras}
-    for name, section in {**sections, "token_summary": token_summary}.items():
-        if section is not None:
-            payload[name] = dict(section)
-    validate_payload(payload)
-    return payload
-
-
 def build_restart(global_step: int, **details: Any) -> dict[str, Any]:
-    """The event that says after which checkpointed step a stream goes on."""
+    """The event that names the checkpointed step from which a stream continues."""
     _check_step(global_step)
     return {**details, "schema_version": SCHEMA_VERSION, "event": RESTART, "global_step": global_step}
 
 
 def encode_payload(payload: Mapping[str, Any]) -> str:
-    """A payload or event as one line of strict JSON, without the line's end.
+    """A payload or event as one line of strict JSON, without the newline.
 
     Raises:
-        PayloadError: a section holds what JSON cannot say (NaN, an object).
+        PayloadError: a section has a value that JSON cannot represent (NaN, an object).
     """
     try:
         return json.dumps(payload, allow_nan=False, separators=(",", ":"))
@@ -151,112 +142,17 @@ def encode_payload(payload: Mapping[str, Any]) -> str:
         raise PayloadError("line", f"not representable in JSON: {error}") from None
 
 
-def _refuse_constant(token: str) -> NoReturn:
-    raise PayloadError("line", f"{token} is not JSON; non-finite metrics belong in `non_finite`")
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise PayloadError(twice, "stands twice in one object")
-    return found
-
-
-def _decode(line: str | bytes) -> Any:
-    try:
-        text = line.decode("utf-8") if isinstance(line, bytes) else line
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
-    except PayloadError:
-        raise
-    except UnicodeDecodeError as error:
-        raise PayloadError("line", f"not UTF-8 at byte {error.start}") from None
-    except RecursionError:
-        raise PayloadError("line", "nested too deeply") from None
-    except ValueError as error:
-        raise PayloadError("line", f"not one JSON object: {error}") from None
-
-
-def _check_version(obj: Mapping[str, Any]) -> None:
-    if "schema_version" not in obj:
-        raise PayloadError("schema_version", f"missing; this reader knows version {SCHEMA_VERSION}")
-    version = obj["schema_version"]
-    if isinstance(version, bool) or not isinstance(version, int):
-        raise PayloadError("schema_version", f"must be an integer, got {version!r}; this reader knows {SCHEMA_VERSION}")
-    if version != SCHEMA_VERSION:
-        raise PayloadError("schema_version", f"version {version} is not supported; this reader knows {SCHEMA_VERSION}")
-
-
-def _check_step(step: Any) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise PayloadError("global_step", f"must be an integer of at least 0, got {step!r}")
-
-
-def _is_finite_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _check_map(obj: Mapping[str, Any], name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
-    section = obj[name]
-    if not isinstance(section, Mapping):
-        raise PayloadError(name, f"must be an object, got {type(section).__name__}")
-    for key, value in section.items():
-        if not isinstance(key, str) or not key:
-            raise PayloadError(name, f"keys must be non-empty strings, got {key!r}")
-        if not is_good(value):
-            raise PayloadError(f"{name}.{key}", f"must be {wanted}, got {value!r:.80}")
-
-
-def validate_payload(obj: Any) -> None:
-    """Check a decoded payload.
-
-    At least one metric must be there, finite or not. Unknown sections pass.
-
-    Raises:
-        PayloadError: the first breach found, with its key.
-    """
-    if not isinstance(obj, Mapping):
-        raise PayloadError("line", f"must be an object, got {type(obj).__name__}")
-    _check_version(obj)
-    for name in _REQUIRED:
-        if name not in obj:
-            raise PayloadError(name, "missing")
-    if not isinstance(obj["mode"], str) or obj["mode"] not in MODES:
-        raise PayloadError("mode", f"must be one of {', '.join(MODES)}, got {obj['mode']!r:.80}")
-    _check_step(obj["global_step"])
-    _check_map(obj, "metrics", _is_finite_number, "a finite number")
-    if "non_finite" in obj:
-        _check_map(obj, "non_finite", lambda word: word in NON_FINITE_WORDS, f"one of {', '.join(NON_FINITE_WORDS)}")
-        both = obj["metrics"].keys() & obj["non_finite"].keys()
-        if both:
-            raise PayloadError(f"non_finite.{min(both)}", "stands in metrics as well")
-    if not obj["metrics"] and not obj.get("non_finite"):
-        raise PayloadError("metrics", "must not be empty")
-
-
-def _payload_of(obj: Any) -> Payload:
-    validate_payload(obj)
-    sections = {name: value for name, value in obj.items() if name not in _REQUIRED and name != "non_finite"}
-    return Payload(obj["mode"], obj["global_step"], obj["metrics"], obj.get("non_finite", {}), sections)
-
-
 def parse_payload(line: str | bytes) -> Payload:
-    """Read one line that must be a payload.
+    """Parse one line that must be a payload.
 
     Raises:
-        PayloadError: the line breaks the contract.
+        PayloadError: the line violates the contract.
     """
     return _payload_of(_decode(line))
 
 
 def parse_line(line: str | bytes) -> Payload | Restart:
-    """Read one line of a stream: a payload or a restart event.
+    """Parse one line of a stream: a payload or a restart event.
 
     Raises:
         PayloadError: it is neither.
@@ -272,26 +168,127 @@ def parse_line(line: str | bytes) -> Payload | Restart:
     return Restart(obj["global_step"], details)
 
 
+def _payload_of(obj: Any) -> Payload:
+    validate_payload(obj)
+    sections = {name: value for name, value in obj.items() if name not in _REQUIRED and name != "non_finite"}
+    return Payload(obj["mode"], obj["global_step"], obj["metrics"], obj.get("non_finite", {}), sections)
+
+
+def _text(line: str | bytes) -> str:
+    try:
+        return line.decode("utf-8") if isinstance(line, bytes) else line
+    except UnicodeDecodeError as error:
+        raise PayloadError("line", f"not UTF-8 at byte {error.start}") from None
+
+
+def _decode(line: str | bytes) -> Any:
+    try:
+        return json.loads(_text(line), parse_constant=_reject_constant, object_pairs_hook=_reject_duplicates)
+    except PayloadError:
+        raise
+    except RecursionError:
+        raise PayloadError("line", "nested too deeply") from None
+    except ValueError as error:
+        raise PayloadError("line", f"not one JSON object: {error}") from None
+
+
+def _reject_constant(token: str) -> NoReturn:
+    raise PayloadError("line", f"{token} is not JSON; non-finite metrics belong in `non_finite`")
+
+
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise PayloadError(twice, "appears twice in one object")
+    return found
+
+
+def validate_payload(obj: Any) -> None:
+    """Check a decoded payload.
+
+    It must have at least one metric, finite or not. Unknown sections are accepted.
+
+    Raises:
+        PayloadError: the first violation found, with its key.
+    """
+    if not isinstance(obj, Mapping):
+        raise PayloadError("line", f"must be an object, got {type(obj).__name__}")
+    _check_version(obj)
+    for name in _REQUIRED:
+        if name not in obj:
+            raise PayloadError(name, "missing")
+    if not isinstance(obj["mode"], str) or obj["mode"] not in MODES:
+        raise PayloadError("mode", f"must be one of {', '.join(MODES)}, got {obj['mode']!r:.80}")
+    _check_step(obj["global_step"])
+    _check_map(obj, "metrics", _is_finite_number, "a finite number")
+    if "non_finite" in obj:
+        _check_map(obj, "non_finite", lambda word: word in NON_FINITE_WORDS, f"one of {', '.join(NON_FINITE_WORDS)}")
+        both = obj["metrics"].keys() & obj["non_finite"].keys()
+        if both:
+            raise PayloadError(f"non_finite.{min(both)}", "appears in metrics as well")
+    if not obj["metrics"] and not obj.get("non_finite"):
+        raise PayloadError("metrics", "must not be empty")
+
+
+def _check_version(obj: Mapping[str, Any]) -> None:
+    if "schema_version" not in obj:
+        raise PayloadError("schema_version", f"missing; this reader supports version {SCHEMA_VERSION}")
+    version = obj["schema_version"]
+    if not _is_int(version):
+        raise PayloadError(
+            "schema_version", f"must be an integer, got {version!r}; this reader supports {SCHEMA_VERSION}"
+        )
+    if version != SCHEMA_VERSION:
+        raise PayloadError(
+            "schema_version", f"version {version} is not supported; this reader supports {SCHEMA_VERSION}"
+        )
+
+
+def _check_step(step: Any) -> None:
+    if not _is_int(step) or step < 0:
+        raise PayloadError("global_step", f"must be an integer of at least 0, got {step!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)  # bool is a subclass of int
+
+
+def _is_finite_number(value: Any) -> bool:
+    try:
+        return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)
+    except OverflowError:  # an int beyond the range of floats
+        return False
+
+
+def _check_map(obj: Mapping[str, Any], name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
+    section = obj[name]
+    if not isinstance(section, Mapping):
+        raise PayloadError(name, f"must be an object, got {type(section).__name__}")
+    for key, value in section.items():
+        if not isinstance(key, str) or not key:
+            raise PayloadError(name, f"keys must be non-empty strings, got {key!r}")
+        if not is_good(value):
+            raise PayloadError(f"{name}.{key}", f"must be {wanted}, got {value!r:.80}")
+
+
 def strip_launcher_prefix(line: str) -> str:
-    """The line without torchrun's `[default0]:` in front."""
+    """The line without torchrun's `[default0]:` prefix."""
     match = _LAUNCHER_PREFIX.match(line)
     return line[match.end() :] if match else line
 
 
 def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
-    """Check a stream of lines, each a payload or a restart event; yields every breach in order.
+    """Check a stream of lines, each a payload or a restart event; yields every violation in order.
 
-    Launcher prefixes are tolerated. `global_step` may stay (evaluation follows training in one step) but must not fall,
-    except after a restart event.
+    Launcher prefixes are tolerated. `global_step` may repeat (evaluation follows training in one step) but must not
+    decrease, except after a restart event.
     """
     last_step = 0
     for number, raw in enumerate(lines, start=1):
         try:
-            text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
-            found = parse_line(strip_launcher_prefix(text.rstrip("\r\n")))
-        except UnicodeDecodeError as error:
-            yield Violation(number, "line", f"not UTF-8 at byte {error.start}")
-            continue
+            found = parse_line(strip_launcher_prefix(_text(raw).rstrip("\r\n")))
         except PayloadError as error:
             yield Violation(number, error.key, error.reason)
             continue

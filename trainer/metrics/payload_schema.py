@@ -24,7 +24,7 @@ def _payload() -> dict[str, Any]:
             "global_step": _STEP,
             "metrics": {"type": "object", "propertyNames": _KEYS, "additionalProperties": {"type": "number"}},
             "non_finite": {
-                "description": "Metrics that are not numbers in JSON; none of them stands in `metrics` as well.",
+                "description": "Metrics that JSON numbers cannot represent; none of them appears in `metrics` as well.",
                 "type": "object",
                 "propertyNames": _KEYS,
                 "additionalProperties": {"enum": list(NON_FINITE_WORDS)},
@@ -41,7 +41,7 @@ def _payload() -> dict[str, Any]:
 def _restart() -> dict[str, Any]:
     return {
         "title": "Restart",
-        "description": "Rows after it may repeat steps above `global_step`; the later row of a step counts.",
+        "description": "Later rows may repeat steps above `global_step`; the last row of a step counts.",
         "type": "object",
         "required": ["schema_version", "event", "global_step"],
         "properties": {"schema_version": _VERSION, "event": {"const": RESTART}, "global_step": _STEP},

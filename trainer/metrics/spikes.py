@@ -1,4 +1,4 @@
-"""Loss spikes: a step whose loss lies far above what the last steps were like."""
+"""Loss spikes: steps whose loss is far above that of the preceding steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Of the averages: about the last 50 steps.
-DECAY = 0.98
-# A spread of fewer values says little, and at its beginning a run's loss falls quickly.
-WARMUP = 20
+DECAY = 0.98  # of the averages: they span about the last 50 steps
+WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and a run's loss first falls fast
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss far above the ones before it, and what they were."""
+    """A loss far above the preceding ones, with their mean and standard deviation."""
 
     loss: float
     mean: float
@@ -23,18 +21,18 @@ class Spike:
 
     @property
     def num_sigma(self) -> float:
-        """How far above, in standard deviations."""
+        """Distance above the mean in standard deviations."""
         return (self.loss - self.mean) / self.sigma if self.sigma > 0 else math.inf
 
 
 class SpikeDetector:
-    """Compares each loss with an exponential average of those before it and of their squared distances from it.
+    """Compares each loss with the exponential average and variance of the preceding ones.
 
-    A spike enters the averages as `threshold` sigma above the mean, so that it hides no second one, while a loss that stays
-    high becomes the new normal after some steps.
+    A spike enters the averages clipped to `threshold` sigma above the mean, so that it does not mask the next one, while a
+    loss that stays high becomes the new baseline after some steps.
 
     Args:
-        threshold: standard deviations above the mean that make a spike.
+        threshold: standard deviations above the mean that count as a spike.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -44,30 +42,27 @@ class SpikeDetector:
         self._variance = 0.0
 
     def update(self, loss: float) -> Spike | None:
-        """Take in a finite loss; the spike, if it is one."""
+        """Add a finite loss; returns the spike if it is one."""
         if not math.isfinite(loss):
-            raise ValueError(f"a loss must be finite to be compared, got {loss}")
+            raise ValueError(f"the loss must be finite, got {loss}")
         sigma = math.sqrt(self._variance)
         limit = self._mean + self._threshold * sigma
         is_spike = self._count >= WARMUP and loss > limit
-        found = Spike(loss, self._mean, sigma) if is_spike else None
-        self._average(limit if is_spike and sigma > 0 else loss)
-        return found
-
-    def _average(self, value: float) -> None:
+        spike = Spike(loss, self._mean, sigma) if is_spike else None
         self._count += 1
-        # A plain mean of the first ones, until that weighs the newest less than the decay does.
+        # A plain mean at first, until it would weigh the newest loss less than the decay does.
         share = max(1.0 / self._count, 1.0 - DECAY)
-        distance = value - self._mean
+        distance = (limit if is_spike and sigma > 0 else loss) - self._mean
         self._mean += share * distance
         self._variance = (1.0 - share) * (self._variance + share * distance * distance)
+        return spike
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run goes on from."""
+        """The averages, for a resumed run."""
         return {"count": self._count, "mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self._count = int(state["count"])
         self._mean = float(state["mean"])
         self._variance = float(state["variance"])

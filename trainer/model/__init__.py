@@ -1,4 +1,4 @@
-"""The reference model and the protocol that any model here meets."""
+"""The reference model, and the protocol that every model must implement."""
 
 from trainer.model.build import build
 from trainer.model.encoder import RecurrentEncoder

@@ -1,4 +1,4 @@
-"""The residual blocks of the encoder: gated recurrence and gated MLP, each behind a norm."""
+"""The residual blocks of the encoder: gated recurrence and gated MLP, each with pre-norm."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from trainer.model.recurrence import GATE_SHARPNESS, gated_coefficients, linear_scan
 
 INITIAL_DECAY_RANGE = (0.9, 0.999)
-"""Range of the decay `a` of the channels at the start, where the recurrence gate is about one half."""
+"""Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
 
 
 def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
     """Draw a weight [outputs, inputs] from a normal distribution of standard deviation `scale / sqrt(inputs)`.
 
-    Normed inputs then give outputs of about unit size. The fixed 0.02 that is customary for wide models is too small
-    below a width of about a thousand: gates and values start near zero, and recall over cells is learned far later.
+    Normalized inputs then give outputs of about unit size. The usual fixed 0.02 is too small for widths below about a
+    thousand: gates and values start near zero, and recall over cells is learned far later.
     """
     nn.init.normal_(weight, std=scale / math.sqrt(weight.shape[1]))
 
 
 class GatedRecurrence(nn.Module):
-    """The temporal mixing: `out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024 (section 2.3).
+    """Temporal mixing: `out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024 (section 2.3).
 
-    The paper's short temporal convolution is left out: it would be a second kind of state to carry between cells.
+    The paper's short temporal convolution is omitted: it would be a second kind of state to carry between cells.
     """
 
     def __init__(self, dim: int) -> None:
@@ -39,7 +39,7 @@ class GatedRecurrence(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_scale` is for the output projection."""
+        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
         for linear in (self.values, self.output_gate, self.recurrence_gate, self.input_gate):
             init_matrix(linear.weight)
         nn.init.zeros_(self.recurrence_gate.bias)
@@ -47,13 +47,13 @@ class GatedRecurrence(nn.Module):
         init_matrix(self.out.weight, residual_scale)
         low, high = INITIAL_DECAY_RANGE
         with torch.no_grad():
-            # Uniform in a^2, as for the LRU's ring (Orvieto et al. 2023, arXiv 2303.06349, lemma 3.2).
+            # Uniform in a^2, as in the LRU (Orvieto et al. 2023, arXiv 2303.06349, lemma 3.2).
             log_a = 0.5 * torch.empty_like(self.decay).uniform_(low**2, high**2).log()
             # log a = -c * softplus(Lambda) / 2, solved for Lambda.
             self.decay.copy_(torch.log(torch.expm1(-2.0 * log_a / GATE_SHARPNESS)))
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the state after it [B, D]."""
+        """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
         values = self.values(x)  # [B, T, D]
         a, b = gated_coefficients(
             self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets
@@ -73,13 +73,13 @@ class GatedMLP(nn.Module):
         self.out = nn.Linear(hidden, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_scale` is for the output projection."""
+        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
         init_matrix(self.values.weight)
         init_matrix(self.gate.weight)
         init_matrix(self.out.weight, residual_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, T, D] position by position."""
+        """Map x [B, T, D] position-wise."""
         mapped: Tensor = self.out(F.gelu(self.gate(x)) * self.values(x))
         return mapped
 
@@ -95,13 +95,13 @@ class Block(nn.Module):
         self.mlp = GatedMLP(dim, hidden)
 
     def init_weights(self, num_layers: int) -> None:
-        """Draw all parameters; the 2 * num_layers projections that add to the residual stream start smaller."""
+        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
         residual_scale = 1.0 / math.sqrt(2 * num_layers)
         self.recurrence.init_weights(residual_scale)
         self.mlp.init_weights(residual_scale)
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the state after it [B, D]."""
+        """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
         mixed, state = self.recurrence(self.recurrence_norm(x), state, resets)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state

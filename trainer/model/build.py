@@ -1,4 +1,4 @@
-"""`build`: the reference model from the `[model]` table of a config."""
+"""Builds the reference model from the `[model]` table of a config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def build(
         vocab_size: number of token ids.
         dim: width of the residual stream and of each layer's state.
         num_layers: number of blocks.
-        mlp_ratio: width of the gated MLP in units of `dim`, rounded to a whole number.
+        mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
         tie_embeddings: share one weight between the embedding and the output layer.
 
     Raises:
@@ -26,7 +26,7 @@ def build(
             raise UserError(f"model.{name}", f"must be >= 1, got {size}")
     hidden = round(mlp_ratio * dim)
     if hidden < 1:
-        raise UserError("model.mlp_ratio", f"must give an MLP at least 1 wide, got {mlp_ratio} of dim {dim}")
+        raise UserError("model.mlp_ratio", f"must give an MLP width of at least 1, got {mlp_ratio} times dim {dim}")
     return RecurrentEncoder(
         vocab_size=vocab_size, dim=dim, num_layers=num_layers, hidden=hidden, tie_embeddings=tie_embeddings
     )

@@ -12,17 +12,17 @@ from trainer.model.protocol import ModelOutput
 class RecurrentEncoder(nn.Module):
     """A causal language model with one recurrent state of width `dim` per layer.
 
-    Running a row in cells, each from the state that the one before returned, gives what running it whole gives.
-    The state is laid out `[layer 0 | layer 1 | ...]`, always float32 or wider, also under autocast.
+    Running a row cell by cell, each from the state that the previous cell returned, equals running it uncut.
+    The state's layout is `[layer 0 | layer 1 | ...]`, in float32 or wider, also under autocast.
 
     Args:
         vocab_size: number of token ids.
         dim: width of the residual stream and of each layer's state.
         num_layers: number of blocks.
         hidden: width of the gated MLP.
-        tie_embeddings: use the embedding's weight as the output layer's.
+        tie_embeddings: share the embedding's weight with the output layer.
 
-    Parameters are drawn from torch's global generator, so `torch.manual_seed` before building fixes them.
+    Parameters are drawn from torch's global generator, so `torch.manual_seed` before construction makes them reproducible.
     """
 
     def __init__(self, *, vocab_size: int, dim: int, num_layers: int, hidden: int, tie_embeddings: bool) -> None:
@@ -46,9 +46,9 @@ class RecurrentEncoder(nn.Module):
             init_matrix(self.head.weight)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
-        """Predict from tokens [B, T], going on from `state` [B, state_width] (None: zero).
+        """Predict from tokens [B, T], starting from `state` [B, state_width] (None: zero).
 
-        `resets` (bool [B, T]) marks positions at which every layer starts again from zero, before the position is read.
+        `resets` (bool [B, T]) marks positions before which every layer resets its state to zero.
         """
         if state is None:
             dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)
@@ -61,12 +61,12 @@ class RecurrentEncoder(nn.Module):
         return ModelOutput(logits=self.head(self.norm(x)), state=torch.cat(ends, dim=1))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token: 6 for each weight of a matrix product, and 5 for each state.
+        """Floating-point operations per trained token: 6 per weight of a matrix product and 5 per state channel.
 
-        A product with a weight matrix costs a multiply-add (2) per weight forward and two of them backward (gradient of
+        A product with a weight matrix costs a multiply-add (2) per weight forward and two of them backward (gradients of
         the input and of the weight). The recurrence costs 2 per channel forward and 3 backward. Norms, activations and
-        gates (together well below 1 % at usual widths) and the embedding's look-up count as nothing, and so does work
-        that only this implementation of the scan adds. The cost does not depend on `seq_len`.
+        gates (together well below 1 % at usual widths), the embedding lookup, and work that only this implementation of
+        the scan adds are not counted. The cost does not depend on `seq_len`.
         """
         matrix_weights = self.num_layers * (5 * self.dim**2 + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
         return 6.0 * matrix_weights + 5.0 * self.num_layers * self.dim

@@ -1,4 +1,4 @@
-"""What a model must offer to be trained here: the `SequenceModel` protocol and the `ModelOutput` it returns."""
+"""The interface between the trainer and a model: the `SequenceModel` protocol and the `ModelOutput` that it returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 
 class ModelOutput(NamedTuple):
-    """What one forward pass returns."""
+    """The result of one forward pass."""
 
     logits: Tensor
     """Scores over the vocabulary, [B, T, V]; row t predicts `targets[:, t]`."""
@@ -23,28 +23,28 @@ class ModelOutput(NamedTuple):
 class SequenceModel(Protocol):
     """A `torch.nn.Module` that predicts the next token and may carry a state from one cell of a group to the next.
 
-    A model with `state_width == 0` carries none: it is given `state=None` and returns `state=None`.
+    A model with `state_width == 0` has no state: it receives `state=None` and returns `state=None`.
 
-    Needed: to be a `torch.nn.Module`, `state_width`, and a `forward` that takes `tokens` and `state` by name and returns
-    something with `.logits` and `.state`. Optional: `flops_per_token` (without it no MFU is logged), and
-    `resets`, which is passed only with `data.pack = true`. `train check` tries one forward pass.
+    Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state` by name and returns
+    an object with `.logits` and `.state`. Optional: `flops_per_token` (without it no MFU is logged), and `resets`, which
+    is passed only with `data.pack = true`. `train check` runs one forward pass.
     """
 
     state_width: int
-    """Numbers in one group's state; 0: the model has no state."""
+    """Size of one group's state; 0: the model has no state."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token (forward and backward, a multiply-add counts as two). Optional."""
+        """Floating-point operations per trained token, forward and backward; a multiply-add counts as two. Optional."""
         ...
 
     def __call__(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
-        """Run `tokens` (int64 [B, T]) on from `state` ([B, state_width]; None: from zero).
+        """Run `tokens` (int64 [B, T]) starting from `state` ([B, state_width]; None: zero).
 
-        `resets` (bool [B, T]; None: nowhere) is True where the model starts again from zero inside a row. Optional: it is
-        passed by name only where rows are packed, so a model for other data need not take it.
+        `resets` (bool [B, T]; None: nowhere) is True where the state resets to zero inside a row. Optional: it is passed
+        by name and only with packed rows, so a model for other data need not accept it.
         """
         ...
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """As `torch.nn.Module.parameters`."""
+        """Same as `torch.nn.Module.parameters`."""
         ...

@@ -1,11 +1,11 @@
-"""The gated linear recurrence: its coefficients, and the scan that runs it over time.
+"""The gated linear recurrence: its coefficients, and the scan over time.
 
-`h_t = a_t * h_{t-1} + b_t`, element by element, with `a_t` in [0, 1]. The recurrence is linear in `h`, so cutting a row
-anywhere and carrying `h` over the cut changes nothing but rounding. The coefficients are those of the RG-LRU
-(De et al. 2024, "Griffin", arXiv 2402.19427, equations 1 to 4).
+`h_t = a_t * h_{t-1} + b_t`, elementwise, with `a_t` in [0, 1]. The recurrence is linear in `h`, so cutting a row anywhere
+and carrying `h` over the cut changes only rounding. The coefficients are those of the RG-LRU (De et al. 2024, "Griffin",
+arXiv 2402.19427, equations 1 to 4).
 
 The scan is one registered operator: autograd, `torch.compile` and activation checkpointing see a single opaque node
-with a backward of its own, instead of some thousand element-wise ones.
+with its own backward instead of about a thousand elementwise ones.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ GATE_SHARPNESS = 8.0
 
 
 def linear_scan(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
-    """Run `h_t = a_t * h_{t-1} + b_t` and return every `h_t`.
+    """Compute `h_t = a_t * h_{t-1} + b_t` and return every `h_t`.
 
-    `a_t = 0` is exactly a restart from zero: nothing before it has any influence, in either direction.
+    `a_t = 0` is an exact reset to zero: no value or gradient passes it.
 
     Args:
-        a: decay, [B, T, D], each within [0, 1]; T >= 1.
+        a: decay, [B, T, D], each in [0, 1]; T >= 1.
         b: input, [B, T, D].
         h0: state before the first position, [B, D].
 
     Returns:
-        [B, T, D]. The arithmetic is that of the inputs' dtype, which must be one and the same: float32 or float64.
+        [B, T, D], computed in the common dtype of the inputs: float32 or float64.
     """
     h: Tensor = _scan_op(a.contiguous(), b.contiguous(), h0.contiguous())
     return h
@@ -50,7 +50,7 @@ def _(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
 
 @torch.library.custom_op("trainer::linear_scan_backward", mutates_args=())
 def _scan_backward_op(grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # g_t = grad_h_t + a_{t+1} * g_{t+1} is the same scan, run from the last position to the first.
+    # g_t = grad_h_t + a_{t+1} * g_{t+1} is the same scan, from the last position to the first.
     following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], dim=1)
     grad_b = _chunked_scan(following, grad_h, torch.zeros_like(h0), is_reversed=True)
     grad_a = torch.empty_like(a)
@@ -79,23 +79,24 @@ _scan_op.register_autograd(_scan_gradients, setup_context=_save_for_backward)
 
 
 def _chunked_scan(a: Tensor, b: Tensor, h0: Tensor, *, is_reversed: bool = False) -> Tensor:
-    """The scan in about 3 * sqrt(T) vectorised operations instead of T.
+    """The scan in about 3 * sqrt(T) vectorized operations instead of T.
 
-    Time is cut into chunks of about sqrt(T). First every chunk is run from zero, all chunks at once, which gives its
-    end state and the product of its decays; then the true state is carried from chunk to chunk; then every chunk is run
-    again, all at once, from its true state. The products only ever shrink (a <= 1), and no division or logarithm of
-    them is taken, so nothing overflows and an underflow is a correct zero. What is left over after the last whole chunk
-    is run step by step.
+    Time is split into chunks of about sqrt(T). First all chunks run at once from zero, which gives their end states and
+    the products of their decays; then the true state is carried from chunk to chunk; then all chunks run again from their
+    true initial states. The products only shrink (a <= 1) and are neither divided by nor logged, so nothing overflows and
+    an underflow is a correct zero. The remainder after the last whole chunk runs step by step.
     """
     num_steps = a.shape[1]
     h = torch.empty_like(b)
     length = math.isqrt(num_steps)
     num_chunks = num_steps // length
     whole = num_chunks * length
-    # A reversed scan has its remainder at the front, so that both directions start at a chunk's edge.
+    # A reversed scan has its remainder at the front, so that both directions start at a chunk boundary.
     first = num_steps - whole if is_reversed else 0
     shape = (a.shape[0], num_chunks, length, a.shape[2])
-    a_chunks, b_chunks, h_chunks = (x.narrow(1, first, whole).view(shape) for x in (a, b, h))
+    a_chunks = a.narrow(1, first, whole).view(shape)
+    b_chunks = b.narrow(1, first, whole).view(shape)
+    h_chunks = h.narrow(1, first, whole).view(shape)
     inside = range(length - 1, -1, -1) if is_reversed else range(length)
     across = range(num_chunks - 1, -1, -1) if is_reversed else range(num_chunks)
     rest = range(first - 1, -1, -1) if is_reversed else range(whole, num_steps)
@@ -120,7 +121,7 @@ def _chunked_scan(a: Tensor, b: Tensor, h0: Tensor, *, is_reversed: bool = False
 def gated_coefficients(
     recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The RG-LRU's `a` and `b` from its gates before their sigmoid.
+    """The RG-LRU's `a` and `b` from its gate logits.
 
     `log a = -c * softplus(Lambda) * sigmoid(r)` and `b = sqrt(1 - a^2) * sigmoid(i) * x` (De et al. 2024,
     equations 1 to 4). `1 - a^2` is computed as `-expm1(2 log a)`, which stays accurate where `a` is close to 1.
@@ -128,14 +129,14 @@ def gated_coefficients(
     Args:
         recurrence_gate, input_gate, x: r, i and x, [B, T, D].
         decay: Lambda, [D].
-        resets: bool [B, T], True where the recurrence starts again from zero, or None.
+        resets: bool [B, T], True where the recurrence resets to zero, or None.
 
     Returns:
-        a and b, [B, T, D], in float32 at least, whatever the inputs' dtype.
+        a and b, [B, T, D], in float32 or wider for any input dtype.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     log_a = torch.sigmoid(recurrence_gate.to(dtype)) * (-GATE_SHARPNESS * F.softplus(decay.to(dtype)))
-    # Where a gate underflows, 1 - a^2 is 0 and its root has no slope: the floor makes that gradient 0, not NaN.
+    # If a gate underflows, 1 - a^2 is 0, where the root has no finite slope: the floor makes that gradient 0, not NaN.
     scale = torch.expm1(2.0 * log_a).neg().clamp_min(torch.finfo(dtype).tiny).sqrt()
     b = scale * torch.sigmoid(input_gate.to(dtype)) * x.to(dtype)
     a = log_a.exp()

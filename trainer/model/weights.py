@@ -1,4 +1,4 @@
-"""Weights as safetensors (extra `safetensors`): written once for tensors that share memory, and loaded only where they fit."""
+"""Weights as safetensors (extra `safetensors`): shared tensors are stored once, and a file loads only if it fits the model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 
 WEIGHTS_FILE = "model.safetensors"
-SHARED_KEY = "shared"  # metadata: JSON, name of a tensor that is left out -> name of the one that it shares memory with
-MOST_NAMED = 5
+SHARED_KEY = "shared"  # metadata: JSON, name of an omitted tensor -> name of the tensor that it shares memory with
+MOST_NAMED = 5  # tensors named in one message
 
 
 def weights_file(path: str | Path) -> Path:
-    """The file itself, or the one in a directory that `train export` has written.
+    """The file itself, or the one in a directory written by `train export`.
 
     Raises:
         UserError: there is none.
     """
     file = Path(path) / WEIGHTS_FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise UserError(str(path), "is no safetensors file and no directory with one", "check the path")
+        raise UserError(str(path), "is neither a safetensors file nor a directory with one", "check the path")
     return file
 
 
 def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a model's state; of tensors that share memory (tied embeddings) one, and the names of the others.
+    """Write a model's state; tensors that share memory (tied embeddings) are written once, with the names of the others.
 
     Raises:
         UserError: the package is missing, or two tensors overlap without being the same.
@@ -49,17 +49,17 @@ def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
             shared[name] = owner
     try:
         safetensors.torch.save_file(kept, str(path), {**metadata, SHARED_KEY: json.dumps(shared)})
-    except RuntimeError as error:  # safetensors names tensors of which only parts are shared
+    except RuntimeError as error:  # partially shared tensors, which safetensors names
         raise UserError(
-            "model", f"cannot be written as safetensors: {error}", "give such tensors memory of their own"
+            "model", f"cannot be written as safetensors: {error}", "give each tensor its own memory"
         ) from None
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors on the CPU, shared ones under every name; metadata) of a safetensors file or an exported directory.
+    """Tensors on the CPU (shared ones under every name) and metadata of a safetensors file or an exported directory.
 
     Raises:
-        UserError: no such file, a damaged one, or the package is missing.
+        UserError: the file or the package is missing, or the file is damaged.
     """
     safetensors, file = _package(), weights_file(path)
     try:
@@ -76,13 +76,13 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_weights(model: nn.Module, path: str | Path, *, key: str = "model.weights") -> dict[str, str]:
-    """Put the weights of a file into `model`, all of them or none; returns the file's metadata.
+    """Load the weights of a file into `model`, all or none; returns the file's metadata.
 
     Args:
-        key: what the mistake is about, for messages.
+        key: the subject of error messages.
 
     Raises:
-        UserError: a tensor is missing, unknown, or of another shape; or tensors that the model shares differ in the file.
+        UserError: a tensor is missing, unknown, or has another shape; or tensors that the model ties differ in the file.
     """
     tensors, metadata = read_weights(path)
     check_fit(model, tensors, key=key, path=path)
@@ -91,7 +91,7 @@ def load_weights(model: nn.Module, path: str | Path, *, key: str = "model.weight
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:
-    """Refuse tensors that are not exactly those of `model` (which may be on the meta device).
+    """Reject tensors that are not exactly those of `model` (which may be on the meta device).
 
     Raises:
         UserError: as `load_weights`, naming the tensors.
@@ -108,11 +108,11 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
         if first != name and not problems and not torch.equal(tensors[first], tensors[name]):
-            problems.append(f"{name}: differs from {first}, and the model ties the two")
+            problems.append(f"{name}: differs from {first}, which the model ties to it")
     if problems:
         more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
         listed = "; ".join(problems[:MOST_NAMED])
-        fix = "set [model] and data.tokenizer as the weights were trained with"
+        fix = "use the [model] and data.tokenizer settings that the weights were trained with"
         raise UserError(key, f"{path} does not fit the model: {listed}{more}", fix)
 
 
@@ -121,6 +121,5 @@ def _package() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError:
-        problem = "is not installed"
-        raise UserError("safetensors", problem, "run: pip install 'trainer[safetensors]'") from None
+        raise UserError("safetensors", "is not installed", "run: pip install 'trainer[safetensors]'") from None
     return safetensors

@@ -1,11 +1,10 @@
-"""The training objective and the diagnostics that share its numbers."""
+"""The training objective, and loss and accuracy by token type."""
 
-from trainer.objective.components import IGNORE_INDEX, CoordSettings, ObjectiveError, Term
+from trainer.objective.components import CoordSettings, ObjectiveError, Term
 from trainer.objective.compose import Objective, ObjectiveOutput
 from trainer.objective.token_types import TokenTypeMismatch, TokenTypeSums, token_type_sums
 
 __all__ = [
-    "IGNORE_INDEX",
     "CoordSettings",
     "Objective",
     "ObjectiveError",

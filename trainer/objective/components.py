@@ -1,7 +1,7 @@
 """The components of the loss: pure functions of the logits and targets of one micro-batch.
 
 Each returns its sum over the tokens that it applies to and their number, so that a mean over micro-batches and ranks is
-the mean over all tokens. All run in float32 at least and leave everything on the device.
+the mean over all tokens. All compute in float32 or wider and keep their results on the device.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.arrays import IGNORED
 from trainer.errors import UserError
-
-IGNORE_INDEX = -100
-"""Target of a position that is padded or masked."""
 
 
 class ObjectiveError(RuntimeError):
     """An enabled component of the loss cannot be computed.
 
     Args:
-        component: its name.
-        problem: why not.
-        meta: the micro-batch's `instability_meta_json`, to find it again; None if it has none.
+        component: name of the component.
+        problem: the reason.
+        meta: the micro-batch's `instability_meta_json`, which locates its data; None if it has none.
     """
 
     def __init__(self, component: str, problem: str, meta: str | None) -> None:
@@ -37,17 +35,17 @@ class ObjectiveError(RuntimeError):
 
 
 class Term(NamedTuple):
-    """A component's share of one micro-batch."""
+    """A component's contribution to one micro-batch."""
 
     sum: Tensor
-    """What it adds to the summed loss: a scalar, float32 or wider, its weight included."""
+    """Summand of the loss sum: a scalar, float32 or wider, the component's weight included."""
 
     num_tokens: Tensor
-    """The tokens that it applies to: a scalar, int64."""
+    """Number of tokens that it applies to: a scalar, int64."""
 
 
 class Prepared(NamedTuple):
-    """What the components share, computed once."""
+    """Tensors that the components share, computed once."""
 
     logits: Tensor
     """[B, T, V], float32 or wider."""
@@ -56,34 +54,34 @@ class Prepared(NamedTuple):
     """logsumexp of the logits, [B, T]."""
 
     targets: Tensor
-    """[B, T], int64; `IGNORE_INDEX` where masked."""
+    """[B, T], int64; `IGNORED` where masked."""
 
     mask: Tensor
-    """[B, T], True where the target counts."""
+    """[B, T], False where masked."""
+
+    token_loss: Tensor
+    """Cross entropy -log p(target) in nats, [B, T], 0 where masked."""
 
 
 def prepare(logits: Tensor, targets: Tensor) -> Prepared:
-    """Cast the logits [B, T, V] up and compute their normaliser; targets are [B, T]."""
+    """Upcast the logits [B, T, V] and compute the cross entropy of the targets [B, T]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return Prepared(logits, torch.logsumexp(logits, dim=-1), targets, targets != IGNORE_INDEX)
+    log_normalizer = torch.logsumexp(logits, dim=-1)
+    mask = targets != IGNORED
+    index = targets.masked_fill(~mask, 0).unsqueeze(-1)
+    token_loss = (log_normalizer - logits.gather(-1, index).squeeze(-1)).masked_fill(~mask, 0.0)
+    return Prepared(logits, log_normalizer, targets, mask, token_loss)
 
 
-def per_token_cross_entropy(prepared: Prepared) -> Tensor:
-    """-log p(target) at each position, [B, T], 0 where masked."""
-    index = prepared.targets.masked_fill(~prepared.mask, 0).unsqueeze(-1)
-    loss = prepared.log_normalizer - prepared.logits.gather(-1, index).squeeze(-1)
-    return loss.masked_fill(~prepared.mask, 0.0)
-
-
-def token_ce(per_token: Tensor, mask: Tensor) -> Term:
-    """The cross entropy, in nats, summed over the unmasked targets; both arguments [B, T]."""
-    return Term(per_token.sum(), mask.sum())
+def token_ce(prepared: Prepared) -> Term:
+    """The cross entropy, summed over the unmasked targets."""
+    return Term(prepared.token_loss.sum(), prepared.mask.sum())
 
 
 def z_loss(prepared: Prepared, coefficient: float) -> Term:
     """`coefficient * logsumexp(logits)^2`, summed over the unmasked targets.
 
-    It keeps the logits' normaliser near 1 (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5).
+    It keeps the softmax normalizer near 1 (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5).
     """
     squares = prepared.log_normalizer.square().masked_fill(~prepared.mask, 0.0)
     return Term(coefficient * squares.sum(), prepared.mask.sum())
@@ -91,7 +89,7 @@ def z_loss(prepared: Prepared, coefficient: float) -> Term:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordSettings:
-    """Which tokens are ordered bins, and how they are supervised.
+    """The tokens that are ordered bins, and their supervision.
 
     Bin k is token id `first_token + k`, for k in 0..num_bins-1.
 
@@ -105,7 +103,7 @@ class CoordSettings:
     """Standard deviation of the soft targets, in bins."""
 
     weight: float = 1.0
-    """Factor of the component in the loss."""
+    """Weight of the component in the loss."""
 
     def __post_init__(self) -> None:
         if self.first_token < 0:
@@ -119,18 +117,18 @@ class CoordSettings:
 
 
 def coord(prepared: Prepared, settings: CoordSettings, meta: str | None) -> Term:
-    """Distributional supervision of the targets that are bins, summed over them and weighted.
+    """Distributional supervision of the targets that are bins, summed and weighted.
 
     With p the softmax over the bins alone, k the true bin and n the number of bins, each such target costs
 
         -sum_j q_j log p_j + sum_j p_j |j - k| / n,    q_j proportional to exp(-(j - k)^2 / (2 sigma^2)).
 
-    The first part is the cross entropy against soft targets around the true bin. The second is the 1-Wasserstein
-    distance from p to the point mass on it, in units of the whole range: all mass must travel to k, so the distance is
-    the expected |j - k|.
+    The first term is the cross entropy against soft targets around the true bin. The second is the 1-Wasserstein
+    distance from p to the point mass at k, in units of the whole range: all mass must move to k, so the distance is the
+    expected |j - k|.
 
     Raises:
-        ObjectiveError: bins lie beyond the vocabulary.
+        ObjectiveError: bins exceed the vocabulary.
     """
     vocab_size = prepared.logits.shape[-1]
     stop = settings.first_token + settings.num_bins
@@ -140,7 +138,7 @@ def coord(prepared: Prepared, settings: CoordSettings, meta: str | None) -> Term
     applies = prepared.mask & (true_bin >= 0) & (true_bin < settings.num_bins)
     log_p = prepared.logits[..., settings.first_token : stop].log_softmax(-1)  # [B, T, n]
     bins = torch.arange(settings.num_bins, device=log_p.device, dtype=log_p.dtype)
-    # Other targets are treated as bin 0 and masked below, so that nothing depends on how many there are.
+    # Other targets are treated as bin 0 and masked below, so that no shape depends on how many there are.
     offset = bins - true_bin.masked_fill(~applies, 0).unsqueeze(-1)  # [B, T, n]
     q = torch.softmax(-0.5 * (offset / settings.sigma).square(), dim=-1)
     soft_cross_entropy = -(q * log_p).sum(-1)

@@ -1,4 +1,4 @@
-"""`Objective`: the enabled components of the loss, composed."""
+"""Composes the loss from its enabled components."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from trainer.objective.components import (
     ObjectiveError,
     Term,
     coord,
-    per_token_cross_entropy,
     prepare,
     token_ce,
     z_loss,
@@ -22,10 +21,10 @@ from trainer.objective.components import (
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOutput:
-    """The loss of one micro-batch, with what it is made of. All tensors, on the logits' device."""
+    """The loss of one micro-batch and its parts, as tensors on the logits' device."""
 
     loss_sum: Tensor
-    """Sum of all parts: a scalar with a gradient. The window's loss is the sum of these, over micro-batches and ranks,
+    """Sum of all parts: a scalar with a gradient. The window's loss is the sum of these over micro-batches and ranks,
     divided by the sum of `num_tokens`."""
 
     num_tokens: Tensor
@@ -38,7 +37,7 @@ class ObjectiveOutput:
     """Cross entropy of each target, [B, T], detached, 0 where masked."""
 
     is_correct: Tensor
-    """Whether the likeliest token is the target, bool [B, T], False where masked."""
+    """Whether the most likely token is the target, bool [B, T], False where masked."""
 
     @property
     def num_correct(self) -> Tensor:
@@ -47,11 +46,11 @@ class ObjectiveOutput:
 
 
 class Objective:
-    """The loss: cross entropy, and the components that are enabled.
+    """The loss: cross entropy plus the enabled components.
 
     Args:
-        z_loss: coefficient of the z-loss; 0 leaves it out.
-        coord: settings of the supervision of ordered-bin tokens; None leaves it out.
+        z_loss: coefficient of the z-loss; 0 disables it.
+        coord: settings for the supervision of ordered-bin tokens; None disables it.
 
     Raises:
         UserError: the coefficient is negative or not finite.
@@ -69,10 +68,10 @@ class Objective:
         return ("token_ce",) + ("z_loss",) * (self._z_loss > 0) + ("coord",) * (self._coord is not None)
 
     def __call__(self, logits: Tensor, targets: Tensor, *, meta: str | None = None) -> ObjectiveOutput:
-        """Compute the loss of logits [B, T, V] against targets int64 [B, T] (-100 where masked).
+        """Compute the loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
 
         `meta` is the batch's `instability_meta_json`, for the message if a component fails. A non-finite loss is
-        returned like any other; whoever steps the optimizer decides about it.
+        returned like any other; the optimizer step handles it.
 
         Raises:
             ObjectiveError: an enabled component cannot be computed.
@@ -81,8 +80,7 @@ class Objective:
             shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
             raise ObjectiveError("token_ce", shapes, meta)
         prepared = prepare(logits, targets)
-        per_token = per_token_cross_entropy(prepared)
-        terms = {"token_ce": token_ce(per_token, prepared.mask)}
+        terms = {"token_ce": token_ce(prepared)}
         if self._z_loss > 0:
             terms["z_loss"] = z_loss(prepared, self._z_loss)
         if self._coord is not None:
@@ -91,6 +89,6 @@ class Objective:
             loss_sum=torch.stack([term.sum for term in terms.values()]).sum(),
             num_tokens=terms["token_ce"].num_tokens,
             parts={name: Term(term.sum.detach(), term.num_tokens) for name, term in terms.items()},
-            token_loss=per_token.detach(),
+            token_loss=prepared.token_loss.detach(),
             is_correct=prepared.logits.detach().argmax(-1) == targets,
         )

@@ -1,4 +1,4 @@
-"""Loss and accuracy by type of the target token: a diagnostic, no part of the loss."""
+"""Loss and accuracy by type of the target token: a diagnostic, not part of the loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class TokenTypeMismatch(ValueError):
-    """The token types do not fit the batch; the caller skips the diagnostic for this batch."""
+    """The token types do not match the batch; the caller skips the diagnostic for this batch."""
 
 
 class TokenTypeSums(NamedTuple):
@@ -26,7 +26,7 @@ def token_type_sums(token_loss: Tensor, is_correct: Tensor, token_types: Tensor,
     Args:
         token_loss: loss of each target, [B, T].
         is_correct: bool [B, T].
-        token_types: type of each target, integers [B, T]; -1 (or any number outside 0..num_types-1) counts nowhere.
+        token_types: type of each target, integers [B, T]; values outside 0..num_types-1 (such as -1) are not counted.
         num_types: number of types.
 
     Raises:
@@ -34,9 +34,9 @@ def token_type_sums(token_loss: Tensor, is_correct: Tensor, token_types: Tensor,
     """
     if not token_loss.shape == is_correct.shape == token_types.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (token_loss, is_correct, token_types))
-        raise TokenTypeMismatch(f"losses, predictions and token types must have one shape, got {shapes}")
+        raise TokenTypeMismatch(f"losses, predictions and token types must have the same shape, got {shapes}")
     types = torch.arange(num_types, device=token_types.device)
-    # A product with the indicator, not a scatter: the order of the additions is fixed on every device.
+    # A masked sum, not a scatter: its order of additions is fixed on every device.
     belongs = token_types.reshape(-1, 1) == types  # [B * T, num_types]
     loss = token_loss.detach().reshape(-1, 1).masked_fill(~belongs, 0.0).sum(0)
     return TokenTypeSums(loss, (belongs & is_correct.reshape(-1, 1)).sum(0), belongs.sum(0))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer.config.schema import RunConfig
-from trainer.distributed.agree import from_main_rank, mistakes_together
+from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
 from trainer.errors import UserError
 from trainer.metrics.logger import add_log_file, get_logger
@@ -93,7 +93,7 @@ def _train_in_group(
     config = plan.config
     run_dir, found = _place(config, given, info)
     with ExitStack() as stack:
-        with mistakes_together(world_size=info.world_size):
+        with raise_on_all_ranks(world_size=info.world_size):
             state = make_state(plan, info, device)
             if state.gns is not None:
                 stack.callback(state.gns.close)
@@ -103,7 +103,7 @@ def _train_in_group(
             text = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to continue"
             logger.info(text, run_dir.path, position.step, config.train.steps)
             return 0
-        with mistakes_together(world_size=info.world_size):
+        with raise_on_all_ranks(world_size=info.world_size):
             if info.is_main:
                 run_dir.create()
                 stack.enter_context(run_dir.lock())
@@ -133,7 +133,7 @@ def _train_in_group(
 def _place(config: RunConfig, given: str | None, info: RankInfo) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None]:
     """The run's directory and the checkpoint to resume from: rank 0 decides."""
     answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
-    with mistakes_together(world_size=info.world_size):
+    with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             resume = effective_resume(config.checkpoint.resume)
             run_dir = choose_run_dir(config, given, resume)

@@ -1,4 +1,4 @@
-"""Who is missing, from what the ranks say of themselves; a real hang ends, with names and stacks."""
+"""Which rank is missing, from the heartbeats of all; a real hang ends the run with its name and all stacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.support.fault_runs import ARGUMENTS, make_config
 from tests.support.ranks import Ranks, status
 from trainer.distributed.env import RankInfo
-from trainer.distributed.watchdog import Judge, Sight, Watchdog, is_of_a_collective
+from trainer.distributed.watchdog import HangDetector, Heartbeat, Watchdog, is_of_a_collective
 
 LIMIT = 10.0
 
@@ -21,56 +21,60 @@ class Clock:
         return self.now
 
 
-def judge(world_size: int = 3) -> tuple[Judge, Clock]:
+def make_detector(world_size: int = 3) -> tuple[HangDetector, Clock]:
     clock = Clock()
-    return Judge(world_size, LIMIT, clock), clock
+    return HangDetector(world_size, LIMIT, clock), clock
 
 
-def watch(found: Judge, clock: Clock, seconds: float, sights_at) -> str | None:
-    """Consider what the ranks say each second; the first verdict."""
+def watch(detector: HangDetector, clock: Clock, seconds: float, heartbeats_at) -> str | None:
+    """Update with the heartbeats each second; the first hang."""
     for _ in range(int(seconds)):
         clock.now += 1.0
-        verdict = found.consider(sights_at(int(clock.now)))
-        if verdict is not None:
-            return verdict
+        hang = detector.update(heartbeats_at(int(clock.now)))
+        if hang is not None:
+            return hang
     return None
 
 
-def test_ranks_that_go_on_together_are_never_judged():
-    found, clock = judge()
-    assert watch(found, clock, 500, lambda t: [Sight(t // 3, f"step {t}", t)] * 3) is None
+def test_ranks_that_go_on_together_are_never_a_hang():
+    detector, clock = make_detector()
+    assert watch(detector, clock, 500, lambda t: [Heartbeat(t // 3, f"step {t}", t)] * 3) is None
 
 
 def test_a_long_wait_of_all_without_a_collective_between_them_is_no_hang():
-    found, clock = judge()
-    assert watch(found, clock, 500, lambda t: [Sight(7, "step 1: forward and backward", t)] * 3) is None
+    detector, clock = make_detector()
+    assert watch(detector, clock, 500, lambda t: [Heartbeat(7, "step 1: forward and backward", t)] * 3) is None
 
 
 def test_the_rank_that_entered_fewer_collectives_is_named_after_the_limit_and_not_before():
-    found, clock = judge()
+    detector, clock = make_detector()
 
-    def sights(t: int) -> list[Sight]:
-        return [Sight(8, "step 2: optimizer", t), Sight(7, "step 2: data", t), Sight(8, "step 2: optimizer", t)]
+    def heartbeats(t: int) -> list[Heartbeat]:
+        return [
+            Heartbeat(8, "step 2: optimizer", t),
+            Heartbeat(7, "step 2: data", t),
+            Heartbeat(8, "step 2: optimizer", t),
+        ]
 
     # Seen first after a second, so that the limit is over at the twelfth.
-    assert watch(found, clock, LIMIT + 1, sights) is None
-    verdict = watch(found, clock, 1, sights)
-    where = "step 2: data, where it has been for 11.0 s"
-    assert verdict == f"rank 1 is missing: {where} (it entered 7 collectives, the others 8)"
+    assert watch(detector, clock, LIMIT + 1, heartbeats) is None
+    hang = watch(detector, clock, 1, heartbeats)
+    where = "step 2: data, for 11.0 s"
+    assert hang == f"rank 1 is missing: {where} (it entered 7 collectives, the others 8)"
 
 
-def test_a_rank_that_is_slow_but_comes_is_not_judged():
-    found, clock = judge(2)
-    assert watch(found, clock, 300, lambda t: [Sight(t // 9 + 1, "a", t), Sight(t // 9, "b", t)]) is None
+def test_a_rank_that_is_slow_but_comes_is_no_hang():
+    detector, clock = make_detector(2)
+    assert watch(detector, clock, 300, lambda t: [Heartbeat(t // 9 + 1, "a", t), Heartbeat(t // 9, "b", t)]) is None
 
 
-def test_a_rank_without_a_sign_of_life_is_told_as_such_and_one_that_never_spoke_too():
-    found, clock = judge()
-    verdict = watch(found, clock, 30, lambda t: [Sight(8, "x", t), Sight(7, "y", 1), None])
-    assert verdict is not None
-    first, second = verdict.split("; ")
-    assert first.startswith("rank 1 is missing: no sign of life for ")
-    assert second == "rank 2 is missing: it has said nothing since the run began"
+def test_a_rank_without_a_heartbeat_is_reported_as_such_and_one_that_never_had_one_too():
+    detector, clock = make_detector()
+    hang = watch(detector, clock, 30, lambda t: [Heartbeat(8, "x", t), Heartbeat(7, "y", 1), None])
+    assert hang is not None
+    first, second = hang.split("; ")
+    assert first.startswith("rank 1 is missing: no heartbeat for ")
+    assert second == "rank 2 is missing: no heartbeat since the run began"
 
 
 def test_what_comes_of_the_process_group_is_told_from_what_does_not():
@@ -106,6 +110,7 @@ def test_a_rank_that_fails_tells_the_others_why(pair):
     assert pair[0].explain(RuntimeError("gloo: connection closed")) == "rank 1 failed: ValueError: bad line"
 
 
+@pytest.mark.slow  # tests/faults/test_hang.py has this on three ranks
 def test_a_hang_in_a_real_run_ends_and_is_named(tmp_path):
     run_dir = tmp_path / "run"
     arguments = (

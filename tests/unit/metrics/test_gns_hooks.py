@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -170,5 +172,13 @@ def test_no_float_leaves_the_device_inside_a_micro_batch(model: nn.Module, monke
 
 
 def test_a_model_without_trained_parameters_is_refused() -> None:
-    with pytest.raises(UserError, match="no parameter that is trained"):
+    with pytest.raises(UserError, match="no trainable parameter"):
         GradientNoiseScale(nn.Tanh())
+
+
+def test_hooks_do_not_keep_an_owner_that_nobody_closed(model: nn.Module) -> None:
+    """Through the owner they would keep the process group, whose threads can abort a process that exits."""
+    owner = weakref.ref(GradientNoiseScale(model))
+    gc.collect()
+    assert owner() is None
+    loss_sum(model, rows(0), torch.ones(4)).backward()  # the hooks are still registered, and do nothing

@@ -66,6 +66,18 @@ def test_an_unknown_key_names_the_nearest_one() -> None:
         ("ledger/false_evictions/lru_max", "max"),
         ("loss", "weighted_mean"),
         ("gns/skipped", "max"),
+        ("tokens_in_step", "sum"),
+        ("non_finite_steps", "max"),
+        ("loss_spike", "max"),
+        ("grad_scale", "min"),
+        ("step_time_sec", "max"),
+        ("time/slowest_rank_sec", "max"),
+        ("time/fastest_rank_sec", "min"),
+        ("gpu/peak_gb", "max"),
+        ("objective/coord", "weighted_mean"),
+        ("source/a/loss", "weighted_mean"),
+        ("ledger/live_groups", "sum"),
+        ("ledger/fill_fraction", "max"),
     ],
 )
 def test_rank_reductions_are_those_of_the_design(key: str, ranks: str) -> None:

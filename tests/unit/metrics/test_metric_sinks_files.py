@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
-from trainer.metrics.sinks.display import display_key
+from trainer.metrics.sinks.base import display_key
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.sinks.stdout import StdoutSink, resolve_stdout_mode
@@ -58,7 +58,7 @@ def test_a_cut_last_line_is_mended_on_reopening(tmp_path: Path, cut: int, capsys
     assert list(validate_stream(lines)) == []
     # Only the line end was missing (cut = 1): the row is whole and stays.
     assert len(lines) == (4 if cut == 1 else 3)
-    assert ("cut off" in capsys.readouterr().err) == (cut != 1)
+    assert ("removed" in capsys.readouterr().err) == (cut != 1)
 
 
 def test_a_file_that_holds_one_fragment_alone_is_emptied(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_reader_that_goes_away_costs_one_warning_and_no_traceback() -> None:
     errors = process.stderr.read()
     process.stderr.close()
     assert process.wait(60) == 0, errors
-    warning = "[rank 0] WARNING stdout cannot be written any more and is off: BrokenPipeError: [Errno 32] Broken pipe"
+    warning = "[rank 0] WARNING stdout failed and is off: BrokenPipeError: [Errno 32] Broken pipe"
     assert errors == f"{warning}\ndone\n"
 
 

@@ -12,8 +12,7 @@ import pytest
 from tests.support.noise_windows import B_SIMPLE, Micro, constant_window, even_window, ragged_window, sums_of, window_of
 from trainer.errors import UserError
 from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.average import PairAverage
-from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, estimate
+from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, PairAverage, estimate
 
 
 def averaged(ranks_of: Callable[[random.Random], list[list[Micro]]], steps: int = 1000) -> dict[str, float]:
@@ -122,13 +121,43 @@ def test_b_simple_is_absent_while_the_mean_gradient_is_not_seen() -> None:
     assert "within 2 standard errors of 0" in average.reason
 
 
+def with_mean_at(num_errors: float, fluctuations: list[float]) -> list[float]:
+    """The fluctuations, shifted so that their average is that many of its own standard errors above zero."""
+    pair = PairAverage(0.95)
+    for value in fluctuations:
+        pair.update(value, value)
+    moments = pair.covariance()
+    assert moments is not None
+    shift = num_errors * math.sqrt(moments[0]) - pair.mean_x  # the error does not depend on the mean
+    return [value + shift for value in fluctuations]
+
+
+@pytest.mark.parametrize(("num_errors", "is_known"), [(1.0, False), (1.9, False), (2.1, True)])
+def test_b_simple_needs_an_average_of_two_standard_errors(num_errors: float, is_known: bool) -> None:
+    rng = random.Random(3)
+    average = NoiseScaleAverage(ema=0.95)
+    for grad_sq in with_mean_at(num_errors, [rng.gauss(0.0, 1.0) for _ in range(60)]):
+        average.update(constant_window(grad_sq=grad_sq))
+    assert ("gns/b_simple" in average.metrics()) == is_known
+    assert (average.reason is None) == is_known
+
+
+@pytest.mark.parametrize(("num_errors", "is_capped"), [(1.0, False), (1.9, False), (2.1, True)])
+def test_consistency_is_capped_only_where_the_noise_between_ranks_is_sure(num_errors: float, is_capped: bool) -> None:
+    rng = random.Random(3)
+    average = NoiseScaleAverage(ema=0.95)
+    for between in with_mean_at(num_errors, [rng.gauss(0.0, 1.0) for _ in range(60)]):
+        average.update(constant_window(between=between, within=0.0))
+    assert average.metrics().get("gns/consistency") == (noise_scale.CONSISTENCY_CAP if is_capped else None)
+
+
 def test_b_simple_waits_for_enough_windows() -> None:
     average = NoiseScaleAverage()
     assert average.reason == "no window has been seen"
     for _ in range(4):
         average.update(constant_window())
     assert "gns/b_simple" not in average.metrics()
-    assert average.reason == "4 of the 5 windows it takes have been seen"
+    assert average.reason == "4 of at least 5 windows have been seen"
     average.update(constant_window())
     assert average.metrics()["gns/b_simple"] == pytest.approx(8.0)
     assert average.reason is None

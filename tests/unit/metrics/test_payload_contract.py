@@ -70,12 +70,12 @@ def test_what_is_not_a_number_cannot_be_built(value: Any) -> None:
 @pytest.mark.parametrize(
     ("obj", "key", "reason"),
     [
-        (without("schema_version"), "schema_version", "missing; this reader knows version 1"),
-        (good(schema_version="1"), "schema_version", "must be an integer, got '1'; this reader knows 1"),
+        (without("schema_version"), "schema_version", "missing; this reader supports version 1"),
+        (good(schema_version="1"), "schema_version", "must be an integer, got '1'; this reader supports 1"),
         (good(schema_version=True), "schema_version", "must be an integer, got True"),
         (good(schema_version=1.0), "schema_version", "must be an integer, got 1.0"),
         (good(schema_version=None), "schema_version", "must be an integer, got None"),
-        (good(schema_version=2), "schema_version", "version 2 is not supported; this reader knows 1"),
+        (good(schema_version=2), "schema_version", "version 2 is not supported; this reader supports 1"),
         (good(schema_version=0), "schema_version", "version 0 is not supported"),
         (without("mode"), "mode", "missing"),
         (good(mode="test"), "mode", "must be one of train, eval, got 'test'"),
@@ -96,7 +96,7 @@ def test_what_is_not_a_number_cannot_be_built(value: Any) -> None:
         (good(non_finite=3), "non_finite", "must be an object"),
         (good(non_finite={"b": "NaN"}), "non_finite.b", "must be one of nan, inf, -inf"),
         (good(non_finite={"b": ["nan"]}), "non_finite.b", "must be one of nan, inf, -inf"),
-        (good(non_finite={"loss": "nan"}), "non_finite.loss", "stands in metrics as well"),
+        (good(non_finite={"loss": "nan"}), "non_finite.loss", "appears in metrics as well"),
         ([], "line", "must be an object, got list"),
     ],
 )  # fmt: skip
@@ -113,8 +113,8 @@ def test_a_breach_is_named_by_key_and_reason(obj: Any, key: str, reason: str) ->
         (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":NaN}}', "NaN is not JSON"),
         (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":-Infinity}}', "-Infinity is not JSON"),
         (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":1e999}}', "finite number, got inf"),
-        (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":1,"a":2}}', "stands twice"),
-        (b'{"schema_version":1,"schema_version":1,"mode":"train"}', "stands twice"),
+        (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":1,"a":2}}', "appears twice"),
+        (b'{"schema_version":1,"schema_version":1,"mode":"train"}', "appears twice"),
         (b'{"schema_version":1,"mode":"tr', "not one JSON object"),
         (b'{"schema_version":1,"mode":"train","global_step":1,"metrics":{"a":1}} {}', "not one JSON object"),
         (b'{"schema_version":1,"mode":"\xff"}', "not UTF-8 at byte"),
@@ -187,7 +187,8 @@ for name in ("torch", "numpy", "pydantic", "wandb", "rich", "typer"):
     sys.modules[name] = None
 from trainer.metrics import batch_extras, payload_contract, payload_schema
 from trainer.metrics.catalog import docs, lookup as catalog
-from trainer.metrics.sinks import display
+from trainer.metrics.noise_scale import estimate
+from trainer.metrics.sinks import base
 line = payload_contract.encode_payload(payload_contract.build_payload("train", 1, {"loss": 1.0}))
 assert payload_contract.parse_payload(line).global_step == 1
 assert catalog.lookup("loss").unit == "nats/token"

@@ -159,7 +159,7 @@ def test_autocast_keeps_the_state_and_the_scan_in_float32() -> None:
         ({"vocab_size": 0}, r"model\.vocab_size: must be >= 1, got 0"),
         ({"dim": 0}, r"model\.dim: must be >= 1, got 0"),
         ({"num_layers": -1}, r"model\.num_layers: must be >= 1, got -1"),
-        ({"mlp_ratio": 0.0}, r"model\.mlp_ratio: must give an MLP at least 1 wide"),
+        ({"mlp_ratio": 0.0}, r"model\.mlp_ratio: must give an MLP width of at least 1"),
     ],
 )
 def test_impossible_sizes_are_refused(arguments: dict[str, float], message: str) -> None:

@@ -37,7 +37,7 @@ def test_tied_weights_are_written_once_and_fit_an_untied_model(tmp_path):
 
 def test_untied_weights_do_not_fit_a_tied_model(tmp_path):
     save_weights(make(0).state_dict(), tmp_path / "w.safetensors", {})
-    with pytest.raises(UserError, match=r"head\.weight: differs from embedding\.weight, and the model ties the two"):
+    with pytest.raises(UserError, match=r"head\.weight: differs from embedding\.weight, which the model ties to it"):
         load_weights(make(1, tie_embeddings=True), tmp_path / "w.safetensors")
 
 
@@ -74,5 +74,5 @@ def test_damaged_and_absent_files_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="is not a readable safetensors file"):
         read_weights(path)
-    with pytest.raises(UserError, match="is no safetensors file and no directory with one"):
+    with pytest.raises(UserError, match="is neither a safetensors file nor a directory with one"):
         read_weights(tmp_path / "nowhere")

@@ -31,6 +31,6 @@ def test_losses_of_uncounted_tokens_cannot_poison_the_sums() -> None:
 
 
 def test_types_of_another_length_raise_what_the_guard_skips() -> None:
-    with pytest.raises(TokenTypeMismatch, match=r"one shape, got \(1, 3\), \(1, 3\), \(1, 2\)"):
+    with pytest.raises(TokenTypeMismatch, match=r"same shape, got \(1, 3\), \(1, 3\), \(1, 2\)"):
         token_type_sums(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.bool), torch.zeros(1, 2), 2)
     assert issubclass(TokenTypeMismatch, ValueError)

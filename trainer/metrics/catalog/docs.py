@@ -1,4 +1,4 @@
-"""Renders the catalog as the Markdown page for people (docs/training/METRICS_LOSSES.md is made from it)."""
+"""Renders the catalog as Markdown: docs/training/METRICS_LOSSES.md is generated from it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from trainer.metrics.catalog.spec import MetricSpec
 
 _HEAD = """# Metrics and losses
 
-Made from `trainer/metrics/catalog/lookup.py` by `make docs`; edit the catalog, not this page.
+Generated from `trainer/metrics/catalog/` by `make docs`; edit the catalog, not this page.
 
-Every key of a payload's `metrics` is listed here. In evaluation the same key carries `eval_` in front (`eval_loss`).
-A part in angle brackets stands for a name (`objective/<name>`: `objective/token_ce`). Keys depend on features: one that
-is off, or a number that is not known (MFU on an unknown device), is absent rather than zero. Backends show keys without
-a namespace under `train/` and `eval/` (`loss` as `train/loss`, `eval_loss` as `eval/loss`) and the others as they are.
+This page lists every key of a payload's `metrics`. Evaluation keys have the prefix `eval_` (`eval_loss`). A part in angle
+brackets stands for a name (`objective/<name>`: `objective/token_ce`). Keys depend on features: if a feature is off, or a
+value is unknown (MFU on an unknown device), the key is absent rather than zero. Backends show keys without a namespace
+under `train/` and `eval/` (`loss` as `train/loss`, `eval_loss` as `eval/loss`) and the others unchanged.
 
-*Window* says how the values of several micro-steps become one and *ranks* how those of several ranks do.
-`weighted_mean` adds up sums and counts before it divides. `sum_and_worst` gives the total under the key and the
-largest rank's value under `<key>_max`. Counters count since the last logged step.
+*Window* is the reduction over micro-steps and *ranks* the reduction over ranks. `weighted_mean` sums values and counts
+before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under `<key>_max`. Counters
+count since the last logged step.
 """
 
 

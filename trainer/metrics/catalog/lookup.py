@@ -1,6 +1,6 @@
-"""The catalog: one row for every metric key that can be emitted, and the look-up of a key in it.
+"""The catalog: one row for every metric key that can be emitted, and the lookup of a key.
 
-Reductions, the generated documentation, charts and the first filter of diagnosis are all derived from these rows.
+Reductions, the generated documentation, charts and the first filter of diagnosis are derived from these rows.
 Only the standard library is used, so that a dashboard can import the catalog without torch.
 """
 
@@ -12,19 +12,15 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from trainer.metrics.catalog import rows_data as catalog_rows_data
-from trainer.metrics.catalog import rows_gns as catalog_rows_gns
-from trainer.metrics.catalog import rows_ledger as catalog_rows_ledger
-from trainer.metrics.catalog import rows_speed as catalog_rows_speed
-from trainer.metrics.catalog import rows_training as catalog_rows_training
+from trainer.metrics.catalog import rows_data, rows_gns, rows_ledger, rows_speed, rows_training
 from trainer.metrics.catalog.spec import MetricSpec
 
 CATALOG: Final[tuple[MetricSpec, ...]] = (
-    *catalog_rows_training.ROWS,
-    *catalog_rows_speed.ROWS,
-    *catalog_rows_data.ROWS,
-    *catalog_rows_ledger.ROWS,
-    *catalog_rows_gns.ROWS,
+    *rows_training.ROWS,
+    *rows_speed.ROWS,
+    *rows_data.ROWS,
+    *rows_ledger.ROWS,
+    *rows_gns.ROWS,
 )
 EVAL_PREFIX: Final = "eval_"
 WORST_SUFFIX: Final = "_max"
@@ -32,16 +28,16 @@ WORST_SUFFIX: Final = "_max"
 _BY_NAME: Final = {spec.name: spec for spec in CATALOG if not spec.is_pattern}
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
-    literals = re.split(r"<\w+>", pattern)
-    return re.compile("[^/]+".join(re.escape(part) for part in literals))
-
-
-_PATTERNS: Final = tuple((_compile(spec.name), spec) for spec in CATALOG if spec.is_pattern)
+# A part in angle brackets matches one segment between slashes.
+_PATTERNS: Final = tuple(
+    (re.compile("([^/]+)".join(map(re.escape, re.split(r"<\w+>", spec.name)))), spec)
+    for spec in CATALOG
+    if spec.is_pattern
+)
 
 
 class UnknownMetric(KeyError):
-    """A key that no row of the catalog describes."""
+    """A key that matches no row of the catalog."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -76,7 +72,7 @@ def _find(key: str) -> MetricSpec | None:
             name=key,
             ranks="max",
             title=f"{base.title}, worst rank",
-            description=f"{base.description} The largest value of any rank.",
+            description=f"{base.description} This is the largest value of any rank.",
         )
     return None
 
@@ -84,11 +80,11 @@ def _find(key: str) -> MetricSpec | None:
 def lookup(key: str) -> MetricSpec:
     """The row of a key, with `name` set to the key itself.
 
-    A key matches by its name, by a pattern, with `eval_` in front, or as the `_max` sibling of a counter whose worst
+    A key matches by its name, by a pattern, with the prefix `eval_`, or as the `_max` sibling of a counter whose worst
     rank is reported.
 
     Raises:
-        UnknownMetric: no row describes the key.
+        UnknownMetric: the key matches no row.
     """
     spec = _find(key)
     if spec is None:
@@ -97,25 +93,25 @@ def lookup(key: str) -> MetricSpec:
 
 
 def family(key: str) -> tuple[str, str]:
-    """(name of the row that describes the key, the part of the key that the row leaves open).
+    """(name of the key's row, the part of the key that stands for the row's angle brackets).
 
-    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key gives itself and nothing. A key in
-    evaluation, and one of the worst rank, belongs to the family of its base key.
+    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key gives itself and "". The family of an
+    evaluation key, and of a worst-rank key, is that of its base key.
 
     Raises:
-        UnknownMetric: no row describes the key.
+        UnknownMetric: the key matches no row.
     """
     spec = lookup(key)
     for base in (key, key.removeprefix(EVAL_PREFIX), key.removesuffix(WORST_SUFFIX)):
         if base in _BY_NAME:
             return base, ""
         for regex, row in _PATTERNS:
-            if regex.fullmatch(base):
-                before, _, after = row.name.partition("<")
-                return row.name, base[len(before) : len(base) - len(after.partition(">")[2])]
+            found = regex.fullmatch(base)
+            if found is not None:
+                return row.name, found[1]
     return spec.name, ""
 
 
 def is_known(key: str) -> bool:
-    """Whether the catalog describes the key."""
+    """Whether the key matches a row of the catalog."""
     return _find(key) is not None

@@ -1,155 +1,121 @@
-"""Catalog rows of the data: stream mixing and blend."""
+"""Catalog rows of the data: stream mixing and blending."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from trainer.metrics.catalog.spec import MetricSpec
 
-_MIXING = "Stream mixing"
-_BLEND = "Blend"
+_MixingRow = partial(MetricSpec, group="Stream mixing", window="last")
+_MixingCount = partial(_MixingRow, precision=0)
+_BlendRow = partial(MetricSpec, group="Blend", window="last")
+_TokenMean = partial(_BlendRow, unit="nats/token", window="weighted_mean", ranks="weighted_mean")
 
-MIXING_ROWS = (
-    MetricSpec(
+ROWS: tuple[MetricSpec, ...] = (
+    _MixingCount(
         name="stream_mixing/active/remaining_min",
         unit="picks",
-        window="last",
         ranks="min",
-        group=_MIXING,
-        precision=0,
-        title="Remaining picks, least",
-        description="Fewest picks left among the active readers.",
+        title="Remaining picks, minimum",
+        description="Fewest remaining picks among the active readers.",
         healthy="Often 1 or 0 in a pool with refill: readers drain together and are replaced.",
-        pathological="Never low while others are drained: a reader that is not picked.",
+        pathological="Never low while others are drained: some reader is not picked.",
     ),
-    MetricSpec(
+    _MixingCount(
         name="stream_mixing/active/remaining_max",
         unit="picks",
-        window="last",
         ranks="max",
-        group=_MIXING,
-        precision=0,
-        title="Remaining picks, most",
-        description="Most picks left among the active readers.",
+        title="Remaining picks, maximum",
+        description="Most remaining picks among the active readers.",
         healthy="At most the picks of a whole slice.",
-        pathological="Stays at one value: that reader is stuck.",
+        pathological="Constant: that reader is stuck.",
     ),
-    MetricSpec(
+    _MixingRow(
         name="stream_mixing/active/remaining_fraction_min",
         unit="fraction",
-        window="last",
         ranks="min",
-        group=_MIXING,
-        title="Remaining fraction, least",
-        description="Smallest share of its slice that an active reader has left.",
+        title="Remaining fraction, minimum",
+        description="Smallest remaining fraction of a slice among the active readers.",
         healthy="Between 0 and 1, low most of the time with refill.",
         pathological="Outside 0 to 1: a cursor is wrong.",
     ),
-    MetricSpec(
+    _MixingRow(
         name="stream_mixing/active/remaining_fraction_max",
         unit="fraction",
-        window="last",
         ranks="max",
-        group=_MIXING,
-        title="Remaining fraction, most",
-        description="Largest share of its slice that an active reader has left.",
-        healthy="Spread to the least of about 0.6 with refill; within 3/sqrt(picks per slice) in a closed pool.",
-        pathological="1 for long: a reader that is never picked.",
+        title="Remaining fraction, maximum",
+        description="Largest remaining fraction of a slice among the active readers.",
+        healthy="About 0.6 above the minimum with refill; within 3/sqrt(picks per slice) of it in a closed pool.",
+        pathological="1 for long: a reader is never picked.",
     ),
-    MetricSpec(
+    _MixingCount(
         name="stream_mixing/active/modalities/<modality>",
         unit="readers",
-        window="last",
         ranks="sum",
-        group=_MIXING,
-        precision=0,
         title="Active readers by modality",
         description="Active readers of one modality over all ranks; zero is reported too.",
-        healthy="Near its share of the streams.",
+        healthy="Close to its share of the streams.",
         pathological="0 for long: that modality starves.",
     ),
-    MetricSpec(
+    _MixingCount(
         name="stream_mixing/active/steps_since_pick_max",
         unit="picks",
-        window="last",
         ranks="max",
-        group=_MIXING,
-        precision=0,
         title="Longest wait",
-        description="Most picks that an active reader has waited for its next one.",
-        healthy="Up to the remaining picks of the whole pool; no fixed threshold holds.",
-        pathological="Grows without end: see pick_surprise_max, which says how improbable the wait is.",
+        description="Most picks since an active reader was last picked.",
+        healthy="Up to the remaining picks of the whole pool; there is no fixed threshold.",
+        pathological="Grows without bound: see pick_surprise_max for how improbable the wait is.",
     ),
-    MetricSpec(
+    _MixingRow(
         name="stream_mixing/active/pick_surprise_max",
         unit="nats",
-        window="last",
         ranks="max",
-        group=_MIXING,
         precision=2,
         title="Pick surprise",
-        description="Largest sum of -ln(1 - p) over an active reader's picks since its last one; a unit exponential.",
+        description="Largest sum of -ln(1 - p) since an active reader was last picked; exponential with mean 1.",
         healthy="Below ln(steps / alpha): about 12 for 200 steps, 21 for a million.",
-        pathological="Above that: a reader is passed over more often than its weight explains.",
+        pathological="Above that: a reader is picked less often than its weight implies.",
     ),
-    MetricSpec(
+    _MixingCount(
         name="stream_mixing/refill/exhaust_events",
         unit="events",
         kind="counter",
         window="sum",
         ranks="sum",
-        group=_MIXING,
-        precision=0,
         title="Exhausted readers",
-        description="Readers that came to the end of their slice since the last logged step, over all ranks.",
-        healthy="Per micro-batch about ranks over picks per slice.",
+        description="Readers that reached the end of their slice since the last logged step, over all ranks.",
+        healthy="About ranks divided by picks per slice, per micro-batch.",
         pathological="Bursts: all readers end together and the mix narrows.",
     ),
-)
-
-BLEND_ROWS = (
-    MetricSpec(
+    _BlendRow(
         name="blend/max_share_error",
         unit="fraction",
-        window="last",
         ranks="max",
-        group=_BLEND,
         title="Blend share error",
-        description="Largest distance between a source's realised and configured share of the samples so far.",
-        healthy="Shrinks as one over the square root of the batches.",
-        pathological="Level or growing: a source is exhausted or a weight is not followed.",
+        description="Largest difference between a source's actual and configured share of the samples so far.",
+        healthy="Shrinks as one over the square root of the number of batches.",
+        pathological="Flat or growing: a source is exhausted or a weight is not followed.",
     ),
-    MetricSpec(
+    _BlendRow(
         name="blend/share/<source>",
         unit="fraction",
-        window="last",
-        ranks="mean",
-        group=_BLEND,
         title="Share of source",
-        description="Realised share of one source (only with metrics.per_source).",
-        healthy="Near its configured weight.",
-        pathological="0 though its weight is not.",
+        description="Actual share of one source (only with metrics.per_source).",
+        healthy="Close to its configured weight.",
+        pathological="0 although its weight is positive.",
     ),
-    MetricSpec(
+    _TokenMean(
         name="source/<source>/loss",
-        unit="nats/token",
-        window="weighted_mean",
-        ranks="weighted_mean",
-        group=_BLEND,
         title="Loss of source",
         description="Cross-entropy over the tokens of one source (only with metrics.per_source).",
         healthy="Falls for each source that is read.",
-        pathological="One source's rises while the total falls: it is starved, or at odds with the others.",
+        pathological="Rises for one source while the total falls: it is starved, or conflicts with the others.",
     ),
-    MetricSpec(
+    _TokenMean(
         name="modality/<modality>/loss",
-        unit="nats/token",
-        window="weighted_mean",
-        ranks="weighted_mean",
-        group=_BLEND,
         title="Loss of modality",
         description="Cross-entropy over the tokens of one modality (only with metrics.per_source).",
         healthy="Falls for each modality that is read.",
-        pathological="One modality's rises while the total falls.",
+        pathological="Rises for one modality while the total falls.",
     ),
 )
-
-ROWS: tuple[MetricSpec, ...] = MIXING_ROWS + BLEND_ROWS

@@ -2,156 +2,121 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from trainer.metrics.catalog.spec import MetricSpec
 
-_GNS = "Gradient noise scale"
+_Row = partial(MetricSpec, group="Gradient noise scale", window="last")
+_Sequences = partial(_Row, unit="sequences")
+_AsBSimple = partial(_Row, healthy="As gns/b_simple.", pathological="As gns/b_simple.")
+_Ratio = partial(_Row, unit="ratio", precision=3)
 
 ROWS: tuple[MetricSpec, ...] = (
-    MetricSpec(
+    _Sequences(
         name="gns/b_simple",
-        unit="sequences",
-        window="last",
-        group=_GNS,
         title="Noise scale B_simple",
         precision=1,
-        description="tr(Sigma) / |G|^2: the batch at which gradient noise equals signal; absent while undetermined.",
+        description="tr(Sigma) / |G|^2: the batch size at which gradient noise equals signal; absent while undetermined.",
         healthy="Grows slowly as the loss falls.",
-        pathological="Far below the batch: compute is wasted on averaging.",
+        pathological="Far below the batch size: averaging wastes compute.",
     ),
-    MetricSpec(
+    _Sequences(
         name="gns/b_simple_se",
-        unit="sequences",
-        window="last",
-        group=_GNS,
         title="Standard error of B_simple",
         precision=1,
         description="Standard error of gns/b_simple by the delta method.",
-        healthy="A small part of gns/b_simple.",
-        pathological="As large as gns/b_simple: average longer.",
+        healthy="A small fraction of gns/b_simple.",
+        pathological="As large as gns/b_simple: average over more steps.",
     ),
-    MetricSpec(
+    _AsBSimple(
         name="gns/b_simple_tokens",
         unit="tokens",
-        window="last",
-        group=_GNS,
         title="Noise scale in tokens",
         precision=0,
-        description="gns/b_simple times the target tokens of a sequence.",
-        healthy="As gns/b_simple.",
-        pathological="As gns/b_simple.",
+        description="gns/b_simple times the target tokens per sequence.",
     ),
-    MetricSpec(
+    _Row(
         name="gns/tr_sigma",
         unit="",
-        window="last",
-        group=_GNS,
         title="Gradient noise tr(Sigma)",
         description="Trace of the covariance of one sequence's gradient, averaged; may be negative by chance.",
-        healthy="Positive, level.",
+        healthy="Positive and steady.",
         pathological="Negative for long: the micro-batches are not independent.",
     ),
-    MetricSpec(
+    _Row(
         name="gns/grad_sq",
         unit="",
-        window="last",
-        group=_GNS,
         title="Gradient signal |G|^2",
         precision=6,
-        description="Squared norm of the true gradient with the noise taken out, averaged; may be negative by chance.",
-        healthy="Falls with training.",
-        pathological="Negative for long: the batch is far below the noise scale.",
+        description="Squared norm of the true gradient, corrected for noise and averaged; may be negative by chance.",
+        healthy="Falls during training.",
+        pathological="Negative for long: the batch size is far below the noise scale.",
     ),
-    MetricSpec(
+    _Ratio(
         name="gns/consistency",
-        unit="ratio",
-        window="last",
-        group=_GNS,
         title="Consistency",
-        precision=3,
-        description="Noise seen between ranks over noise seen within them (one rank: first over second half).",
+        description="Noise measured between ranks over noise measured within them (one rank: first over second half).",
         band=(0.5, 2.0),
         healthy="1.",
-        pathological="0: ranks see the same data. Large: micro-batches are reused or data are skewed.",
+        pathological="0: ranks read the same data. Large: micro-batches are reused or ranks read different distributions.",
     ),
-    MetricSpec(
+    _Ratio(
         name="gns/consistency_se",
-        unit="ratio",
-        window="last",
-        group=_GNS,
         title="Standard error of consistency",
-        precision=3,
         description="Standard error of gns/consistency by the delta method.",
         healthy="Well below 1.",
-        pathological="1 or more: gns/consistency says nothing yet; average longer.",
+        pathological="1 or more: gns/consistency is not yet meaningful; average over more steps.",
     ),
-    MetricSpec(
+    _Sequences(
         name="gns/b_small",
-        unit="sequences",
-        window="last",
-        group=_GNS,
         title="Small batch",
         precision=2,
         description="Effective sequences of a micro-batch on one rank.",
         healthy="Constant.",
         pathological="Far below the rows of a micro-batch: uneven weights.",
     ),
-    MetricSpec(
+    _Sequences(
         name="gns/b_big",
-        unit="sequences",
-        window="last",
-        group=_GNS,
         title="Big batch",
         precision=2,
         description="Effective sequences of the whole step.",
         healthy="Constant.",
         pathological="Far below the rows of a step: uneven weights.",
     ),
-    MetricSpec(
+    _Ratio(
         name="gns/batch_ratio",
-        unit="ratio",
-        window="last",
-        group=_GNS,
         title="Batch over noise scale",
-        precision=3,
-        description="Sequences of a step over gns/b_simple.",
+        description="Sequences of a step divided by gns/b_simple.",
         band=(0.1, 1.0),
         healthy="0.1 to 1.",
         pathological="Far above 1: a smaller batch would learn as much per step.",
     ),
-    MetricSpec(
+    _Row(
         name="gns/skipped",
         unit="steps",
         kind="counter",
         window="sum",
         ranks="max",
-        group=_GNS,
         precision=0,
         title="Skipped windows",
         description="Steps without a usable estimate since the last logged step.",
         band=(0.0, 0.0),
         healthy="0.",
-        pathological="Grows: non-finite micro-gradients, or hooks that fire more than once.",
+        pathological="Grows: non-finite micro-gradients, or hooks that run more than once.",
     ),
-    MetricSpec(
+    _AsBSimple(
         name="gns/gns_mu",
         unit="micro-batches",
-        window="last",
-        group=_GNS,
         title="Noise scale in micro-batches",
         precision=3,
-        description="gns/b_simple over the sequences of one micro-batch on all ranks.",
-        healthy="As gns/b_simple.",
-        pathological="As gns/b_simple.",
+        description="gns/b_simple divided by the sequences of one micro-batch over all ranks.",
     ),
-    MetricSpec(
+    _Sequences(
         name="gns/Bsimple_from_mu",
-        unit="sequences",
-        window="last",
-        group=_GNS,
         title="B_simple from mu",
         precision=1,
-        description="gns/gns_mu times the (effective) sequences of one micro-batch on all ranks.",
-        healthy="Equals gns/b_simple where weights are even.",
+        description="gns/gns_mu times the (effective) sequences of one micro-batch over all ranks.",
+        healthy="Equals gns/b_simple if weights are even.",
         pathological="As gns/b_simple.",
     ),
 )

@@ -2,113 +2,84 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from trainer.metrics.catalog.spec import MetricSpec
 
-_LEDGER = "Ledger"
+_Row = partial(MetricSpec, group="Ledger")
+_Counter = partial(_Row, kind="counter", window="sum", ranks="sum_and_worst", precision=0)
+_MustBeZero = partial(_Counter, band=(0.0, 0.0), healthy="0.")
 
 ROWS: tuple[MetricSpec, ...] = (
     *(
-        MetricSpec(
+        _Counter(
             name=f"ledger/evictions/{mode}",
             unit="groups",
-            kind="counter",
-            window="sum",
-            ranks="sum_and_worst",
-            group=_LEDGER,
-            precision=0,
             title=f"Evictions ({mode})",
-            description=f"Groups whose state was dropped {reason} since the last logged step.",
+            description=f"Groups whose state was dropped since the last logged step {reason}.",
             healthy=healthy,
-            pathological="Many while false evictions follow: the setting is too tight.",
+            pathological="Many, followed by false evictions: the setting is too tight.",
         )
         for mode, reason, healthy in (
-            ("lru", "for want of capacity", "0 where the capacity covers the groups in flight."),
-            ("stale", "for not being stored in time", "Only groups that never come back."),
+            ("lru", "because the ledger was full", "0 if the capacity covers the groups in flight."),
+            ("stale", "because they were not stored in time", "Only groups that never return."),
         )
     ),
     *(
-        MetricSpec(
+        _MustBeZero(
             name=f"ledger/false_evictions/{mode}",
             unit="groups",
-            kind="counter",
-            window="sum",
-            ranks="sum_and_worst",
-            group=_LEDGER,
-            precision=0,
             title=f"False evictions ({mode})",
-            description=f"Groups that went on after {mode} had dropped their state, so that a cell began from zero.",
-            band=(0.0, 0.0),
-            healthy="0.",
-            pathological=pathological,
+            description=f"Groups that continued after {mode} had dropped their state, so that a cell started from zero.",
+            pathological=f"Above 0: {fix}.",
         )
-        for mode, pathological in (
-            ("lru", "Above 0: raise the capacity or lower the groups in flight."),
-            ("stale", "Above 0: the stale threshold is shorter than the wait between two cells of a group."),
+        for mode, fix in (
+            ("lru", "raise the capacity or lower the number of groups in flight"),
+            ("stale", "the stale threshold is shorter than the interval between two cells of a group"),
         )
     ),
-    MetricSpec(
+    _MustBeZero(
         name="ledger/cold_starts",
         unit="cells",
-        kind="counter",
-        window="sum",
-        ranks="sum_and_worst",
-        group=_LEDGER,
-        precision=0,
         title="Cold starts",
-        description="Cells that were not the start of a group and found no state, for whatever reason.",
-        band=(0.0, 0.0),
-        healthy="0.",
+        description="Cells that continued a group but found no state, for any reason.",
         pathological="Above 0: a wipe, an eviction, a refused row, or a resume without the ledger.",
     ),
-    MetricSpec(
+    _MustBeZero(
         name="ledger/refused_rows",
         unit="rows",
-        kind="counter",
-        window="sum",
-        ranks="sum_and_worst",
-        group=_LEDGER,
-        precision=0,
         title="Refused rows",
         description="States that were not stored because they were not finite.",
-        band=(0.0, 0.0),
-        healthy="0.",
         pathological="Above 0: the recurrence overflows.",
     ),
-    MetricSpec(
+    _Counter(
         name="ledger_wipe_count",
         unit="wipes",
-        kind="counter",
-        window="sum",
-        ranks="sum_and_worst",
-        group=_LEDGER,
-        precision=0,
         title="Full wipes",
-        description="Wipes of the whole ledger since the last logged step, by rank.",
+        description="Wipes of the whole ledger since the last logged step, summed over ranks.",
         healthy="As configured; 0 in the other modes.",
         pathological="More than configured.",
     ),
-    MetricSpec(
+    _Row(
         name="ledger/live_groups",
         unit="groups",
         window="last",
         ranks="sum",
-        group=_LEDGER,
         precision=0,
         title="Live groups",
-        description="Groups whose state is held, over all ranks.",
-        healthy="Near the groups in flight.",
+        description="Groups with a stored state, over all ranks.",
+        healthy="Close to the number of groups in flight.",
         pathological="Grows to the capacity: groups are not released.",
     ),
-    MetricSpec(
+    _Row(
         name="ledger/fill_fraction",
         unit="fraction",
         window="last",
         ranks="max",
-        group=_LEDGER,
         title="Fill of the ledger",
-        description="Live groups over capacity, on the fullest rank.",
+        description="Live groups divided by capacity, on the fullest rank.",
         band=(None, 0.95),
         healthy="Below 1 with room to spare.",
-        pathological="1: each new group drops another one.",
+        pathological="1: each new group evicts another one.",
     ),
 )

@@ -2,85 +2,75 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from trainer.metrics.catalog.spec import MetricSpec, RankReduction
 
-_SPEED = "Speed"
-_TIME = "Time in a step"
-_MEMORY = "Device memory"
-_SMOOTHED = "Smoothed"
+_SpeedRow = partial(MetricSpec, group="Speed", ranks="max")
+_TimeRow = partial(MetricSpec, group="Time in a step", ranks="max")
+_MemoryRow = partial(MetricSpec, group="Device memory", unit="GB", window="max", ranks="max", precision=2)
 
 _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
-    ("slowest", "max", "Far above time/fastest_rank_sec in most steps: a rank that all others wait for."),
+    ("slowest", "max", "Far above time/fastest_rank_sec in most steps: all others wait for one rank."),
     ("fastest", "min", "Far below time/slowest_rank_sec in most steps: it waits for the slowest."),
 )
 
 ROWS: tuple[MetricSpec, ...] = (
-    MetricSpec(
+    _SpeedRow(
         name="tokens_per_sec",
         unit="tokens/s",
         window="last",
-        ranks="max",
-        group=_SPEED,
         title="Tokens per second",
         precision=0,
-        description="Target tokens of the step over all ranks, divided by the step's time.",
-        healthy="Level after the first steps.",
-        pathological="Falls over time (leak, throttling) or in waves (data).",
+        description="Target tokens of the step over all ranks, divided by the step time.",
+        healthy="Flat after the first steps.",
+        pathological="Falls over time (leak, throttling) or oscillates (data).",
     ),
-    MetricSpec(
+    _SpeedRow(
         name="mfu",
         unit="fraction",
         window="last",
-        ranks="max",
-        group=_SPEED,
-        title="Model FLOPs utilisation",
-        description="The model's own FLOPs per second over the devices' peak; absent where the peak is unknown.",
+        title="Model FLOPs utilization",
+        description="The model's own FLOPs per second over the devices' peak; absent if the peak is unknown.",
         band=(0.3, 0.6),
         healthy="0.3 to 0.6 for large matrices on one node.",
-        pathological="Above 1: peak or FLOP count is wrong. Below 0.1: bound by data, launches or communication.",
+        pathological="Above 1: wrong peak or FLOP count. Below 0.1: bound by data, kernel launches or communication.",
     ),
-    MetricSpec(
+    _SpeedRow(
         name="step_time_sec",
         unit="s",
-        window="mean",
-        ranks="max",
-        group=_SPEED,
         title="Step time",
-        description="Time from start_step to end_step of the logged step; evaluation and checkpoints are outside.",
-        healthy="Level.",
-        pathological="Single slow steps: see time/* for the part that took it.",
+        description="Time from start_step to end_step of the logged step, without evaluation and checkpoints.",
+        healthy="Flat.",
+        pathological="Single slow steps: time/* shows which part was slow.",
     ),
     *(
-        MetricSpec(
+        _TimeRow(
             name=f"time/{part}_sec",
             unit="s",
             window="sum",
-            ranks="max",
-            group=_TIME,
             title=f"Time: {words}",
             description=f"Host time of the logged step in {words}.",
             healthy=healthy,
             pathological=pathological,
         )
         for part, words, healthy, pathological in (
-            ("data", "waiting for data", "Far below the compute.", "Comparable with the compute: reading is too slow."),
-            ("forward_backward", "forward and backward", "Most of the step.", "Waves: uneven batches or a slow rank."),
+            ("data", "waiting for data", "Far below the compute time.", "Close to the compute time: data is too slow."),
+            ("forward_backward", "forward and backward", "Most of the step.", "Uneven: uneven batches or a slow rank."),
             ("optimizer", "clipping and the optimizer", "A few percent.", "Large: tiny batch or an unfused optimizer."),
         )
     ),
     *(
-        MetricSpec(
+        _TimeRow(
             name=f"time/{part}_share",
             unit="fraction",
             window="last",
-            ranks="max",
-            group=_TIME,
             precision=3,
             title=f"Share: {words}",
-            description=f"time/{part}_sec over step_time_sec.",
+            description=f"time/{part}_sec divided by step_time_sec.",
             band=band,
-            healthy="Level.",
-            pathological="Grows: this part makes the steps slow.",
+            healthy="Flat.",
+            pathological="Grows: this part slows the steps down.",
         )
         for part, words, band in (
             ("data", "waiting for data", (None, 0.05)),
@@ -89,46 +79,37 @@ ROWS: tuple[MetricSpec, ...] = (
         )
     ),
     *(
-        MetricSpec(
+        _TimeRow(
             name=f"time/{rank}_rank_sec",
             unit="s",
             window="last",
             ranks=ranks,
-            group=_TIME,
             title=f"Time of the {rank} rank",
-            description="Host time from the step's start to the backward that reduces the gradient over ranks, on the "
-            f"{rank} rank. Waiting for other ranks is not in it, nor (CUDA) what the device has queued.",
-            healthy="Near the other one of slowest and fastest.",
+            description=f"Host time of the {rank} rank from the start of the step to the backward that reduces the gradient. "
+            "It excludes waiting for other ranks and (on CUDA) work that is still queued on the device.",
+            healthy="Close to the other one of slowest and fastest.",
             pathological=pathological,
         )
         for rank, ranks, pathological in _RANK_TIMES
     ),
     *(
-        MetricSpec(
+        _MemoryRow(
             name=f"gpu/{name}",
-            unit=unit,
-            window="max",
-            ranks="max",
-            group=_MEMORY,
             title=title,
-            precision=2,
             description=description,
-            band=(0.6, 0.95) if name == "mem_utilization" else None,
             healthy=healthy,
             pathological=pathological,
         )
-        for name, unit, title, description, healthy, pathological in (
+        for name, title, description, healthy, pathological in (
             (
                 "allocated_gb",
-                "GB",
                 "Allocated",
-                "Memory held by tensors when the step is logged (1 GB = 1e9 bytes).",
-                "Level.",
+                "Memory allocated by tensors when the step is logged (1 GB = 1e9 bytes).",
+                "Flat.",
                 "Grows step by step: something keeps tensors alive.",
             ),
             (
                 "peak_gb",
-                "GB",
                 "Peak",
                 "Largest allocated memory since the process started.",
                 "Reached within the first steps.",
@@ -136,40 +117,39 @@ ROWS: tuple[MetricSpec, ...] = (
             ),
             (
                 "reserved_gb",
-                "GB",
                 "Reserved",
-                "Memory that the caching allocator holds.",
-                "A little above the peak.",
+                "Memory reserved by the caching allocator.",
+                "Slightly above the peak.",
                 "Far above the peak: fragmentation.",
             ),
-            ("total_gb", "GB", "Total", "Memory of the device.", "Constant.", "Smaller than the card: it is shared."),
-            (
-                "mem_utilization",
-                "fraction",
-                "Peak share",
-                "gpu/peak_gb over gpu/total_gb.",
-                "0.6 to 0.95.",
-                "Above 0.97: the next long batch may not fit.",
-            ),
+            ("total_gb", "Total", "Memory of the device.", "Constant.", "Less than the card has: it is shared."),
         )
+    ),
+    _MemoryRow(
+        name="gpu/mem_utilization",
+        unit="fraction",
+        title="Peak share",
+        description="gpu/peak_gb divided by gpu/total_gb.",
+        band=(0.6, 0.95),
+        healthy="0.6 to 0.95.",
+        pathological="Above 0.97: the next long batch may not fit.",
     ),
     *(
         MetricSpec(
             name=f"smoothed/{name}",
             unit=unit,
             window="last",
-            ranks="mean",
-            group=_SMOOTHED,
+            group="Smoothed",
             title=f"{title} (EMA)",
             precision=precision,
-            description=f"Exponential moving average of {of} over every step, logged or not.",
-            healthy="A calm version of the raw curve.",
+            description=f"Exponential moving average of {source} over every step, logged or not.",
+            healthy="A smooth version of the raw curve.",
             pathological="Drifts away from its early level.",
         )
-        for name, of, unit, title, precision in (
+        for name, source, unit, title, precision in (
             ("loss", "loss", "nats/token", "Loss", 4),
             ("tokens_per_sec", "tokens_per_sec", "tokens/s", "Tokens per second", 0),
-            ("mfu", "mfu", "fraction", "Model FLOPs utilisation", 4),
+            ("mfu", "mfu", "fraction", "Model FLOPs utilization", 4),
             ("step_time", "step_time_sec", "s", "Step time", 4),
         )
     ),

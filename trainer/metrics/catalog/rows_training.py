@@ -2,193 +2,159 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from trainer.metrics.catalog.spec import MetricSpec
 
-_TRAINING = "Training"
-_SAFETY = "Safety"
-_TYPES = "Token types"
+_Row = partial(MetricSpec, group="Training")
+_TokenMean = partial(_Row, window="weighted_mean", ranks="weighted_mean")
+_TokenTypeMean = partial(_TokenMean, group="Token types")
+_SafetyRow = partial(MetricSpec, group="Safety")
+_MustBeZero = partial(_SafetyRow, precision=0, band=(0.0, 0.0), healthy="0.")
 
-TRAINING_ROWS = (
-    MetricSpec(
+ROWS: tuple[MetricSpec, ...] = (
+    _TokenMean(
         name="loss",
         unit="nats/token",
-        window="weighted_mean",
-        ranks="weighted_mean",
-        group=_TRAINING,
         title="Loss",
-        description="Objective per target token, weighted by tokens over all micro-batches and all ranks.",
-        healthy="Falls quickly at first, then ever more slowly; noise shrinks with the batch.",
-        pathological="Jumps (bad batch, learning rate too high), a plateau from the start, or equal to ln(vocabulary).",
+        description="Objective per target token, weighted by tokens over all micro-batches and ranks.",
+        healthy="Falls fast at first, then more and more slowly; its noise shrinks with the batch size.",
+        pathological="Jumps (bad batch, learning rate too high), is flat from the start, or equals ln(vocabulary size).",
     ),
-    MetricSpec(
+    _TokenMean(
         name="accuracy",
         unit="fraction",
-        window="weighted_mean",
-        ranks="weighted_mean",
-        group=_TRAINING,
         title="Accuracy",
-        description="Share of target tokens whose most probable prediction is right.",
+        description="Fraction of target tokens whose most probable prediction is correct.",
         healthy="Rises while the loss falls.",
-        pathological="Stands still while the loss falls (only confidence changes), or is 1 early (targets leak).",
+        pathological="Flat while the loss falls (only confidence changes), or 1 early on (targets leak into inputs).",
     ),
-    MetricSpec(
+    _Row(
         name="perplexity",
         unit="",
         window="last",
         ranks="max",
-        group=_TRAINING,
         title="Perplexity",
         precision=3,
         description="exp of the cross-entropy per token.",
         healthy="Falls towards a floor that depends on the data.",
-        pathological="At or above the vocabulary size: nothing is learnt.",
+        pathological="At or above the vocabulary size: nothing is learned.",
     ),
-    MetricSpec(
+    _TokenMean(
         name="bits_per_byte",
         unit="bits/byte",
-        window="weighted_mean",
-        ranks="weighted_mean",
-        group=_TRAINING,
         title="Bits per byte",
         description="Cross-entropy in bits per byte of text; comparable between tokenizers.",
         band=(None, 8.0),
-        healthy="Below 8 at once; text ends near 1 to 2 for small models.",
+        healthy="Below 8 at once; small models reach 1 to 2 on text.",
         pathological="8 or more: worse than guessing bytes at random.",
     ),
-    MetricSpec(
+    _Row(
         name="grad_norm",
         unit="",
-        group=_TRAINING,
         title="Gradient norm",
-        description="Euclidean norm of the whole gradient before clipping.",
-        healthy="Settles within the first hundreds of steps and drifts slowly.",
-        pathological="Spikes before loss spikes; steady growth; 0 (nothing reaches the parameters).",
+        description="L2 norm of the whole gradient before clipping.",
+        healthy="Settles within the first few hundred steps and drifts slowly.",
+        pathological="Spikes before loss spikes; steady growth; 0 (no gradient reaches the parameters).",
     ),
-    MetricSpec(
+    _Row(
         name="lr",
         unit="",
         window="last",
         ranks="max",
-        group=_TRAINING,
         title="Learning rate",
         precision=8,
-        description="Learning rate that the step used.",
+        description="Learning rate of the step.",
         healthy="Follows the configured schedule.",
-        pathological="Differs from the schedule after a resume.",
+        pathological="Deviates from the schedule after a resume.",
     ),
-    MetricSpec(
+    _Row(
         name="tokens_in_step",
         unit="tokens",
-        kind="gauge",
         window="sum",
         ranks="sum",
-        group=_TRAINING,
         title="Tokens in the step",
         precision=0,
         description="Target tokens of the step over all micro-batches and ranks.",
-        healthy="Near batch size times sequence length; lower by padding.",
+        healthy="Close to batch size times sequence length; lower with padding.",
         pathological="Far lower: mostly padding, or ranks without data.",
     ),
-    MetricSpec(
+    _Row(
         name="tokens_seen",
         unit="tokens",
         window="last",
         ranks="max",
-        group=_TRAINING,
         title="Tokens seen",
         precision=0,
-        description="Target tokens since the start of training, earlier parts of a resumed run included.",
-        healthy="Grows evenly.",
-        pathological="Starts again from zero after a resume.",
+        description="Target tokens since the start of training, including steps before a resume.",
+        healthy="Grows linearly.",
+        pathological="Restarts at zero after a resume.",
     ),
-    MetricSpec(
+    _TokenMean(
         name="objective/<name>",
         unit="nats/token",
-        window="weighted_mean",
-        ranks="weighted_mean",
         group="Objective",
         title="Objective component",
-        description="One component of the loss, per token to which it applies, unscaled.",
-        healthy="Each falls or stays small beside the main one.",
-        pathological="A regulariser that outgrows the cross-entropy.",
+        description="One component of the loss, per token that it applies to, its weight included.",
+        healthy="Each component falls or stays small relative to the main one.",
+        pathological="A regularizer outgrows the cross-entropy.",
     ),
-    MetricSpec(
+    _TokenTypeMean(
         name="token_type/<type>/loss",
         unit="nats/token",
-        window="weighted_mean",
-        ranks="weighted_mean",
-        group=_TYPES,
         title="Loss by token type",
-        description="Cross-entropy over target tokens of one type.",
-        healthy="Falls for each type; easy types (spaces) lie lower.",
+        description="Cross-entropy over the target tokens of one type.",
+        healthy="Falls for each type; easy types (whitespace) are lower.",
         pathological="One type rises while the total falls.",
     ),
-    MetricSpec(
+    _TokenTypeMean(
         name="token_type/<type>/accuracy",
         unit="fraction",
-        window="weighted_mean",
-        ranks="weighted_mean",
-        group=_TYPES,
         title="Accuracy by token type",
-        description="Share of right predictions of one token type.",
+        description="Fraction of correct predictions over the target tokens of one type.",
         healthy="Rises for each type.",
-        pathological="Stays at chance for one type.",
+        pathological="Stays at chance level for one type.",
     ),
-)
-
-SAFETY_ROWS = (
-    MetricSpec(
+    _MustBeZero(
         name="non_finite_steps",
         unit="steps",
         kind="counter",
         window="sum",
         ranks="max",
-        group=_SAFETY,
         title="Rejected steps",
-        precision=0,
-        description="Steps rejected for a non-finite loss or gradient.",
-        band=(0.0, 0.0),
-        healthy="0.",
-        pathological="More than a few: lower the learning rate, or look for the batch in events.jsonl.",
+        description="Steps rejected because of a non-finite loss or gradient.",
+        pathological="More than a few: lower the learning rate, or look up the batch in events.jsonl.",
     ),
-    MetricSpec(
+    _MustBeZero(
         name="loss_spike",
         unit="",
         kind="flag",
         window="max",
         ranks="max",
-        group=_SAFETY,
         title="Loss spike",
-        precision=0,
-        description="1 if the loss rose out of its own noise in the window; events.jsonl names the batches.",
-        band=(0.0, 0.0),
-        healthy="0.",
-        pathological="1 again and again on the same sources: bad data.",
+        description="1 if the loss rose far above its own noise in the window; events.jsonl names the batches.",
+        pathological="1 repeatedly on the same sources: bad data.",
     ),
-    MetricSpec(
+    _SafetyRow(
         name="grad_scale",
         unit="",
         window="last",
         ranks="min",
-        group=_SAFETY,
         title="Loss scale",
         precision=0,
         description="Factor of dynamic loss scaling (fp16 only).",
         healthy="Powers of two, rarely halved.",
         pathological="Falls towards 1: gradients overflow all the time.",
     ),
-    MetricSpec(
+    _SafetyRow(
         name="checkpoint/save_sec",
         unit="s",
         window="sum",
         ranks="max",
-        group=_SAFETY,
         title="Checkpoint time",
         precision=3,
-        description="Time that training stood still for saving since the last logged step.",
-        healthy="Small beside the interval between checkpoints.",
-        pathological="Grows: full or slow disk.",
+        description="Time that checkpointing has blocked training since the last logged step.",
+        healthy="Small relative to the checkpoint interval.",
+        pathological="Grows: disk full or slow.",
     ),
 )
-
-ROWS: tuple[MetricSpec, ...] = TRAINING_ROWS + SAFETY_ROWS

@@ -1,4 +1,4 @@
-"""The type of a catalog row: what one metric key means and how its values are put together."""
+"""The type of a catalog row: the meaning of one metric key and how its values are reduced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 Kind = Literal["gauge", "counter", "flag"]
 WindowReduction = Literal["mean", "weighted_mean", "sum", "max", "min", "last"]
-# Lowest and highest healthy value; None where that side is open.
+# Lowest and highest healthy value; None if that side is unbounded.
 Band = tuple[float | None, float | None]
 RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst"]
 
@@ -17,19 +17,19 @@ class MetricSpec:
     """One key, or one pattern with parts in angle brackets (`objective/<name>`).
 
     Attributes:
-        name: the key as it stands in a payload, or the pattern.
+        name: the key in a payload, or the pattern.
         unit: unit of the value; empty for a pure number.
-        kind: gauge (a level), counter (adds up) or flag (0 or 1).
-        window: how the values of several micro-steps or steps become one.
-        ranks: how the values of several ranks become one; `sum_and_worst` gives the total under the key and the
-            largest rank under `<key>_max`.
-        description: what it means, in a sentence.
+        kind: gauge (a level), counter (accumulates) or flag (0 or 1).
+        window: reduction over several micro-steps or steps.
+        ranks: reduction over ranks; `sum_and_worst` gives the total under the key and the largest rank's value under
+            `<key>_max`.
+        description: the meaning, in a sentence.
         healthy: what a good run shows.
-        pathological: what a bad run shows, and what it hints at.
-        group: heading under which documents and charts put it.
-        title: label of its chart.
-        precision: digits after the point in text.
-        band: the healthy values in numbers, where they are the same for every run; charts shade it.
+        pathological: what a bad run shows, and the likely cause.
+        group: heading in documents and charts.
+        title: label of the chart.
+        precision: digits after the decimal point in text.
+        band: the healthy range, if it is the same for every run; charts shade it.
     """
 
     name: str
@@ -47,5 +47,5 @@ class MetricSpec:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the name stands for many keys."""
+        """Whether the name matches many keys."""
         return "<" in self.name

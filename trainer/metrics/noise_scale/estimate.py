@@ -1,11 +1,11 @@
 """Arithmetic of the gradient noise scale: floats in, floats out, no torch.
 
-`B_simple = tr(Sigma) / |G|^2` (McCandlish et al. 2018, appendix A.1) says at which batch size the noise of the
-gradient equals its signal. Three square norms of one window are enough, each with its noise factor V (the square
-norm's mean is `|G|^2 + tr(Sigma) * V`):
+`B_simple = tr(Sigma) / |G|^2` (McCandlish et al. 2018, appendix A.1) is the batch size at which the noise of the
+gradient equals its signal. Three square norms per window are enough, each with its noise factor V (the square norm's
+expectation is `|G|^2 + tr(Sigma) * V`):
 
-- small: the micro-batches' gradients, `Q1`, `V1`;
-- middle: each rank's sum over its window (on one rank: the first half of the window), `Q2`, `V2`;
+- small: the gradients of single micro-batches, `Q1`, `V1`;
+- middle: each rank's sum over its window (on one rank: over the first half of the window), `Q2`, `V2`;
 - big: the gradient that the optimizer gets, `Q3`, `V3`.
 
 A micro-batch enters with its factor kappa, by which its *mean* loss was multiplied before the backward, and with
@@ -21,9 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.errors import UserError
-from trainer.metrics.noise_scale.average import MIN_PAIRS, PairAverage
 
-# Places in the vector of sums. Every one adds up over ranks, so one SUM all-reduce makes the window's vector.
+# Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
 SMALL_SQUARE = 1  # sum of kappa * |h / kappa|^2, h the gradient of one micro-batch as the leaf's hook sees it
 SMALL_NOISE = 2  # sum of kappa * v
@@ -31,25 +30,28 @@ BIG_NOISE = 3  # sum of kappa^2 * v
 MIDDLE_KAPPA = 4  # K, the sum of kappa over the micro-batches of this rank's middle group
 MIDDLE_SQUARE = 5  # K * |A / K|^2, A the gradient accumulated over the middle group, before any reduction
 MIDDLE_NOISE = 6  # K * sum of (kappa / K)^2 * v over the middle group
-TOKENS = 7  # sum of the examples' weights where those are tokens, else 0
+TOKENS = 7  # sum of the examples' weights if those are token counts, else 0
 RANKS = 8  # 1 from every rank
 FAULTS = 9  # micro-batches whose norm cannot be trusted (see `trainer.metrics.noise_scale.hooks`)
 NUM_SUMS = 10
 
-MIN_SPREAD = 1e-3  # 1 - V_big / V_small below which two batch sizes count as one
-CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON has not
+MIN_SPREAD = 1e-3  # 1 - V_big / V_small below which the two batch sizes count as one
+MIN_PAIRS = 5  # fewer pairs do not give a usable standard error
+MIN_ERRORS = 2.0  # an average counts as positive when it exceeds this many of its own standard errors
+CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
 
 
 @dataclass(frozen=True)
 class Window:
-    """What one optimizer step says. `tr_sigma` and `grad_sq` are unbiased and never clamped: each may be negative."""
+    """Estimates from one optimizer step. `tr_sigma` and `grad_sq` are unbiased and never clamped: either may be
+    negative."""
 
     tr_sigma: float
     """Estimate of tr(Sigma), per example."""
     grad_sq: float
     """Estimate of |G|^2."""
     between: float | None
-    """tr(Sigma) from the middle groups against the big batch; None where the layout has no middle."""
+    """tr(Sigma) from the middle groups against the big batch; None if the layout has no middle."""
     within: float | None
     """tr(Sigma) from the micro-batches against their middle groups."""
     small_noise: float
@@ -63,7 +65,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Absent:
-    """Why a window gives no estimate. `is_fault` tells a bad window from a layout in which none can exist."""
+    """Why a window gives no estimate. `is_fault` separates a bad window from a layout that can never give one."""
 
     reason: str
     is_fault: bool
@@ -83,23 +85,29 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
-        return Absent("a micro-batch's norm could not be measured (the rank's log says why)", is_fault=True)
-    if not all(math.isfinite(value) for value in (*sums, grad_sq)):
+        return Absent("a micro-batch's norm could not be measured (see the rank's log)", is_fault=True)
+    if not all(map(math.isfinite, (*sums, grad_sq))):
         return Absent("a gradient of the window was not finite", is_fault=True)
     kappa = sums[KAPPA]
     factor = kappa / sums[RANKS] if grad_factor is None else grad_factor
     if kappa <= 0.0 or factor <= 0.0 or sums[BIG_NOISE] <= 0.0:
-        return Absent("no micro-batch of the window had a token to train on", is_fault=True)
+        return Absent("no micro-batch of the window had a target token", is_fault=True)
     q_small, v_small = sums[SMALL_SQUARE] / kappa, sums[SMALL_NOISE] / kappa
     q_big, v_big = grad_sq / factor / factor, sums[BIG_NOISE] / kappa / kappa
     if 1.0 - v_big / v_small < MIN_SPREAD:
         return Absent(
-            "one micro-batch made the whole step, so there is only one batch size to look at; "
+            "the step has a single micro-batch, so there is only one batch size to compare; "
             "halve the micro-batch and accumulate two",
             is_fault=False,
         )
     spread = v_small - v_big
-    between, within = _middle(sums, q_small, v_small, q_big, v_big)
+    between = within = None
+    if sums[MIDDLE_KAPPA] > 0.0:
+        q_middle, v_middle = sums[MIDDLE_SQUARE] / sums[MIDDLE_KAPPA], sums[MIDDLE_NOISE] / sums[MIDDLE_KAPPA]
+        # The middle must differ from both ends, or one of the two differences below is rounding.
+        if 1.0 - v_middle / v_small >= MIN_SPREAD and 1.0 - v_big / v_middle >= MIN_SPREAD:
+            between = (q_middle - q_big) / (v_middle - v_big)
+            within = (q_small - q_middle) / (v_small - v_middle)
     return Window(
         tr_sigma=(q_small - q_big) / spread,
         grad_sq=(v_small * q_big - v_big * q_small) / spread,
@@ -112,27 +120,72 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     )
 
 
-def _middle(
-    sums: Sequence[float], q_small: float, v_small: float, q_big: float, v_big: float
-) -> tuple[float, float] | tuple[None, None]:
-    """tr(Sigma) between and within the middle groups, or nothing where a difference of noise factors is not there."""
-    if sums[MIDDLE_KAPPA] <= 0.0:
-        return None, None
-    q_middle = sums[MIDDLE_SQUARE] / sums[MIDDLE_KAPPA]
-    v_middle = sums[MIDDLE_NOISE] / sums[MIDDLE_KAPPA]
-    if 1.0 - v_middle / v_small < MIN_SPREAD or 1.0 - v_big / v_middle < MIN_SPREAD:
-        return None, None
-    return (q_middle - q_big) / (v_middle - v_big), (q_small - q_middle) / (v_small - v_middle)
+class PairAverage:
+    """Bias-corrected exponential averages of x and y with the covariance of the two averages.
+
+    The averages are means weighted by `ema ** age`, updated in the form without cancellation (West 1979): dividing by
+    the sum of the weights corrects the bias.
+    """
+
+    FIELDS = ("weight", "weight_sq", "mean_x", "mean_y", "c_xx", "c_yy", "c_xy", "count")
+
+    def __init__(self, ema: float) -> None:
+        self._ema = ema
+        self.weight = self.weight_sq = 0.0
+        self.mean_x = self.mean_y = 0.0
+        self.c_xx = self.c_yy = self.c_xy = 0.0
+        self.count = 0.0
+
+    def update(self, x: float, y: float) -> None:
+        """Add one pair."""
+        fresh = 1.0 - self._ema
+        self.weight = self._ema * self.weight + fresh
+        self.weight_sq = self._ema**2 * self.weight_sq + fresh**2
+        dx, dy = x - self.mean_x, y - self.mean_y
+        self.mean_x += fresh / self.weight * dx
+        self.mean_y += fresh / self.weight * dy
+        self.c_xx = self._ema * self.c_xx + fresh * dx * (x - self.mean_x)
+        self.c_yy = self._ema * self.c_yy + fresh * dy * (y - self.mean_y)
+        self.c_xy = self._ema * self.c_xy + fresh * dx * (y - self.mean_y)
+        self.count += 1.0
+
+    def covariance(self) -> tuple[float, float, float] | None:
+        """Variance of the average of x, of y, and their covariance; None before `MIN_PAIRS` pairs."""
+        if self.count < MIN_PAIRS:
+            return None
+        share = self.weight_sq / self.weight**2  # sum of the squared weights: 1 / (effective number of pairs)
+        scale = share / (1.0 - share) / self.weight
+        return self.c_xx * scale, self.c_yy * scale, self.c_xy * scale
+
+    def ratio(self) -> tuple[float, float] | None:
+        """x / y of the averages and its standard error by the delta method; None unless y is surely positive."""
+        moments = self.covariance()
+        # Near y = 0 the ratio has no finite variance and the delta method does not hold.
+        if moments is None or self.mean_y <= MIN_ERRORS * math.sqrt(moments[1]):
+            return None
+        var_x, var_y, cov = moments
+        value = self.mean_x / self.mean_y
+        variance = (var_x - 2.0 * value * cov + value * value * var_y) / self.mean_y**2
+        return value, math.sqrt(max(variance, 0.0))
+
+    def state_dict(self) -> dict[str, float]:
+        """All fields as plain floats."""
+        return {name: float(getattr(self, name)) for name in self.FIELDS}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore a saved state exactly."""
+        for name in self.FIELDS:
+            setattr(self, name, float(state[name]))
 
 
 class NoiseScaleAverage:
-    """The noise scale over many windows: averages of S and of |G|^2 first, their ratio last.
+    """The noise scale over many windows: S and |G|^2 are averaged first, their ratio is taken last.
 
     Args:
-        ema: weight of the past, in (0, 1); about `(1 + ema) / (1 - ema)` windows count.
+        ema: weight of the past, in (0, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
 
     Raises:
-        UserError: `ema` outside (0, 1).
+        UserError: `ema` is outside (0, 1).
     """
 
     GAUGES = ("small_noise", "big_noise", "world_size", "token_sum", "token_weight", "skipped", "drained")
@@ -143,14 +196,14 @@ class NoiseScaleAverage:
         self._ema = ema
         self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
         self._consistency = PairAverage(ema)  # x = between, y = within
-        self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window that gave an estimate
+        self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
         self.skipped = 0.0  # since the start
-        self.drained = 0.0  # of those, the ones that `drain_metrics` has handed out
+        self.drained = 0.0  # the part of `skipped` that `drain_metrics` has reported
         self._absent: str | None = "no window has been seen"
 
     def update(self, window: Window | Absent) -> None:
-        """Take one window. A fault is counted and changes no average."""
+        """Add one window. A fault is counted and changes no average."""
         if isinstance(window, Absent):
             self.skipped += float(window.is_fault)
             self._absent = window.reason
@@ -168,17 +221,18 @@ class NoiseScaleAverage:
 
     @property
     def reason(self) -> str | None:
-        """Why `gns/b_simple` is absent; None where it is there."""
+        """Why `gns/b_simple` is absent; None if it is present."""
         if self._noise.ratio() is not None:
             return None
         if self._noise.count < MIN_PAIRS:
-            return self._absent or f"{self._noise.count:.0f} of the {MIN_PAIRS} windows it takes have been seen"
+            return self._absent or f"{self._noise.count:.0f} of at least {MIN_PAIRS} windows have been seen"
         return (
-            "the average of |G|^2 is within 2 standard errors of 0: the batch is too small to see the gradient's mean"
+            f"the average of |G|^2 is within {MIN_ERRORS:g} standard errors of 0: "
+            "the batch is too small to resolve the mean gradient"
         )
 
     def metrics(self) -> dict[str, float]:
-        """What is known, by the names of the catalog, without what is not; `gns/skipped` since the start."""
+        """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the start."""
         values = {"gns/skipped": self.skipped}
         if self._noise.count == 0.0:
             return values
@@ -189,16 +243,16 @@ class NoiseScaleAverage:
         values.update(self._consistency_values())
         ratio = self._noise.ratio()
         if ratio is not None:
-            values.update(self._from_ratio(*ratio))
+            values.update(self._values_of_ratio(*ratio))
         return values
 
     def drain_metrics(self) -> dict[str, float]:
-        """`metrics`, with `gns/skipped` counted since the last drain: what a logging step reports."""
+        """`metrics` for a logged step: `gns/skipped` counts since the last drain."""
         values = {**self.metrics(), "gns/skipped": self.skipped - self.drained}
         self.drained = self.skipped
         return values
 
-    def _from_ratio(self, b_simple: float, error: float) -> dict[str, float]:
+    def _values_of_ratio(self, b_simple: float, error: float) -> dict[str, float]:
         micro_examples = self.world_size / self.small_noise  # of one micro-step over all ranks
         gns_mu = b_simple / micro_examples
         values = {
@@ -214,7 +268,7 @@ class NoiseScaleAverage:
         return values
 
     def _consistency_values(self) -> dict[str, float]:
-        """Between over within and its error; the cap where within vanishes beside a between that is surely there."""
+        """Between over within and its error; the cap if within vanishes while between is surely positive."""
         ratio = self._consistency.ratio()
         if ratio is not None:
             value = max(min(ratio[0], CONSISTENCY_CAP), -CONSISTENCY_CAP)
@@ -223,12 +277,11 @@ class NoiseScaleAverage:
         if moments is None:
             return {}
         between, within = self._consistency.mean_x, self._consistency.mean_y
-        is_between_sure = between > 2.0 * math.sqrt(moments[0])
-        is_capped = is_between_sure and abs(within) * CONSISTENCY_CAP < between
+        is_capped = between > MIN_ERRORS * math.sqrt(moments[0]) and abs(within) * CONSISTENCY_CAP < between
         return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Plain floats: two averages and the gauges."""
+        """The two averages and the gauges as plain floats; taken between windows."""
         return {
             "noise": self._noise.state_dict(),
             "consistency": self._consistency.state_dict(),
@@ -236,7 +289,7 @@ class NoiseScaleAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Restore a saved state exactly."""
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:

@@ -1,9 +1,9 @@
-"""Which tensors the noise scale hooks, and where the optimizer's gradients are: the two differ under FSDP2.
+"""The tensors that the noise scale hooks and those that hold the optimizer's gradients; under FSDP2 they differ.
 
 FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates into the unsharded
-parameter, which exists once for the life of the model and is empty while resharded. `FSDPModule.unshard()` registers
-it in the module for as long as it is whole, so it can be found and hooked without anything private. Its hooks see the
-rank's own whole micro-gradient, before the reduce-scatter.
+parameter, a single object over the model's life that is empty while resharded. `FSDPModule.unshard()` registers it in
+the module as long as it is whole, so public API suffices to find and hook it. Its hooks see the rank's own full
+micro-gradient, before the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ class Leaves:
     """The trained parameters of a model."""
 
     hooked: Sequence[nn.Parameter]
-    """What autograd accumulates into."""
+    """Where autograd accumulates."""
     parameters: Sequence[nn.Parameter]
-    """What the optimizer updates; their `.grad` are the big gradient."""
+    """The optimizer's parameters; their `.grad` form the big gradient."""
     group: dist.ProcessGroup | None
     """The ranks that average gradients; None on a single process."""
     is_sharded: bool
-    """A rank's `.grad` are its shards alone."""
+    """Whether `.grad` holds only this rank's shards."""
     ddp: DistributedDataParallel | None = None
-    """The model's wrapper."""
+    """The model itself if it is wrapped in DDP."""
 
     def reduces_now(self) -> bool:
-        """A backward that ends now is followed by DDP's reduction: it does not run under `no_sync`."""
+        """Whether DDP reduces after the current backward, i.e. it does not run under `no_sync`."""
         return self.ddp is not None and self.ddp.require_backward_grad_sync
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
-    """The leaves of `model`. With FSDP2 this gathers every parameter once: all ranks must call it.
+    """The leaves of `model`. With FSDP2 this all-gathers every parameter once, so all ranks must call it.
 
     Args:
-        model: plain, in DDP, or sharded by `fully_shard` over a mesh of one dimension.
+        model: a plain module, wrapped in DDP, or sharded by `fully_shard` over a one-dimensional mesh.
         process_group: overrides the model's own.
 
     Raises:
         UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of several dimensions; sharded
-            beside unsharded parameters (`ignored_params`), which nobody averages.
+            next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not average.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise UserError("gns.enabled", "the model has no parameter that is trained", "set it to false")
+        raise UserError("gns.enabled", "the model has no trainable parameter", "set it to false")
     if not any(isinstance(p, DTensor) for p in parameters):
         if not isinstance(model, DistributedDataParallel):
             return Leaves(parameters, parameters, process_group, is_sharded=False)
@@ -75,7 +75,7 @@ def _group_of(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup:
     groups = []
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
-            raise _refusal("sharded beside unsharded parameters")
+            raise _refusal("sharded next to unsharded parameters")
         if parameter.device_mesh.ndim != 1:
             raise _refusal("parameters sharded over a mesh of several dimensions")
         groups.append(parameter.device_mesh.get_group())

@@ -1,1 +1,1 @@
-"""Where payloads go. Import the sinks from their modules."""
+"""Destinations of payloads. Import the sinks from their modules."""

@@ -1,22 +1,31 @@
-"""What every sink offers."""
+"""The interface of all sinks, and the names of metrics in backends that group by prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from trainer.metrics.catalog.lookup import EVAL_PREFIX
+
 
 class Sink(Protocol):
-    """Takes payloads, one a call, in the order of the steps.
+    """Receives payloads, one per call, in step order.
 
-    What `log` raises stops the run. A sink that is not essential therefore guards itself with `BestEffort`.
+    An exception from `log` stops the run, so a non-essential sink guards itself with `BestEffort`.
     """
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Take one payload (see `payload_contract`)."""
+        """Write one payload (see `payload_contract`)."""
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Take one event of the stream, such as a restart; a sink without use for it ignores it."""
+        """Write one event, such as a restart; sinks ignore events that they do not support."""
 
     def close(self) -> None:
-        """Write out what is held back; nothing is logged afterwards. A second call does nothing."""
+        """Flush and close; nothing is logged afterwards. A second call does nothing."""
+
+
+def display_key(key: str) -> str:
+    """`loss` -> `train/loss`, `eval_loss` -> `eval/loss`, `eval_x/y` -> `eval/x/y`, and `x/y` unchanged."""
+    if key.startswith(EVAL_PREFIX):
+        return f"eval/{key.removeprefix(EVAL_PREFIX)}"
+    return key if "/" in key else f"train/{key}"

@@ -1,4 +1,4 @@
-"""The durable record of a run: metrics.jsonl."""
+"""metrics.jsonl, the durable record of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.metrics.sinks.line_file import LineFile
 
 
 class JsonlSink:
-    """Appends each payload and restart event as one line; a failure to write is raised, for this is the record."""
+    """Appends each payload and restart event as one line; write failures raise, since a run needs its record."""
 
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path)
@@ -20,12 +20,12 @@ class JsonlSink:
         """Append one payload.
 
         Raises:
-            OSError: it could not be written in full.
+            OSError: it could not be written completely.
         """
         self._file.append(encode_payload(payload))
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Append a restart event; other events belong in events.jsonl."""
+        """Append a restart event; other events go to events.jsonl."""
         if event.get("event") == RESTART:
             self._file.append(encode_payload(event))
 

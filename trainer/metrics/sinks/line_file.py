@@ -1,4 +1,4 @@
-"""A file to which whole lines are appended, each in one write."""
+"""A file to which complete lines are appended, each in one write."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ logger = get_logger(__name__)
 
 
 class LineFile:
-    """Appends lines to a file; a line is handed to the system in full before `append` returns.
+    """Appends lines to a file; a line is completely passed to the operating system before `append` returns.
 
-    The lines are JSON objects. On opening, a last line without its end (the writer was killed, the disk was full) is
-    mended: a whole object gets its line end, a fragment is cut off, so that the file holds nothing but whole lines.
+    The lines are JSON objects. On opening, a last line without a newline (the writer was killed, the disk was full) is
+    repaired: a complete object gets its newline, a fragment is removed, so that the file has only complete lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,12 +24,12 @@ class LineFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._is_open = True
         try:
-            self._mend_last_line()
+            self._repair_last_line()
         except BaseException:
             self.close()
             raise
 
-    def _mend_last_line(self) -> None:
+    def _repair_last_line(self) -> None:
         end = os.lseek(self._fd, 0, os.SEEK_END)
         tail = self._unfinished_tail(end)
         if not tail:
@@ -38,10 +38,10 @@ class LineFile:
             self._write(b"\n")
         else:
             os.ftruncate(self._fd, end - len(tail))
-            logger.warning("%s: cut off %d bytes of a last line that was not written in full", self.path, len(tail))
+            logger.warning("%s: removed %d bytes of an incomplete last line", self.path, len(tail))
 
     def _unfinished_tail(self, end: int) -> bytes:
-        """What follows the last line end."""
+        """The bytes after the last newline."""
         tail = b""
         while end > 0:
             start = max(0, end - 65536)
@@ -57,7 +57,7 @@ class LineFile:
         """Write one line.
 
         Raises:
-            OSError: the line could not be written in full (disk full, quota); the error names the file.
+            OSError: the line could not be written completely (disk full, quota); the error names the file.
         """
         self._write(line.encode("utf-8") + b"\n")
 

@@ -1,4 +1,4 @@
-"""Payloads on standard output: JSON lines for programs, or one short line a step for people."""
+"""Payloads on standard output: JSON lines for programs, or one short human-readable line per step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, TextIO
 
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger
-from trainer.metrics.payload_contract import RESTART, encode_payload
+from trainer.metrics.payload_contract import RESTART, all_values, encode_payload
 
 logger = get_logger(__name__)
 StdoutMode = Literal["json", "line", "off"]
@@ -16,7 +16,7 @@ STDOUT_MODES: Final = ("json", "line", "off")
 
 
 def resolve_stdout_mode(mode: str, stream: TextIO | None = None) -> StdoutMode:
-    """`auto` becomes `line` on a terminal and `json` elsewhere; the other modes stay."""
+    """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes are returned unchanged."""
     if mode == "auto":
         return "line" if (stream or sys.stdout).isatty() else "json"
     if mode not in STDOUT_MODES:
@@ -25,16 +25,16 @@ def resolve_stdout_mode(mode: str, stream: TextIO | None = None) -> StdoutMode:
 
 
 def render_line(payload: Mapping[str, Any]) -> str:
-    """The payload as a line for people."""
+    """The payload as a human-readable line."""
     step = payload["global_step"]
-    values = {**payload["metrics"], **{key: float(word) for key, word in payload.get("non_finite", {}).items()}}
+    values = all_values(payload)
     return format_train_line(step, values) if payload["mode"] == "train" else format_metrics(step, values)
 
 
 class StdoutSink:
-    """Writes one line a payload, in one write, flushed at once.
+    """Writes one line per payload, in one write, flushed at once.
 
-    A reader that goes away (`| head`) or a stream that cannot be written ends the output with one warning, not the run.
+    If the reader goes away (`| head`) or the stream fails, the output ends with one warning and the run continues.
     """
 
     def __init__(self, mode: StdoutMode, *, stream: TextIO | None = None) -> None:
@@ -57,11 +57,11 @@ class StdoutSink:
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._mode = "off"
-            logger.warning("stdout cannot be written any more and is off: %s: %s", type(error).__name__, error)
+            logger.warning("stdout failed and is off: %s: %s", type(error).__name__, error)
             self._discard_rest()
 
     def _discard_rest(self) -> None:
-        # What the stream buffers, or other code prints later, would fail when the interpreter flushes it at exit.
+        # Buffered output, and anything printed later, would fail when the interpreter flushes it at exit.
         try:
             target = self._stream.fileno()
         except (OSError, ValueError):
@@ -73,4 +73,4 @@ class StdoutSink:
             os.close(null)
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""

@@ -1,4 +1,4 @@
-"""TensorBoard event files (needs the extra `tensorboard`)."""
+"""TensorBoard event files (extra `tensorboard`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
-from trainer.metrics.payload_contract import RESTART
-from trainer.metrics.sinks.display import display_key
+from trainer.metrics.payload_contract import RESTART, all_values
+from trainer.metrics.sinks.base import display_key
 from trainer.metrics.sinks.events import SAMPLE
 
 
 class TensorboardSink:
-    """Writes each metric as a scalar at its step; failures cost one warning and the sink, never the run."""
+    """Writes each metric as a scalar at its step; a failure disables the sink with one warning, never the run."""
 
     def __init__(self, log_dir: Path, *, on_event: EventCallback | None = None) -> None:
         self._log_dir = log_dir
@@ -22,7 +22,7 @@ class TensorboardSink:
         self._guard.run(self._open, None)
 
     def _open(self, purge_step: int | None) -> None:
-        # Imported here: tensorboard is an extra, and it takes seconds.
+        # Imported here: tensorboard is an extra, and its import takes seconds.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self._log_dir), purge_step=purge_step, flush_secs=30)
@@ -33,20 +33,18 @@ class TensorboardSink:
 
     def _log(self, payload: Mapping[str, Any]) -> None:
         step = payload["global_step"]
-        for key, value in payload["metrics"].items():
+        for key, value in all_values(payload).items():
             self._writer.add_scalar(display_key(key), value, step)
-        for key, word in payload.get("non_finite", {}).items():
-            self._writer.add_scalar(display_key(key), float(word), step)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """After a restart, hide what earlier rows say about the steps that are repeated; show a sample as text."""
+        """After a restart, hide earlier rows of the repeated steps; show a sample as text."""
         if event.get("event") == RESTART:
             self._guard.run(self._purge, event["global_step"] + 1)
         elif event.get("event") == SAMPLE:
             self._guard.run(self._sample, event)
 
     def _sample(self, event: Mapping[str, Any]) -> None:
-        # Indented text is shown as it is; anything else would be taken for Markdown.
+        # Indented text is shown verbatim; anything else would be rendered as Markdown.
         shown = "".join(f"    {line}\n" for line in f"{event['prompt']}{event['text']}".splitlines() or [""])
         self._writer.add_text("sample/text", shown, event["global_step"])
 
@@ -55,6 +53,6 @@ class TensorboardSink:
         self._open(first_step)
 
     def close(self) -> None:
-        """Write out and close the files."""
+        """Flush and close the files."""
         if self._writer is not None:
             self._guard.run(self._writer.close)

@@ -1,9 +1,9 @@
-"""Weights & Biases: one row a step, best effort, offline unless told otherwise.
+"""Weights & Biases: one row per step, best effort, offline by default.
 
-How wandb behaves and what follows: a second `log` of a committed step is dropped with a mere warning, so the training
-and evaluation payloads of a step are held back until the step is over and go out as one row; a step below the run's own
-counter is dropped too, so after a rewind (resume from an older checkpoint) rows get the next number of that counter, and the
-axis is the logged `global_step`. The counter is kept here: wandb's own says 0 after a resume until the first row is through.
+wandb drops a second `log` of a committed step with only a warning, so the training and evaluation payloads of a step are
+held back until the step is over and sent as one row. It also drops steps below the run's own counter, so after a rewind
+(resume from an older checkpoint) rows get the next number of that counter, and the x-axis is the logged `global_step`. The
+counter is kept here because wandb's own is 0 after a resume until the first row is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.logger import get_logger
-from trainer.metrics.sinks.display import display_key
+from trainer.metrics.payload_contract import all_values
+from trainer.metrics.sinks.base import display_key
 from trainer.metrics.sinks.events import SAMPLE
 
 logger = get_logger(__name__)
@@ -26,10 +27,10 @@ _GRACE_SEC = 5.0
 
 
 class _Messages:
-    """Takes what wandb would write on the terminal, part of it on stdout: the first warning is said, all are recorded.
+    """Captures wandb's terminal output, part of which goes to stdout: the first warning is logged, all are recorded.
 
     Attributes:
-        is_quiet: nothing is said; while a run is opened a failure is an exception anyway.
+        is_quiet: log nothing; while a run is being opened a failure raises anyway.
     """
 
     def __init__(self, on_event: EventCallback | None) -> None:
@@ -37,10 +38,10 @@ class _Messages:
         self._on_event = on_event
 
     def info(self, msg: str) -> None:
-        """Nothing: progress of a service that nobody waits for."""
+        """Ignore progress messages."""
 
     def warning(self, msg: str) -> None:
-        """Say the first one."""
+        """Record the warning and log the first one."""
         if self._on_event is not None:
             self._on_event({"event": "wandb_warning", "text": msg})
         if not self.is_quiet:
@@ -54,7 +55,7 @@ class WandbSink:
     """Sends payloads to a wandb run.
 
     Attributes:
-        run_id: the run's id, to be kept in checkpoints; None if the run could not be opened.
+        run_id: the run's id, to be saved in checkpoints; None if the run could not be opened.
         last_step: the last step that was sent; None before the first.
     """
 
@@ -76,14 +77,14 @@ class WandbSink:
         """Open the run.
 
         Args:
-            mode: explicit, because wandb would ask on the terminal.
+            mode: explicit, because wandb would prompt on the terminal.
             run_dir: wandb's files go to `<run_dir>/wandb`.
             run_id: continue this run; None starts a new one.
             config: shown with the run.
             entity: team or user; None: the account's default.
-            base_url: a server of one's own; None: what the environment says.
-            init_timeout_sec, finish_timeout_sec: how long an unreachable server may hold up start and end.
-            on_event: gets an event if the sink fails.
+            base_url: URL of a self-hosted server; None: from the environment.
+            init_timeout_sec, finish_timeout_sec: how long an unreachable server may delay start and end.
+            on_event: called with an event if the sink fails.
         """
         self.run_id: str | None = None
         self.last_step: int | None = None
@@ -94,16 +95,12 @@ class WandbSink:
         self._row_step = 0
         self._next_own_step = 0
         self._messages = _Messages(on_event)
-        # silent: our own lines say where the run is; wandb's would repeat every metric, and some of them go to stdout.
+        # silent: wandb's own lines repeat every metric, partly on stdout; ours say where the run is.
         settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True, "base_url": base_url}
-        settings |= {
-            "init_timeout": init_timeout_sec,
-            "login_timeout": init_timeout_sec,
-            "finish_timeout": finish_timeout_sec,
-        }
+        settings |= {"init_timeout": init_timeout_sec, "login_timeout": init_timeout_sec}
+        settings["finish_timeout"] = finish_timeout_sec
         options: dict[str, Any] = {"mode": mode, "project": project, "entity": entity, "name": name, "id": run_id}
-        options["config"] = dict(config or {})
-        self._guard.run(self._open, run_dir, options, settings)
+        self._guard.run(self._open, run_dir, {**options, "config": dict(config or {})}, settings)
 
     def _open(self, run_dir: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
         # Imported here: it takes most of a second, and only rank 0 needs it.
@@ -125,15 +122,12 @@ class WandbSink:
             logger.info("wandb: %s", self._run.url)
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Take one payload; it goes out with the next step's or at `close`."""
+        """Add one payload to the row of its step, which is sent when the next step begins or at `close`."""
         self._guard.run(self._log, payload)
 
     def _log(self, payload: Mapping[str, Any]) -> None:
         self._open_row(payload["global_step"])
-        for key, value in payload["metrics"].items():
-            self._row[display_key(key)] = value
-        for key, word in payload.get("non_finite", {}).items():
-            self._row[display_key(key)] = float(word)
+        self._row |= {display_key(key): value for key, value in all_values(payload).items()}
 
     def _open_row(self, step: int) -> None:
         if self._row and step != self._row_step:
@@ -148,7 +142,7 @@ class WandbSink:
         self.last_step = self._row_step
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Send a sample, as a panel with a slider over the steps; other events are not sent."""
+        """Send a sample as a panel with a slider over the steps; other events are not sent."""
         if event.get("event") == SAMPLE:
             self._guard.run(self._sample, event)
 
@@ -160,30 +154,26 @@ class WandbSink:
         self._row["sample/text"] = wandb.Html(f"<pre style='white-space: pre-wrap'>{text}</pre>", inject=False)
 
     def close(self) -> None:
-        """Send the held-back row and finish the run; gives up where wandb does not come to an end in time."""
+        """Send the last row and finish the run; gives up if wandb does not finish in time."""
         if self._run is None:
             return
         if self._row:
             self._guard.run(self._send)
-        finisher = threading.Thread(target=self._guard.run, args=(self._finish, self._run), daemon=True)
+        finisher = threading.Thread(target=self._guard.run, args=(self._run.finish,), daemon=True)
         finisher.start()
-        # wandb keeps to the timeout by itself while its service is alive; the rest is for a service that is not.
+        # wandb enforces the timeout itself while its service is alive; the grace period covers a dead service.
         finisher.join(self._finish_timeout_sec + _GRACE_SEC)
         if finisher.is_alive() or not self._guard.enabled:
             self._messages.is_quiet = True
             self._abandon()
         self._run = None
 
-    @staticmethod
-    def _finish(run: Any) -> None:
-        run.finish()
-
     def _abandon(self) -> None:
-        """Keep wandb from waiting at the interpreter's exit for a service that does not answer."""
+        """Keep wandb from blocking the interpreter's exit if its service does not respond."""
         import wandb
 
         def leave() -> None:
-            with self._guard:  # silent where the failure has been told already
+            with self._guard:  # silent if the failure has been reported already
                 wandb.teardown()
 
         leaver = threading.Thread(target=leave, daemon=True)

@@ -14,7 +14,7 @@ from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.text_stream import prompt_ids
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.import_path import resolve_target, told
+from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
@@ -148,7 +148,7 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
     except UserError:
         raise
     except Exception as error:  # what the user's own function does may raise anything
-        raise UserError("model.target", f"{table.target} fails: {told(error)}", "mend it there") from error
+        raise UserError("model.target", f"{table.target} fails: {format_error(error)}", "fix it there") from error
     width = getattr(model, "state_width", None)
     if not isinstance(model, nn.Module) or not isinstance(width, int):
         problem = f"{table.target} gave a {type(model).__name__} without state_width"

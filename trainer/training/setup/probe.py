@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.import_path import shown_path, told
+from trainer.import_path import format_error, shown_path
 from trainer.metrics.batch_extras import check_inputs
 from trainer.training.setup.parts import autocast_context, state_width
 from trainer.training.setup.plan import Plan, build_model
@@ -106,7 +106,7 @@ def _call(plan: Plan, model: nn.Module, inputs: dict[str, Any], state: Tensor | 
     except UserError:
         raise
     except Exception as error:  # what the user's own function does may raise anything
-        text = told(error, otherwise=_place_of_forward(model))
+        text = format_error(error, otherwise=_place_of_forward(model))
         shape = "None" if state is None else list(state.shape)
         given = f"tokens {list(inputs['tokens'].shape)} and state {shape}"
         raise _refusal(plan, f"its forward fails with {given}: {text}") from error
