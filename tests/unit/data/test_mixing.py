@@ -129,7 +129,7 @@ def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_s
 def test_batches_do_not_depend_on_how_many_are_prepared_together(
     write_streams: Write, mixing: Make, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    streams = write_streams({"a": [[40, 9, 3], [90]], "b": [[8] * 9]})
+    streams = write_streams({"a": [[40, 9, 3], [90]], "b": [[8] * 9], "c": [[16, 8, 4, 12, 4, 8, 20, 4, 24]]})
     whole = list(mixing(streams, repeat=False, batch_size=3))
     for batch in whole:
         assert meta(batch)["group_ids"] == batch["group_ids"].tolist()
