@@ -129,8 +129,11 @@ def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_s
 def test_batches_do_not_depend_on_how_many_are_prepared_together(
     write_streams: Write, mixing: Make, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    streams = write_streams({"a": [[40, 9, 3], [90]], "b": [[8] * 9]})
+    streams = write_streams({"a": [[40, 9, 3], [90]], "b": [[8] * 9], "c": [[16, 8, 4, 12, 4, 8, 20, 4, 24]]})
     whole = list(mixing(streams, repeat=False, batch_size=3))
+    for batch in whole:
+        assert meta(batch)["group_ids"] == batch["group_ids"].tolist()
+        assert meta(batch)["cell_indices"] == batch["cell_index"].tolist()
     first = mixing(streams, repeat=False, batch_size=3)
     for _ in range(stop):
         next(first)
@@ -260,7 +263,10 @@ def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
     assert [record.getMessage() for record in caplog.records] == [
         "[stream_mixing] resume reshard dropped 3 still-active readers"
     ]
+    assert [epoch for epoch, _ in smaller.state_dict()["chapters"]] == [0]
     seen = [meta(batch)["stream"] for batch in (next(smaller) for _ in range(60))]
+    assert smaller.state_dict()["epoch"] > 0
+    assert smaller.state_dict()["chapters"] == []  # reshard points go with their epoch
     order = [streams.index(next(s for s in streams if s.relative_path == path)) for path in dict.fromkeys(seen)]
     assert order[: len(active)] == active
 
