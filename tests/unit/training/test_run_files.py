@@ -16,9 +16,9 @@ from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import CheckpointError
-from trainer.training.checkpointing.resume_checks import check_drift
+from trainer.training.checkpointing.resume_checks import check_config
 from trainer.training.checkpointing.saver import num_bytes
-from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, how_to_go_on
+from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, resume_command
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
 
@@ -181,12 +181,12 @@ def test_the_way_on_is_a_whole_command_line_where_it_can_be_known(config, tmp_pa
     run = RunDir(tmp_path / "a b")
     options = f"--resume auto --run-dir '{run.path}'"
     whole = f"--config '{run.path}/config.resolved.toml' {options}"
-    assert how_to_go_on(run, config, 1, local_world_size=1) == f"train {whole}"
-    assert how_to_go_on(run, config, 2, local_world_size=2) == f"train --nproc 2 {whole}"
-    assert how_to_go_on(run, config, 4, local_world_size=2) == f"the same command line and {options}"
+    assert resume_command(run, config, 1, local_world_size=1) == f"train {whole}"
+    assert resume_command(run, config, 2, local_world_size=2) == f"train --nproc 2 {whole}"
+    assert resume_command(run, config, 4, local_world_size=2) == f"the same command line and {options}"
     included = config.data.source[0].model_copy(update={"include": "other.toml"})
     including = config.model_copy(update={"data": config.data.model_copy(update={"source": [included]})})
-    assert how_to_go_on(run, including, 1, local_world_size=1) == f"the same command line and {options}"
+    assert resume_command(run, including, 1, local_world_size=1) == f"the same command line and {options}"
 
 
 RESTART_LINE = build_restart(0, checkpoint=None)
@@ -238,14 +238,14 @@ def test_auto_goes_on_in_the_newest_unfinished_run_of_the_name(config, tmp_path)
 
 def test_changed_keys_are_named_and_breaking_ones_refused(config, caplog):
     saved = config.model_dump(mode="json")
-    check_drift(saved, config)
+    check_config(saved, config)
     assert not caplog.records
-    check_drift({**saved, "optimizer": {**saved["optimizer"], "lr": 5.0}, "run": {**saved["run"], "dir": "x"}}, config)
+    check_config({**saved, "optimizer": {**saved["optimizer"], "lr": 5.0}, "run": {**saved["run"], "dir": "x"}}, config)
     assert [record.getMessage() for record in caplog.records] == [
         "resuming with another config: optimizer.lr: 5.0 -> 0.001"
     ]
     with pytest.raises(UserError, match=r"model\.dim: 8 -> 16"):
-        check_drift({**saved, "model": {**saved["model"], "dim": 8}}, config)
+        check_config({**saved, "model": {**saved["model"], "dim": 8}}, config)
 
 
 def test_the_first_signal_asks_a_late_second_one_ends(monkeypatch):
