@@ -110,6 +110,7 @@ def test_a_rank_that_fails_tells_the_others_why(pair):
     assert pair[0].explain(RuntimeError("gloo: connection closed")) == "rank 1 failed: ValueError: bad line"
 
 
+@pytest.mark.slow  # tests/faults/test_hang.py has this on three ranks
 def test_a_hang_in_a_real_run_ends_and_is_named(tmp_path):
     run_dir = tmp_path / "run"
     arguments = (
