@@ -40,6 +40,8 @@ class Slab:
         self._library: Any = np if device.type == "cpu" and _is_known_to_numpy(dtype) else torch
         self._rows = self.native(torch.zeros(capacity + 2, width, device=device, dtype=dtype))
         self._is_valid = self.native(torch.zeros(capacity + 2, device=device, dtype=torch.bool))
+        # A number of the host would have to be copied to the device each time, which waits.
+        self._no_slot = self.native(torch.full((), capacity, device=device))
 
     def read(self, slots: Ints) -> tuple[Tensor, Native]:
         """Copy rows out.
@@ -50,7 +52,7 @@ class Slab:
         index = self.native(slots)
         is_valid = self._is_valid[index]
         # Redirecting the index costs a tenth of masking the rows.
-        return torch.as_tensor(self._rows[self._library.where(is_valid, index, self.capacity)]), is_valid
+        return torch.as_tensor(self._rows[self._library.where(is_valid, index, self._no_slot)]), is_valid
 
     def write(self, slots: Ints, rows: Tensor) -> Native:
         """Copy rows in; those that are not finite are not valid.
