@@ -5,7 +5,7 @@ Host memory only: groups, slots and steps are integers here, and nothing knows a
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -13,13 +13,11 @@ import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import EvictionMode, WipeMode
-
-Evicted = tuple[EvictionMode, int]
-"""How a group was evicted, and at which step."""
+from trainer.ledger.eviction import EVICTION_MODES, Evicted, EvictedGroups, EvictionMode, WipeMode
 
 # Stands for the last step of slots that must not be evicted; no bucket has it. -1 is a free slot.
 PINNED = -2
+FALSE_EVICTION_KEYS = {mode: f"ledger/false_evictions/{mode}" for mode in EVICTION_MODES}
 _EMPTY: Ints = np.empty(0, np.int64)
 
 
@@ -106,8 +104,7 @@ class GroupIndex:
     def __init__(self, *, capacity: int, wipe_mode: WipeMode, counts: dict[str, int]) -> None:
         self.capacity = capacity
         self.num_live = 0
-        self.evicted: OrderedDict[int, Evicted] = OrderedDict()
-        """Groups evicted recently that have not come back, oldest first; at most `capacity`."""
+        self.evicted = EvictedGroups(capacity)
         self.last_step: Ints = np.full(capacity, -1, np.int64)
         """Per slot, the step of the last store; -1 if free."""
         self._group_of: Ints = np.full(capacity, -1, np.int64)
@@ -153,12 +150,8 @@ class GroupIndex:
         ended = slots[is_held & ~is_kept]
         new = (is_kept & ~is_held).nonzero()[0]
         self._check_room(is_kept, self.num_live - ended.size + new.size)
-        if self.evicted:
-            for group, cell in zip(group_ids[~is_held].tolist(), cell_index[~is_held].tolist(), strict=True):
-                if group in self.evicted:
-                    mode, _ = self.evicted.pop(group)
-                    # A first cell starts from zero anyway, so nothing was lost.
-                    self._counts[f"ledger/false_evictions/{mode}"] += cell != 0
+        if self.evicted.entries:
+            self._welcome_back(group_ids[~is_held].tolist(), cell_index[~is_held].tolist())
         if ended.size:
             self._vacate(ended)
         if new.size:
@@ -207,7 +200,9 @@ class GroupIndex:
         self.last_step.fill(-1)
         self.last_step[slots] = last_step
         self._free[: free_slots.size] = free_slots
-        self.evicted = OrderedDict(evicted[-self.capacity :])
+        self.evicted.clear()
+        for group, (mode, step) in evicted:
+            self.evicted.add([group], mode, step)
         if self._order is not None:
             self._order.rebuild()
 
@@ -222,6 +217,16 @@ class GroupIndex:
             raise UserError("ledger.capacity", problem, f"set it to at least {needed}")
         problem = f"is exhausted: {needed} groups are in flight, got {self.capacity}"
         raise UserError("ledger.capacity", problem, f"set it to at least {needed}, or wipe_mode to lru")
+
+    def _welcome_back(self, groups: list[int], cells: list[int]) -> None:
+        """Forget that some of the groups, none of them held, were evicted, and count those that continue."""
+        evicted = self.evicted.entries
+        for group, cell in zip(groups, cells, strict=True):
+            if group in evicted:
+                mode, _ = evicted.pop(group)
+                # A first cell starts from zero anyway, so nothing was lost.
+                if cell:
+                    self._counts[FALSE_EVICTION_KEYS[mode]] += 1
 
     def _occupy(self, groups: Ints) -> Ints:
         """Give each of the groups, none of them held, a free slot; there must be enough."""
@@ -247,11 +252,7 @@ class GroupIndex:
 
     def _evict(self, slots: Ints, mode: EvictionMode, step: int) -> None:
         """Free the slots, and remember that their groups were evicted."""
-        evicted = (mode, step)
-        for group in self._vacate(slots):
-            self.evicted[group] = evicted
-        while len(self.evicted) > self.capacity:
-            self.evicted.popitem(last=False)
+        self.evicted.add(self._vacate(slots), mode, step)
         self._counts[f"ledger/evictions/{mode}"] += slots.size
 
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import WipeMode, check_settings, is_due
+from trainer.ledger.eviction import Evicted, WipeMode, check_settings, is_due
 from trainer.ledger.exchange import OwnerExchange, owner_of
-from trainer.ledger.index import Evicted, GroupIndex, distinct
-from trainer.ledger.slab import Native, Slab, to_device
+from trainer.ledger.index import GroupIndex, distinct
+from trainer.ledger.slab import InvalidCount, Native, Slab, to_device
 from trainer.ledger.snapshot import Layout, load_shards, save_shard
 
 Ownership = Literal["reader", "exchange"]
@@ -102,8 +102,7 @@ class Ledger:
         self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
         self._counts = dict.fromkeys(COUNTER_KEYS, 0)
         # Counted on the device, which alone knows them; added to `_counts` where metrics are read.
-        self._num_cold_starts: Native = 0
-        self._num_refused: Native = 0
+        self._cold_starts, self._refused = InvalidCount(self._slab), InvalidCount(self._slab)
         self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
         self._exchange: OwnerExchange | None = None
         if ownership == "exchange" and world_size > 1:
@@ -150,7 +149,7 @@ class Ledger:
         else:
             distinct(group_ids)
             states, is_valid = self._fetch(self._exchange, group_ids, np.flatnonzero(~is_fresh))
-        self._num_cold_starts += self._slab.num_invalid(is_valid, ~is_fresh)
+        self._cold_starts.add(is_valid, ~is_fresh)
         return states
 
     def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
@@ -187,7 +186,7 @@ class Ledger:
         is_kept = ~is_last & (group_ids >= 0)
         slots = self._index.place(group_ids, cell_index, is_kept, self._step)
         slots[~is_kept] = self._slab.waste_slot
-        self._num_refused += self._slab.num_invalid(self._slab.write(slots, states), is_kept)
+        self._refused.add(self._slab.write(slots, states), is_kept)
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
@@ -213,20 +212,20 @@ class Ledger:
         Waits for the device.
         """
         counts = dict(self._counts)
-        counts["ledger/cold_starts"] += int(self._num_cold_starts)
-        counts["ledger/refused_rows"] += int(self._num_refused)
+        counts["ledger/cold_starts"] += self._cold_starts.read()
+        counts["ledger/refused_rows"] += self._refused.read()
         return counts
 
     def load_undrained(self, counts: Mapping[str, int]) -> None:
         """Restore the counters from `undrained`, after `load_state_dict`."""
         self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
-        self._num_cold_starts = 0
-        self._num_refused = 0
+        self._cold_starts.reset()
+        self._refused.reset()
 
     @property
     def recently_evicted(self) -> Mapping[int, Evicted]:
         """Groups evicted recently that have not come back: mode and step, oldest first."""
-        return MappingProxyType(self._index.evicted)
+        return MappingProxyType(self._index.evicted.entries)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: tensors (on the CPU), numbers and strings; counters are not part of it (`undrained`)."""
