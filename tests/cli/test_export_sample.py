@@ -10,9 +10,8 @@ import torch
 
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
-from trainer.cli.sample_run import Request, run_sample
+from trainer.cli.verbs.sample import sample
 from trainer.errors import UserError
-from trainer.model.generate import Draw
 from trainer.training.export.saved_model import load_model
 
 CPU = torch.device("cpu")
@@ -32,9 +31,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def request(**changes):
-    fields = {"prompt": "the ", "num_bytes": 30, "num_tokens": None, "draw": Draw(seed=4), "step": None}
-    return Request(**{**fields, "tokenizer": None, "device": "cpu", "as_json": False, **changes})
+def generate(where, **changes):
+    sample(str(where), **{"prompt": "the ", "num_bytes": 30, "seed": 4, "device": "cpu", **changes})
 
 
 def samples_of(run_dir):
@@ -89,25 +87,25 @@ def test_the_program_writes_the_prompt_and_what_follows(folder):
 
 def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
     def said(where, **changes):
-        run_sample(str(folder / where), request(**changes))
+        generate(folder / where, **changes)
         return capsys.readouterr().out
 
     text = said("run")
     assert text == said("run") == said("exported")
-    assert text != said("run", draw=Draw(seed=5))
+    assert text != said("run", seed=5)
     assert text != said("run", step=3)
     as_json = json.loads(said("run", as_json=True))
     assert (as_json["step"], as_json["prompt"] + as_json["text"] + "\n") == (6, text)
-    assert len(said("run", draw=Draw(top_k=1), num_bytes=7)) <= 4 + 7 + 1
+    assert len(said("run", top_k=1, num_bytes=7)) <= 4 + 7 + 1
 
 
 def test_two_lengths_and_absent_checkpoints_are_refused(folder):
     with pytest.raises(UserError, match="--bytes: does not go with --tokens"):
-        run_sample(str(folder / "run"), request(num_tokens=3))
+        generate(folder / "run", num_tokens=3)
     with pytest.raises(UserError, match=r"has no checkpoint after step 4; use one of 3, 6"):
-        run_sample(str(folder / "run"), request(step=4))
+        generate(folder / "run", step=4)
     with pytest.raises(UserError, match="is no directory; name the directory of a run"):
-        run_sample(str(folder / "nowhere"), request())
+        generate(folder / "nowhere")
 
 
 def test_exported_weights_give_the_scores_of_the_checkpoint(folder):
@@ -167,7 +165,7 @@ def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path):
     assert again.stderr == f"{out}: exists already; name another place, or add --force\n"
     foreign = run("export", folder / "run", "--format", "safetensors", "--out", folder, "--force")
     assert foreign.returncode == 2
-    assert "holds other things than an export" in foreign.stderr
+    assert "with other files than an export" in foreign.stderr
     assert (folder / "run").is_dir()
 
 

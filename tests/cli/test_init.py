@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import ROOT, losses, make_corpus, run
 from tests.unit.data.megatron_writer import write_megatron
-from trainer.cli.init_config import init_config
+from trainer.cli.verbs.init import init
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.training.setup.plan import make_plan
@@ -104,7 +104,7 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     make, layout, tokenizer, vocab_size = KINDS[kind]
     monkeypatch.chdir(tmp_path)
     paths = make(tmp_path / "my data")
-    init_config(paths, out="x.toml", force=False, format="auto", dtype=None, eod=None, tokenizer=None)
+    init(paths, out="x.toml")
     config = load_config("x.toml")
     assert (config.data.source[0].layout, config.data.tokenizer, config.data.vocab_size) == (
         layout,
@@ -162,14 +162,14 @@ def test_all_empty_files_are_named_at_once(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"data/empty1.txt, data/empty2.txt: of 8 files 2 are empty; a run refuses them"
     ):
-        init_config(["data"], out=None, force=False, format="auto", dtype=None, eod=None, tokenizer=None)
+        init(["data"])
 
 
 def test_what_lies_beside_the_modalities_is_named(tmp_path):
     make_corpus(tmp_path / "data")
     (tmp_path / "data" / "notes.txt").write_text("left out")
     result = run("init", "data", cwd=tmp_path)
-    assert "# Note: not read, since they lie in no modality's directory: notes.txt\n" in result.stdout
+    assert "# Note: not read, because not in a modality's directory: notes.txt\n" in result.stdout
 
 
 def test_a_tokenizer_of_ones_own_is_named_in_the_config(tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_tokenizer_of_ones_own_is_named_in_the_config(tmp_path, monkeypatch):
         [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=["?"], show_progress=False)
     )
     tokenizer.save("words.json")
-    init_config(["data"], out="x.toml", force=False, format="auto", dtype=None, eod=None, tokenizer="words.json")
+    init(["data"], out="x.toml", tokenizer="words.json")
     plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
     assert plan.vocab_size == tokenizer.get_vocab_size() + 1
     assert plan.config.objective.token_types is False

@@ -46,10 +46,14 @@ def mistakes_together(*, world_size: int) -> Iterator[None]:
     except UserError as error:
         found = error
     summary = None if found is None else (found.key, found.problem, found.fix, found.where)
-    first = next((each for each in gather_from_ranks((summary,), world_size=world_size) if each[0] is not None), None)
-    if first is None or first[0] is None:
+    summaries = gather_from_ranks((summary,), world_size=world_size)
+    speaker, first = next(((rank, each) for rank, (each,) in enumerate(summaries) if each is not None), (0, None))
+    if first is None:
         return
-    if found is not None and summary == first[0]:
-        raise found
-    key, problem, fix, where = first[0]
-    raise UserError(key, problem, fix, where=where) from found
+    if found is None or summary != first:
+        key, problem, fix, where = first
+        agreed = UserError(key, problem, fix, where=where)
+    else:
+        agreed = found
+    agreed.speaker = speaker
+    raise agreed from None

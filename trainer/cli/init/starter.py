@@ -1,4 +1,4 @@
-"""The TOML that `train init` writes: every line that a newcomer is likely to change, with what it means beside it."""
+"""The TOML that `train init` writes: the keys that a newcomer is likely to change, each with its meaning beside it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.cli.counts import counted
+from trainer.cli.terminal import counted
 from trainer.data.inspection.sizing import Sizes
 
-TIE_FROM_VOCABULARY = 8192  # ids from which on one embedding for both ends saves most of a small model
+TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
 
 
 @dataclass(frozen=True)
 class Starter:
-    """What a starter config says.
+    """Contents of a starter config.
 
     Args:
         name: of the run and of its source.
-        found: lines that say what was found, for the head of the file.
-        notes: lines that say what to look at.
-        source: keys of `[[data.source]]` but the name.
-        tokenizer, vocab_size: as in `[data]`; vocab_size 0 where the tokenizer knows.
-        num_ids: of the model.
-        largest_id: of token ids: the largest that was seen, and how often.
-        names_eod: the source may say which id ends a document, and does not.
+        found: lines on the data that was found, for the head of the file.
+        notes: lines on what the user should check.
+        source: keys of `[[data.source]]` except the name.
+        tokenizer, vocab_size: as in `[data]`; vocab_size 0 where the tokenizer has its own.
+        num_ids: vocabulary of the model.
+        largest_id: the largest token id, and how often it occurs.
+        suggests_eod: whether to suggest the key `eod`, which the source lacks.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Starter:
     vocab_size: int
     num_ids: int
     largest_id: tuple[int, int]
-    names_eod: bool
+    suggests_eod: bool
     sizes: Sizes
 
 
@@ -66,7 +66,7 @@ def toml_value(value: Any) -> str:
 def _head(starter: Starter, schema: str | None) -> str:
     lines = [f"#:schema {schema}"] if schema else []
     lines += [
-        "# Written by `train init`. Every key: train config docs. What follows from this file: train check --config FILE"
+        "# Written by `train init`. All keys: train config docs. Values derived from this file: train check --config FILE"
     ]
     lines += [f"# {line}" for line in starter.found]
     lines += [f"# Note: {line}" for line in starter.notes]
@@ -80,7 +80,7 @@ def _train(starter: Starter) -> str:
 [train]
 steps = {sizes.steps}   # about {counted(sizes.passes, "pass")} over the data on 1 rank
 micro_batches = {sizes.micro_batches}   # micro-batches per optimizer step and rank
-# precision = "bf16"   # on a GPU that has it
+# precision = "bf16"   # on a GPU that supports it
 """
 
 
@@ -88,30 +88,32 @@ def _data(starter: Starter) -> str:
     sizes = starter.sizes
     lines = [
         "[data]",
-        f"seq_len = {sizes.seq_len}   # tokens in a cell: what is trained on at once; state is carried on",
+        f"seq_len = {sizes.seq_len}   # tokens per cell; the recurrent state is carried from cell to cell",
     ]
     lines.append(f"tokenizer = {toml_value(starter.tokenizer)}   # bytes, ids, or the path of a tokenizer.json")
     if starter.vocab_size:
         seen, times = starter.largest_id
-        lines.append(f"# The largest id is {seen} (it occurs {times:,} times). Set this to your tokenizer's size.")
+        lines.append(
+            f"# The largest id is {seen} (it occurs {times:,} times). Set this to your tokenizer's vocabulary size."
+        )
         lines.append(f"vocab_size = {starter.vocab_size}")
-    lines.append(f"max_group_cells = {sizes.max_group_cells}   # state is carried over so many cells at most")
+    lines.append(f"max_group_cells = {sizes.max_group_cells}   # state is carried over at most this many cells")
     if sizes.pack:
-        lines.append("pack = true   # most documents are shorter than a cell: several share a row")
+        lines.append("pack = true   # most documents are shorter than a cell, so several share a row")
     lines += ["", "[data.mixing]"]
-    lines.append(f"num_streams_mixed = {sizes.num_streams_mixed}   # files that are read side by side (K)")
+    lines.append(f"num_streams_mixed = {sizes.num_streams_mixed}   # streams read concurrently (K)")
     lines.append(f"batch_size = {sizes.batch_size}   # cells per micro-batch and rank")
     return "\n".join([*lines, ""])
 
 
 def _source(starter: Starter) -> str:
-    lines = ["# More [[data.source]] tables blend more data; weight says in which proportion.", "[[data.source]]"]
+    lines = ["# Add [[data.source]] tables to blend in more data; weight sets the proportions.", "[[data.source]]"]
     lines.append(f"name = {toml_value(starter.name)}")
     lines += [f"{key} = {toml_value(value)}" for key, value in starter.source.items()]
-    if starter.names_eod:
+    if starter.suggests_eod:
         seen, times = starter.largest_id
         hint = f"{seen}" if times > 1 else "..."
-        lines.append(f"# eod = {hint}   # the id that ends a document, if one does; without it a file is one document")
+        lines.append(f"# eod = {hint}   # id that ends a document, if there is one; without it a file is one document")
     return "\n".join([*lines, ""])
 
 
@@ -119,13 +121,13 @@ def _eval(starter: Starter) -> str:
     sizes = starter.sizes
     if not sizes.holdout_fraction:
         return (
-            "# [eval] is left out: there are too few documents to hold any out. With more of them:\n"
+            "# No [eval]: there are too few documents to hold any out. With more of them:\n"
             "# [eval]\n# every = 50\n# holdout_fraction = 0.05\n"
         )
     return f"""\
 [eval]
 every = {max(sizes.steps // 10, 10)}
-holdout_fraction = {sizes.holdout_fraction}   # share of the documents that is never trained on
+holdout_fraction = {sizes.holdout_fraction}   # share of the documents held out for evaluation
 """
 
 
@@ -138,7 +140,11 @@ def _model(starter: Starter) -> str:
 
 def _rest(starter: Starter) -> str:
     sizes = starter.sizes
-    types = "\n[objective]\ntoken_types = true   # loss by type of character\n" if starter.tokenizer == "bytes" else ""
+    types = (
+        "\n[objective]\ntoken_types = true   # report the loss by type of character\n"
+        if starter.tokenizer == "bytes"
+        else ""
+    )
     return f"""\
 [optimizer]
 lr = 2e-3
