@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.cli.refuse import refuse
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.training.signals import StopRequest, say_stopping
@@ -20,7 +21,8 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     """Train in this process, or in `nproc` new ones; returns the run's exit code.
 
     Raises:
-        UserError: the config, the data or the launch is wrong.
+        UserError: the config or the launch is wrong.
+        SystemExit: another mistake was found in this process, and printed.
     """
     config = load_config(config_path, overrides)
     if nproc is not None:
@@ -31,7 +33,10 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     from trainer.cli.diagnosis import LiveVerdict
     from trainer.training.main import train
 
-    code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=LiveVerdict)
+    try:
+        code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=LiveVerdict)
+    except UserError as error:
+        refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
     report_exit_code(code)
     return code
 

@@ -109,7 +109,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except UserError as error:
-        refuse(error.message, speaker=error.speaker)
+        refuse(error.message)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:

@@ -19,17 +19,18 @@ WAIT_FOR_RANKS_SEC = 60.0
 AGREE_SEC = 20.0
 
 
-def refuse(message: str, *, speaker: int | None = None) -> NoReturn:
+def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = False) -> NoReturn:
     """Print the message, once for all ranks, and exit with the code for users' mistakes.
 
     Args:
         message: empty if nothing is to be printed.
         speaker: the rank that prints, if the ranks have agreed on one. If not, they do so now.
+        is_told_to_end: this process has got a SIGTERM already.
     """
     rank = os.environ.get("RANK", "0")
     is_waiting = False
     if message and speaker is None and os.environ.get("WORLD_SIZE", "1") != "1":
-        meeting = _Meeting()
+        meeting = _Meeting(0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
         speaker, is_waiting = meeting.speaker(), meeting.is_alive()
     # As soon as one rank has exited, torchrun ends the others. That must swallow neither the message nor the exit code.
     if "RANK" in os.environ:
@@ -46,9 +47,9 @@ def refuse(message: str, *, speaker: int | None = None) -> NoReturn:
 class _Meeting(threading.Thread):
     """Answers the other ranks that this one refuses. A thread, since it may block for long and signals must be handled."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_sec: float) -> None:
         super().__init__(name="meeting", daemon=True)
-        self._end = time.monotonic() + WAIT_FOR_RANKS_SEC
+        self._end = time.monotonic() + wait_sec
         self._speaker: int | None = None
 
     def speaker(self) -> int | None:
