@@ -75,19 +75,15 @@ def _as_json(
         ],
         "window": window,
         "ends": [asdict(end_of(run, window)) for run in runs],
-        "metrics": [
-            {
-                "key": row.key,
-                "unit": row.unit,
-                "means": row.means,
-                "is_last": row.is_last,
-                "standard_deviations": row.deviations,
-                "difference": row.difference,
-                "relative": row.relative,
-            }
-            for row in means
-        ],
+        "metrics": [_metric_as_json(row) for row in means],
     }
+
+
+def _metric_as_json(row: KeyMean) -> dict[str, Any]:
+    """Its fields, and what follows from them."""
+    content = asdict(row)
+    content["standard_deviations"] = content.pop("deviations")
+    return {**content, "difference": row.difference, "relative": row.relative}
 
 
 def _verdict_word(verdict: Verdict) -> str | None:
