@@ -8,7 +8,7 @@ import os
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,12 +41,12 @@ class RunEntry:
 
     run: str
     state: str
-    step: int | None
-    steps: int | None
-    loss: float | None
-    eval_loss: float | None
-    age_sec: float | None
-    verdict: str | None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    age_sec: float | None = None
+    verdict: str | None = None
     reason: str | None = None
 
 
@@ -105,25 +105,23 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     state = str(status.get("state", "unknown"))
     if state == "running" and not _is_held(path):
         state = "died"
-    reason = str(status["reason"]) if status.get("reason") else None
+    entry = RunEntry(str(path), state, reason=str(status["reason"]) if status.get("reason") else None)
     try:
         run = load_run(path)
     except UserError as error:
         is_empty = "has no rows" in error.message or "has no metrics.jsonl" in error.message
         verdict = None if is_empty else "record unreadable"
-        age = _age(path, now, "status.json", "metrics.jsonl")
-        return RunEntry(str(path), state, status.get("last_step"), None, None, None, age, verdict, reason)
+        age_sec = _age(path, now, "status.json", "metrics.jsonl")
+        return replace(entry, step=status.get("last_step"), age_sec=age_sec, verdict=verdict)
     steps = run.setting("train.steps")
-    return RunEntry(
-        run=str(path),
-        state=state,
+    return replace(
+        entry,
         step=run.steps[-1] if run.steps else None,
         steps=steps if isinstance(steps, int) else None,
         loss=_last(run, "loss"),
         eval_loss=_last(run, "eval_loss"),
         age_sec=_age(path, now, "metrics.jsonl"),
         verdict=verdict_text(run) if diagnoses else None,
-        reason=reason,
     )
 
 
