@@ -6,13 +6,15 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from tests.support.runs import PROGRAM, environment, make_corpus, run, write_tiny_config
+from tests.support.in_process import Ended, program
+from tests.support.runs import PROGRAM, environment, make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.preview.picture import check_picture
@@ -29,14 +31,23 @@ def config(tmp_path: Path) -> Path:
     return write_tiny_config(tmp_path)
 
 
+Previewed = Callable[..., Ended]
+
+
+@pytest.fixture
+def previewed(capsys: pytest.CaptureFixture[str]) -> Previewed:
+    """Runs `train preview <arguments>`."""
+    return lambda *arguments: program(["preview", *arguments], capsys)
+
+
 def fading_source(tmp_path: Path) -> str:
     root = tmp_path / "corpus"
     first = f'{{name="first",layout="nested",root="{root}",modalities=["a"],{FADING}}}'
     return f'data.source=[{first},{{name="second",layout="nested",root="{root}",modalities=["b"]}}]'
 
 
-def test_the_terminal_shows_blend_pools_ledger_and_learning_rate(config: Path) -> None:
-    shown = run("preview", "--config", config, "--world-size", 2)
+def test_the_terminal_shows_blend_pools_ledger_and_learning_rate(config: Path, previewed: Previewed) -> None:
+    shown = previewed("--config", config, "--world-size", 2)
     assert shown.returncode == 0, shown.stderr
     assert "tiny: 6 steps of 2 micro-batch(es) on 2 rank(s)" in shown.stdout
     for part in ("share of the micro-batches by batch", "Sources", "Pools", "Ledger", "learning rate by step"):
@@ -48,8 +59,8 @@ def test_the_terminal_shows_blend_pools_ledger_and_learning_rate(config: Path) -
     assert not (config.parent / "runs").exists()
 
 
-def test_json_has_everything_and_says_where_a_source_ends(config: Path) -> None:
-    shown = run("preview", "--config", config, "--world-size", 2, "--json", "--set", fading_source(config.parent))
+def test_json_has_everything_and_says_where_a_source_ends(config: Path, previewed: Previewed) -> None:
+    shown = previewed("--config", config, "--world-size", 2, "--json", "--set", fading_source(config.parent))
     assert shown.returncode == 0, shown.stderr
     content = json.loads(shown.stdout)
     assert content["schema_version"] == 1
@@ -68,10 +79,10 @@ def test_json_has_everything_and_says_where_a_source_ends(config: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_picture_is_drawn(config: Path, suffix: str) -> None:
+def test_the_picture_is_drawn(config: Path, previewed: Previewed, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     picture = config.parent / f"preview{suffix}"
-    shown = run("preview", "--config", config, "--out", picture, "--set", fading_source(config.parent))
+    shown = previewed("--config", config, "--out", picture, "--set", fading_source(config.parent))
     assert shown.returncode == 0, shown.stderr
     if suffix == ".png":
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -108,8 +119,8 @@ def test_without_the_extra_a_picture_is_refused_in_one_line(config: Path) -> Non
     assert refused.stderr == expected
 
 
-def test_mistakes_of_the_config_are_those_of_check(config: Path) -> None:
-    refused = run("preview", "--config", config, "--set", "data.mixing.num_stream_mixed=3")
+def test_mistakes_of_the_config_are_those_of_check(config: Path, previewed: Previewed) -> None:
+    refused = previewed("--config", config, "--set", "data.mixing.num_stream_mixed=3")
     assert refused.returncode == 2
     assert "did you mean num_streams_mixed?" in refused.stderr
 

@@ -25,8 +25,8 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
         SystemExit: another mistake was found in this process, and printed.
     """
     config = load_config(config_path, overrides)
-    if nproc is not None and EXIT_CODE_FILE not in os.environ:  # the ranks that it starts have the same command line
-        return launch_ranks(nproc, sys.argv[1:])
+    if nproc is not None:
+        return launch_ranks(nproc, _without_nproc(sys.argv[1:]))
     # Before torch is imported, so that a signal during the import stops the run instead of killing it.
     stop = StopRequest(say_stopping)
     stop.install()
@@ -89,3 +89,15 @@ def _launch(own: list[str]) -> int:
         print(f"train: stopped by {error.sigval.name}", file=sys.stderr)  # noqa: T201 - a message for people
         return 0 if _reported_exit_code() == 0 else 128 + error.sigval
     return 0
+
+
+def _without_nproc(arguments: list[str]) -> list[str]:
+    """The command line of the ranks. torchrun's parser rejects `--nproc` even there, as an ambiguous option of its own."""
+    kept = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--nproc":
+            next(rest, None)
+        elif not argument.startswith("--nproc="):
+            kept.append(argument)
+    return kept

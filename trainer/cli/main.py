@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 3 findings of
 `train diagnose`; 1 anything else.
-Neither this module nor a verb's imports anything slow (torch, numpy, pydantic) at the top, so that `train --help` answers at
+Neither this module nor a verb imports anything slow (torch, numpy, pydantic) at the top, so that `train --help` answers at
 once: a verb imports what it needs when it is called.
 """
 

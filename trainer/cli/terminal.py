@@ -1,4 +1,4 @@
-"""Output for people: the console and its width, colours, counts, a progress bar. Nothing here imports rich at the top."""
+"""Output for people: the console and its width, colours, counts, a progress bar."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PIPE_WIDTH = 120  # characters of a line where stdout is no terminal
 COLOURS = {
@@ -25,15 +23,11 @@ COLOURS = {
 
 def output(*, needed_width: int = 0) -> Console:
     """Stdout, as wide as the terminal; in a pipe `PIPE_WIDTH`, or `needed_width` if that is more."""
-    from rich.console import Console
-
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else max(PIPE_WIDTH, needed_width))
 
 
 def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:
     """rich markup: the word, or `text` instead, in the word's colour."""
-    from rich.markup import escape
-
     return f"[{COLOURS.get(word, otherwise)}]{escape(word if text is None else text)}[/]"
 
 
@@ -50,7 +44,6 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

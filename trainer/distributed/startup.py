@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from trainer.errors import UserError
 
 NOBODY = "nobody"
-CHECK_EVERY = timedelta(seconds=1)  # a blocking wait must end now and then, for Python to handle signals
+CHECK_EVERY_SEC = (
+    0.1  # rather than a blocking wait, in which Python handles no signals and which warns when it times out
+)
 
 
 def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: float) -> None:
@@ -39,7 +40,7 @@ def answer_refusal(store: dist.Store, *, rank: int, world_size: int, gives_up: C
     """Refuse to start. Returns the rank that prints its message: the lowest that refuses.
 
     Args:
-        gives_up: asked about every second; when true, ranks that have not answered are not waited for.
+        gives_up: asked again and again; when true, ranks that have not answered are not waited for.
     """
     speaker = _answer(store, "refused", rank=rank, world_size=world_size, gives_up=gives_up)
     assert speaker is not None
@@ -59,27 +60,22 @@ def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives
     """Answer, and wait for the others. Returns the rank that prints its message; None: all are ready."""
     store = dist.PrefixStore("startup", store)
     store.set(f"{answer}_{rank}", "")
-    is_over = store.add("answers", 1) == world_size
-    while not is_over:
-        try:
-            store.wait(["speaker"], CHECK_EVERY)
-            break
-        except dist.DistStoreError:
-            is_over = gives_up()
-    if is_over:
-        _decide(store, world_size)
+    is_last = store.add("answers", 1) == world_size
+    while not (is_last or store.check(["speaker"]) or gives_up()):
+        time.sleep(CHECK_EVERY_SEC)
+    _decide(store, world_size)
     speaker = store.get("speaker").decode()
     if speaker == NOBODY:
         return None
     store.add("read", 1)
     if rank == 0:  # it may be the host of the store, which must stay until the others have read
         while store.add("read", 0) < store.add("answers", 0) and not gives_up():
-            time.sleep(0.05)
+            time.sleep(CHECK_EVERY_SEC)
     return int(speaker)
 
 
 def _decide(store: dist.Store, world_size: int) -> None:
-    """Settle who speaks, atomically: the first decision also holds for ranks that come later."""
+    """Decide who speaks, atomically and once: the decision also holds for ranks that come later."""
     if store.check(["speaker"]):
         return
     refusing = [rank for rank in range(world_size) if store.check([f"refused_{rank}"])]

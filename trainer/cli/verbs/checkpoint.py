@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import output
@@ -94,9 +96,6 @@ def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool) -> No
     if as_json:
         typer.echo(json.dumps({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]}, indent=2))
         return
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(title=escape(f"checkpoints of {run_dir}"), title_justify="left")
     for name in ("step", "saved", "MB", "ranks"):
         table.add_column(name, justify="right")

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import COLOURS, output
 
 if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
     from trainer.report.names import NamedRun
     from trainer.report.outcome import Fact, KeyMean
     from trainer.report.verdict import Verdict
@@ -30,8 +30,6 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two runs: settings, outcome, and the final mean of every key."""
-    from rich.text import Text
-
     from trainer.cli.diagnosis import report_verdict
     from trainer.report.names import with_distinct_names
     from trainer.report.outcome import key_means
@@ -94,10 +92,6 @@ def _verdict_word(verdict: Verdict) -> str | None:
 
 
 def _new_table(title: str, first: str, runs: Sequence[NamedRun], *more: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(
         title=title, title_justify="left", title_style="bold", header_style="", box=SIMPLE_HEAD, pad_edge=False
     )
@@ -110,8 +104,6 @@ def _new_table(title: str, first: str, runs: Sequence[NamedRun], *more: str) -> 
 
 
 def _config_table(runs: Sequence[NamedRun]) -> Table | str:
-    from rich.text import Text
-
     from trainer.report.markup import value_text
     from trainer.report.outcome import config_differences
 
@@ -125,8 +117,6 @@ def _config_table(runs: Sequence[NamedRun]) -> Table | str:
 
 
 def _outcome_table(runs: Sequence[NamedRun], verdicts: Sequence[Verdict], window: int | None) -> Table:
-    from rich.text import Text
-
     from trainer.report.outcome import make_outcome
 
     table = _new_table("Outcome", "", runs, "difference")
@@ -147,8 +137,6 @@ def _outcome_table(runs: Sequence[NamedRun], verdicts: Sequence[Verdict], window
 
 def _fact_cell(fact: Fact) -> Text:
     """The value; of a loss with what it covers. Other notes are on the report's page."""
-    from rich.text import Text
-
     from trainer.report.markup import fact_text
 
     has_note = fact.unit == "nats/token" and fact.note and fact.value is not None
@@ -157,8 +145,6 @@ def _fact_cell(fact: Fact) -> Text:
 
 def _means_table(runs: Sequence[NamedRun], means: Sequence[KeyMean], window: int | None) -> Table:
     """Keys that differ; bold where the difference exceeds the scatter of the values."""
-    from rich.text import Text
-
     from trainer.report.outcome import end_of
 
     title = "Final mean (the last value of lr, counters and running averages)\n"

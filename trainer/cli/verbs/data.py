@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from trainer.cli.options import EodOption, FormatOption, JsonOption
 from trainer.cli.terminal import counted, output, progress_bar
 from trainer.errors import UserError, UserErrors
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from trainer.data.corpus.manifest import Manifest
     from trainer.data.inspection.survey import Survey
     from trainer.data.tokenizer import Tokenizer
@@ -197,8 +197,6 @@ def _facts(found: Survey, seq_len: int, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _print_tables(content: dict[str, Any]) -> None:
-    from rich.table import Table
-
     console = output()
     cutting = content["cutting"]
     how = f"layout {content['layout']}; cells of {cutting['seq_len']} tokens, at most {cutting['max_group_cells']} a group"
@@ -224,9 +222,6 @@ def _print_tables(content: dict[str, Any]) -> None:
 
 
 def _share_table(kind: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table()
     table.add_column(kind)
     table.add_column("tokens", justify="right")

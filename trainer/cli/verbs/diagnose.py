@@ -6,15 +6,15 @@ import json
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from trainer.cli.options import JsonOption, RunArgument
 from trainer.cli.terminal import coloured, output
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from trainer.diagnostics.diagnose import Diagnosis, Ruling
     from trainer.diagnostics.outcome import Evidence
 
@@ -43,8 +43,6 @@ def diagnose(run_dir: RunArgument, as_json: JsonOption = False) -> None:
 
 def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Findings first, then one line per rule."""
-    from rich.markup import escape
-
     steps = diagnosis.run.steps
     extent = f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
     console.print(f"{escape(str(diagnosis.run.path))}: {extent}", highlight=False)
@@ -58,8 +56,6 @@ def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _finding_lines(ruling: Ruling) -> list[str]:
-    from rich.markup import escape
-
     assert ruling.severity is not None
     outcome = ruling.outcome
     lines = [f"{coloured(ruling.severity)} [bold]{ruling.rule.name}[/]: {escape(outcome.sentence)}"]
@@ -78,9 +74,6 @@ def _evidence_line(evidence: Evidence) -> str:
 
 
 def _rule_table(diagnosis: Diagnosis) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     for heading in ("rule", "verdict", "observation"):
         table.add_column(heading, overflow="fold")

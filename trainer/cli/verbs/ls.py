@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import coloured, output
@@ -162,8 +163,6 @@ def _last(run: Run, key: str) -> float | None:
 
 
 def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
-    from rich.markup import escape
-
     from trainer.fitted_table import Column
 
     columns = [
