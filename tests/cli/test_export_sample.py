@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.cli.verbs.sample import sample
@@ -146,34 +147,34 @@ def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tm
     assert abs(losses(tmp_path / "run" / "metrics.jsonl")[2] - losses(folder / "run" / "metrics.jsonl")[6]) < 0.5
 
 
-def test_weights_of_another_shape_are_refused_by_name_by_check_and_run_alike(folder):
+def test_weights_of_another_shape_are_refused_by_name_by_check_and_run_alike(folder, capsys):
     wrong = ["--config", folder / "tiny.toml", "--set", f"model.weights={folder / 'exported'}", "--set", "model.dim=24"]
-    for verb in (["check"], []):
-        result = run(*verb, *wrong)
+    for result in (program(["check", *wrong], capsys), run(*wrong)):
         assert result.returncode == 2
         assert "embedding.weight: shape [257, 16], the model has [257, 24]" in result.stderr
         assert result.stderr.count("\n") == 1
 
 
-def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path):
+def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path, capsys):
     out = tmp_path / "x.csv"
-    assert run("export", folder / "run", "--format", "csv", "--out", out).returncode == 0
+    assert program(["export", folder / "run", "--format", "csv", "--out", out], capsys).returncode == 0
     with out.open(newline="") as file:
         table = [row for row in csv.DictReader(file) if row["mode"] == "train"]
     assert {int(row["global_step"]): float(row["loss"]) for row in table} == losses(folder / "run" / "metrics.jsonl")
-    again = run("export", folder / "run", "--format", "csv", "--out", out)
+    again = program(["export", folder / "run", "--format", "csv", "--out", out], capsys)
     assert again.stderr == f"{out}: exists already; name another place, or add --force\n"
-    foreign = run("export", folder / "run", "--format", "safetensors", "--out", folder, "--force")
+    foreign = program(["export", folder / "run", "--format", "safetensors", "--out", folder, "--force"], capsys)
     assert foreign.returncode == 2
     assert "with other files than an export" in foreign.stderr
     assert (folder / "run").is_dir()
 
 
-def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path):
+def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path, capsys):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert run("export", folder / "run", "--format", "tensorboard", "--out", tmp_path / "tb").returncode == 0
+    exported = program(["export", folder / "run", "--format", "tensorboard", "--out", tmp_path / "tb"], capsys)
+    assert exported.returncode == 0, exported.stderr
     board = EventAccumulator(str(tmp_path / "tb"))
     board.Reload()
     found = {event.step: event.value for event in board.Scalars("train/loss")}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.in_process import program
 from tests.support.runs import run
 from trainer.cli.diagnosis import MIN_INTERVAL_SEC, LiveVerdict
 from trainer.cli.verbs.ls import age_text, entry_of, find_runs, ls
@@ -72,7 +73,7 @@ def test_runs_are_found_in_directories_and_by_name(tmp_path):
         find_runs([str(tmp_path / "nowhere")])
 
 
-def test_the_program_prints_the_newest_last_and_json(tmp_path):
+def test_the_program_prints_the_newest_last_and_json(tmp_path, monkeypatch, capsys):
     make_run(tmp_path / "runs" / "new", "done", [2.0, 1.25], age=1)
     make_run(tmp_path / "runs" / "old", "stopped", [2.5], age=10_000)
     table = run("ls", cwd=tmp_path)
@@ -81,7 +82,8 @@ def test_the_program_prints_the_newest_last_and_json(tmp_path):
     assert [line.split()[1] for line in lines] == ["runs/old", "runs/new"]
     assert "2/100" in lines[1]
     assert "1.2500" in lines[1]
-    listed = json.loads(run("ls", "runs", "--json", "--no-diagnose", cwd=tmp_path).stdout)
+    monkeypatch.chdir(tmp_path)
+    listed = json.loads(program(["ls", "runs", "--json", "--no-diagnose"], capsys).stdout)
     assert [(each["run"], each["state"], each["verdict"]) for each in listed] == [
         ("runs/old", "stopped", None),
         ("runs/new", "done", None),
@@ -124,8 +126,9 @@ def test_the_verdict_beside_the_bar_is_looked_up_from_time_to_time(tmp_path):
     assert verdict() == "healthy"
 
 
-def test_a_name_stays_in_one_piece_in_a_pipe(tmp_path):
+def test_a_name_stays_in_one_piece_in_a_pipe(tmp_path, monkeypatch, capsys):
     name = "a-run-with-a-name-that-fills-more-than-one-line-of-a-terminal-" * 3
     make_run(tmp_path / "runs" / name, "done", [2.0, 1.25])
-    table = run("ls", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    table = program(["ls"], capsys)
     assert f"runs/{name} " in table.stdout, table.stderr
