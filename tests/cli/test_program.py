@@ -186,3 +186,14 @@ def test_a_wrong_choice_is_named_without_what_the_library_puts_before_it(capsys)
     done = program(["export", "x", "--format", "foo", "--out", "y"], capsys)
     assert done.returncode == 2
     assert "'--format': 'foo' is not one of 'safetensors', 'csv', 'parquet', 'tensorboard'" in done.stderr
+
+
+def test_a_wrong_command_line_is_refused_with_a_typer_that_raises_click_s_own_errors_too(capsys, monkeypatch):
+    click = pytest.importorskip("click")  # newer releases of typer have a private copy of it
+
+    def refuse(**_):
+        raise click.UsageError("No such option: --confg.", ctx=None)
+
+    monkeypatch.setattr("trainer.cli.main.app", refuse)
+    done = program(["--confg"], capsys)
+    assert (done.returncode, done.stderr) == (2, "train: No such option: --confg; see train --help\n")
