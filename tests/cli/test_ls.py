@@ -18,17 +18,17 @@ from trainer.cli.verbs.ls import age_text, entry_of, find_runs, ls
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 
-NOW = time.time()
+NOW = 1_000_000.0
 
 
-def make_run(path: Path, state: str, losses: list[float], *, age: float = 90.0, steps: int = 100) -> Path:
+def make_run(path: Path, state: str, losses: list[float], *, age: float = 90.0, now: float = NOW) -> Path:
     path.mkdir(parents=True)
     (path / "status.json").write_text(json.dumps({"state": state, "last_step": len(losses), "pid": 1}))
-    (path / "config.resolved.toml").write_text(f"[train]\nsteps = {steps}\n")
+    (path / "config.resolved.toml").write_text("[train]\nsteps = 100\n")
     rows = [encode_payload(build_payload("train", step, {"loss": loss})) for step, loss in enumerate(losses, start=1)]
     record = path / "metrics.jsonl"
     record.write_text("".join(row + "\n" for row in rows))
-    os.utime(record, (NOW - age, NOW - age))
+    os.utime(record, (now - age, now - age))
     return path
 
 
@@ -91,12 +91,13 @@ def test_the_program_prints_the_newest_last_and_json(tmp_path, monkeypatch, caps
 
 
 def test_a_run_that_failed_before_its_first_number_stands_where_it_belongs_and_says_why(tmp_path, capsys):
-    make_run(tmp_path / "runs" / "old", "done", [2.5], age=10_000)
-    make_run(tmp_path / "runs" / "new", "done", [2.0], age=1)
+    now = time.time()
+    make_run(tmp_path / "runs" / "old", "done", [2.5], age=10_000, now=now)
+    make_run(tmp_path / "runs" / "new", "done", [2.0], age=1, now=now)
     failed = make_run(tmp_path / "runs" / "failed", "failed", [])
     status = {"state": "failed", "last_step": 0, "pid": 1, "reason": "KeyError: 'x' " + "and more " * 30}
     (failed / "status.json").write_text(json.dumps(status))
-    os.utime(failed / "status.json", (NOW - 200, NOW - 200))
+    os.utime(failed / "status.json", (now - 200, now - 200))
     ls([str(tmp_path / "runs")], as_json=True)
     listed = json.loads(capsys.readouterr().out)
     assert [Path(each["run"]).name for each in listed] == ["old", "failed", "new"]
