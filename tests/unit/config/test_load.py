@@ -65,7 +65,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("ledgr.capacity=3", "ledgr: unknown key; did you mean ledger?"),
         (
             "ledger.zzz=3",
-            "unknown key; known are capacity, index, ownership, stale_threshold, sweep_every, wipe_every, wipe_mode",
+            "unknown key; known are capacity, ownership, stale_threshold, sweep_every, wipe_every, wipe_mode",
         ),
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
         ("ledger.wipe_mode=periodic_stale", 'wipe_mode "periodic_stale" needs stale_threshold >= 1'),
