@@ -81,14 +81,13 @@ class StoreOrder:
         self._front = _EMPTY
 
     def _fill_front(self) -> bool:
-        """Move what is live of the oldest step into the front, if that is used up; whether it then holds anything."""
+        """Move the slots of the oldest step into the front, if that is used up; whether it then holds anything."""
         # The newest step may get more buckets after it became the front.
         while self._buckets and (not self._front.size or self._buckets[0][0] == self._front_step):
             self._front_step, slots = self._buckets.popleft()
             self._num_queued -= slots.size
-            live = slots[self._last_step[slots] == self._front_step]
             # A slot is in both if two micro-batches of the step stored it.
-            self._front = np.union1d(self._front, live) if self._front.size else np.sort(live)
+            self._front = np.union1d(self._front, slots) if self._front.size else np.sort(slots)
         return self._front.size > 0
 
 
@@ -151,7 +150,7 @@ class GroupIndex:
         new = (is_kept & ~is_held).nonzero()[0]
         self._check_room(is_kept, self.num_live - ended.size + new.size)
         if self.evicted.entries:
-            self._welcome_back(group_ids[~is_held].tolist(), cell_index[~is_held].tolist())
+            self._take_evicted(group_ids[~is_held].tolist(), cell_index[~is_held].tolist())
         if ended.size:
             self._vacate(ended)
         if new.size:
@@ -218,7 +217,7 @@ class GroupIndex:
         problem = f"is exhausted: {needed} groups are in flight, got {self.capacity}"
         raise UserError("ledger.capacity", problem, f"set it to at least {needed}, or wipe_mode to lru")
 
-    def _welcome_back(self, groups: list[int], cells: list[int]) -> None:
+    def _take_evicted(self, groups: list[int], cells: list[int]) -> None:
         """Forget that some of the groups, none of them held, were evicted, and count those that continue."""
         evicted = self.evicted.entries
         for group, cell in zip(groups, cells, strict=True):
