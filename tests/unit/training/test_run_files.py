@@ -245,7 +245,7 @@ def test_changed_keys_are_named_and_breaking_ones_refused(config, caplog):
         "resuming with another config: optimizer.lr: 5.0 -> 0.001"
     ]
     # A key that is gone since then is named, and refuses nothing.
-    check_drift({**saved, "ledger": {**saved["ledger"], "index": "auto"}}, config)
+    check_config({**saved, "ledger": {**saved["ledger"], "index": "auto"}}, config)
     assert "ledger.index" in caplog.records[-1].getMessage()
     with pytest.raises(UserError, match=r"model\.dim: 8 -> 16"):
         check_config({**saved, "model": {**saved["model"], "dim": 8}}, config)
