@@ -170,6 +170,16 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
     assert not list(tmp_path.glob(".tmp*"))
 
 
+def test_a_checkpoint_that_is_half_deleted_is_none(tmp_path, monkeypatch):
+    for step in (5, 10):
+        make_checkpoint(tmp_path, step)
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *args, **options: None)
+        files.prune(tmp_path, keep_last=1, keep_every=0)
+    assert (tmp_path / "step_00000005").exists()
+    assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [10]
+
+
 def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
     first = choose_run_dir(config, None, "off", now=1.7e9)
     assert first.path.parent == tmp_path / "runs"
