@@ -168,7 +168,7 @@ def test_a_step_with_a_bad_number_is_skipped_and_training_goes_on(corpus, tmp_pa
     """A gradient that is infinite once: the weights of that step stay, the next step trains."""
     from trainer.training.step.step import TrainStep
 
-    original, seen = TrainStep.conclude, []
+    original, seen = TrainStep.launch, []
 
     def poison(self, **votes):
         seen.append([p.detach().clone() for p in self._parameters])
@@ -176,7 +176,7 @@ def test_a_step_with_a_bad_number_is_skipped_and_training_goes_on(corpus, tmp_pa
             self._parameters[0].grad[0] = float("inf")
         return original(self, **votes)
 
-    monkeypatch.setattr(TrainStep, "conclude", poison)
+    monkeypatch.setattr(TrainStep, "launch", poison)
     measured = train_once(corpus, tmp_path / "run", "train.on_non_finite=skip")
     assert all(torch.equal(a, b) for a, b in zip(seen[3], seen[4], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(seen[4], seen[5], strict=True))
@@ -189,13 +189,13 @@ def test_a_step_with_a_bad_number_is_skipped_and_training_goes_on(corpus, tmp_pa
 def test_too_many_bad_steps_in_a_row_end_the_run(corpus, tmp_path, monkeypatch):
     from trainer.training.step.step import TrainStep
 
-    original = TrainStep.conclude
+    original = TrainStep.launch
 
     def poison(self, **votes):
         self._parameters[0].grad[0] = float("nan")
         return original(self, **votes)
 
-    monkeypatch.setattr(TrainStep, "conclude", poison)
+    monkeypatch.setattr(TrainStep, "launch", poison)
     config = load_config(corpus, ["train.steps=10", "train.on_non_finite=skip", "train.max_skips=3"])
     assert train(config, corpus, str(tmp_path / "run")) == 1
     assert "4 steps in a row were skipped" in (tmp_path / "run" / "status.json").read_text()
