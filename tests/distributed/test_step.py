@@ -113,6 +113,14 @@ def test_clipping_shrinks_the_true_gradient_to_the_limit():
     assert norm == pytest.approx(0.01, rel=1e-3)
 
 
+def test_a_step_without_tokens_changes_nothing(monkeypatch):
+    tokens, targets = rows()
+    monkeypatch.setitem(globals(), "rows", lambda: (tokens, torch.full_like(targets, -100)))
+    outcome, change, _ = one_step(0, 1, 2)
+    assert outcome.is_empty
+    assert all(bool((c == 0).all()) for c in change.values())
+
+
 @pytest.mark.distributed
 def test_a_bad_number_on_one_rank_skips_the_step_on_all_and_finite_states_stay():
     for outcome, change, live_groups in run_on_ranks(one_step, 3, 1, 0.0, 1):
