@@ -502,8 +502,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant(
             "trainer/metrics/noise_scale/hooks.py",
             "(num_micros + 1) // 2 if",
-            "num_micros if",
-            "tests/unit/metrics/test_noise_scale_average.py::test_one_rank_compares_half_the_window_with_the_whole",
+            "num_micros // 2 if",
+            "tests/unit/metrics/test_gns_hooks.py::test_sums_equal_separate_backwards",
         ),
         Mutant(
             "trainer/metrics/noise_scale/hooks.py",
@@ -519,9 +519,9 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/noise_scale/hooks.py",
-            "if gns is None or not gns._is_active:",
-            "if gns is None:",
-            "tests/unit/metrics/test_gns_hooks.py::test_backwards_outside_a_micro_batch_do_not_count",
+            "        self._micro_square = self._sums.new_zeros(())\n        self._repeats",
+            "        self._repeats",
+            "tests/unit/metrics/test_gns_hooks.py::test_sums_equal_separate_backwards",
         ),
         Mutant(
             "trainer/metrics/noise_scale/hooks.py",
