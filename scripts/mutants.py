@@ -17,13 +17,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SEC = 120.0
-BASELINE_TIMEOUT_SEC = 1200.0
+AREA_TIMEOUT_SEC = 1200.0
 
 
 class Mutant(NamedTuple):
@@ -1174,7 +1176,7 @@ class Copy:
 
     def run_tests(self, tests: list[str], timeout: float) -> tuple[int | None, str]:
         """pytest's exit code, None if it was killed after `timeout` seconds, and what it printed."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--durations=0"]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         # PYTHONPATH, because tests start programs of their own, which must import the copy too.
         environment = {**os.environ, "PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"}
         with self._output.open("wb") as output:
@@ -1190,30 +1192,28 @@ class Copy:
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that the test started
+                process.wait()
                 code = None
-            finally:
-                # The processes that the test started, too.
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
         return code, self._output.read_text(encoding="utf-8", errors="replace")
+
+    def check_whole(self, area: str, mutants: list[Mutant]) -> str:
+        """What is wrong with the tests of an area without any mutant; empty if they pass."""
+        code, output = self.run_tests(list(dict.fromkeys(mutant.test for mutant in mutants)), AREA_TIMEOUT_SEC)
+        return "" if code == 0 else f"{output[-4000:]}\n{area}: red, or not found, without any mutant: see above"
 
     def try_mutant(self, mutant: Mutant) -> str:
         """`caught`, `caught (timeout)`, `SURVIVED`, or why the mutant is unusable."""
         path = self._root / mutant.file
+        # Python tells old bytecode by the file's second and size: no two tests of a file start in one second.
         whole = path.read_bytes()
-        path.write_text(mutated(mutant, whole.decode()), encoding="utf-8")
+        path.write_bytes(whole.replace(mutant.old.encode(), mutant.new.encode()))
         try:
             code, _ = self.run_tests([mutant.test], TIMEOUT_SEC)
         finally:
             path.write_bytes(whole)
         known = {None: "caught (timeout)", 0: "SURVIVED", 1: "caught"}
         return known.get(code, f"unusable (pytest ends with {code}: does the mutant still import?)")
-
-
-def mutated(mutant: Mutant, text: str) -> str:
-    """The file's text with the break."""
-    return text.replace(mutant.old, mutant.new)
 
 
 def problem_of(mutant: Mutant) -> str | None:
@@ -1240,29 +1240,25 @@ def try_all(chosen: dict[str, list[Mutant]], num_workers: int) -> int:
         for worker in range(num_workers):
             copies.put(Copy(Path(folder, str(worker))))
 
-        def check(area: str) -> str:
+        def on_a_copy(action: Callable[[Copy], str]) -> str:
             copy = copies.get()
-            code, output = copy.run_tests(list(dict.fromkeys(m.test for m in chosen[area])), BASELINE_TIMEOUT_SEC)
-            copies.put(copy)
-            return "" if code == 0 else f"{output[-4000:]}\n{area}: red or not found without any mutant, see above"
+            try:
+                return action(copy)
+            finally:
+                copies.put(copy)
 
-        def attempt(mutant: Mutant) -> str:
-            copy = copies.get()
-            result = copy.try_mutant(mutant)
-            copies.put(copy)
-            return result
-
-        red = [text for text in pool.map(check, chosen) if text]
-        if red:
-            print("\n".join(red))
+        checks = [partial(Copy.check_whole, area=area, mutants=mutants) for area, mutants in chosen.items()]
+        if red := "\n".join(filter(None, pool.map(on_a_copy, checks))):
+            print(red)
             return 1
-        listed = [(area, mutant) for area in chosen for mutant in chosen[area]]
-        num_bad = 0
-        for (area, mutant), result in zip(listed, pool.map(attempt, [m for _, m in listed]), strict=True):
-            num_bad += not result.startswith("caught")
+        listed = [(area, mutant) for area, mutants in chosen.items() for mutant in mutants]
+        attempts = [partial(Copy.try_mutant, mutant=mutant) for _, mutant in listed]
+        num_caught = 0
+        for (area, mutant), result in zip(listed, pool.map(on_a_copy, attempts), strict=True):
+            num_caught += result.startswith("caught")
             print(f"{result:9} {line_of(area, mutant)}", flush=True)
-    print(f"{len(listed) - num_bad} of {len(listed)} mutants caught")
-    return 1 if num_bad else 0
+    print(f"{num_caught} of {len(listed)} mutants caught")
+    return 0 if num_caught == len(listed) else 1
 
 
 def main() -> int:
@@ -1273,14 +1269,15 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     options = parser.parse_args()
     chosen = {area: mutants for area, mutants in MUTANTS.items() if area in (options.area or MUTANTS)}
+    listed = [(area, mutant) for area, mutants in chosen.items() for mutant in mutants]
     if options.list:
-        print("\n".join(line_of(area, mutant) for area, mutants in chosen.items() for mutant in mutants))
+        print("\n".join(line_of(area, mutant) for area, mutant in listed))
         return 0
-    unusable = [(problem_of(mutant), line_of(area, mutant)) for area in chosen for mutant in chosen[area]]
-    for problem, line in unusable:
-        if problem is not None:
-            print(f"unusable ({problem}) {line}")
-    if any(problem is not None for problem, _ in unusable):
+    unusable = [
+        f"unusable ({found}) {line_of(area, mutant)}" for area, mutant in listed if (found := problem_of(mutant))
+    ]
+    if unusable:
+        print("\n".join(unusable))
         return 1
     return try_all(chosen, options.workers)
 
