@@ -743,7 +743,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "trainer/training/step/step.py",
             "grad_factor=factor)",
             "grad_factor=1.0)",
-            "tests/distributed/test_step.py::",
+            "tests/distributed/test_step.py::test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled",
         ),
         Mutant(
             "trainer/training/step/step.py",
@@ -845,7 +845,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "trainer/training/finish.py",
             "        position.skipped_in_a_row = 0\n",
             "",
-            "tests/unit/training/test_one_step_late.py::test_bad_steps_in_a_row_are_each_counted_once",
+            "tests/unit/training/test_one_step_late.py::test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not",
         ),
         Mutant(
             "trainer/training/finish.py",
@@ -1057,7 +1057,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "trainer/training/checkpointing/train_state.py",
             'self.skipped_in_a_row = int(saved.get("in_a_row", 0))',
             "self.skipped_in_a_row = 0",
-            "tests/unit/training/test_one_step_late.py::",
+            "tests/unit/training/test_one_step_late.py::test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not",
         ),
         Mutant(
             "trainer/training/checkpointing/train_state.py",
