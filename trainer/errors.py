@@ -19,6 +19,9 @@ class UserError(Exception):
     `str()` gives the message on one line: `x.toml:14: data.mixing.num_active: must be >= 1, got 0; set it to ...`.
     """
 
+    speaker: int | None = None
+    """The rank that prints it; None while the ranks have not agreed on one."""
+
     def __init__(self, key: str, problem: str, fix: str = "", *, where: str = "") -> None:
         self.key = key
         self.problem = problem

@@ -9,7 +9,7 @@ groups. The yardsticks, on the same groups, in turns of 25 steps:
 Patterns: `window`, in which 4 of 64 groups are new, so that a group comes about 16 times and never again; and `zipf`, in
 which groups are drawn with probability 1 / rank from 4 times as many as fit.
 
-A micro-batch of 64 rows is smaller than most: with more rows or wider states the copies' share grows.
+A micro-batch of 64 rows is smaller than most: with more rows or wider states the share of the copies grows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def test_list_shows_the_newest_first_and_what_has_no_marker(run_dir, tmp_path, c
     directory = copied / "checkpoints" / "step_00000006"
     assert found[0]["num_bytes"] == sum(path.stat().st_size for path in directory.iterdir())
     table = program(["checkpoint", "list", copied], capsys)
-    assert "whole, latest" in table.stdout
+    assert "complete, latest" in table.stdout
     assert "is not complete" in table.stdout
 
 
@@ -60,5 +60,5 @@ def test_what_is_no_run_is_refused_with_one_line(tmp_path, capsys, verb):
     result = program(["checkpoint", verb, tmp_path / "nowhere"], capsys)
     assert result.returncode == 2
     assert result.stderr == (
-        f"{tmp_path / 'nowhere'}: has no directory checkpoints; name the directory of a run (runs/NAME-TIME)\n"
+        f"{tmp_path / 'nowhere'}: has no directory checkpoints; name a run directory (runs/NAME-TIME)\n"
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.in_process import program
 from tests.support.runs import command, environment, make_corpus, run
 
 
@@ -152,10 +153,17 @@ def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if "x.txt" in arguments:
         (tmp_path / "x.txt").write_text("text")
-    result = run("data", *arguments, cwd=tmp_path)
+    result = program(["data", *arguments], capsys)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1, result.stderr

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.in_process import Ended, program
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, write_tiny_config
 from trainer.diagnostics.diagnose import diagnose
 from trainer.diagnostics.rules.all_rules import RULES
@@ -16,10 +17,13 @@ from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.runs.load import load_run
 
+Diagnosed = Callable[..., Ended]
 
-def program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "train"), "diagnose", *map(str, arguments)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+@pytest.fixture
+def diagnosed(capsys: pytest.CaptureFixture[str]) -> Diagnosed:
+    """Runs `train diagnose <arguments>`."""
+    return lambda *arguments: program(["diagnose", *arguments], capsys)
 
 
 def write(path: Path, false_evictions: float) -> Path:
@@ -31,8 +35,8 @@ def write(path: Path, false_evictions: float) -> Path:
     return path
 
 
-def test_a_healthy_run_exits_with_0_and_names_what_was_not_measured(tmp_path: Path) -> None:
-    done = program(write(tmp_path / "metrics.jsonl", 0.0))
+def test_a_healthy_run_exits_with_0_and_names_what_was_not_measured(tmp_path: Path, diagnosed: Diagnosed) -> None:
+    done = diagnosed(write(tmp_path / "metrics.jsonl", 0.0))
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("healthy; ")
@@ -40,17 +44,17 @@ def test_a_healthy_run_exits_with_0_and_names_what_was_not_measured(tmp_path: Pa
     assert {rule.name for rule in RULES} <= {line.split()[0] for line in lines if line}
 
 
-def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path) -> None:
+def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, diagnosed: Diagnosed) -> None:
     write(tmp_path / "metrics.jsonl", 2.0)
-    done = program(tmp_path)
+    done = diagnosed(tmp_path)
     assert done.returncode == 3
     assert "error false_evictions_stale: 80 groups " in done.stdout
     assert "ledger/false_evictions/stale: step 1: 2" in done.stdout
     assert "try ledger.stale_threshold" in done.stdout
 
 
-def test_json_is_one_versioned_object(tmp_path: Path) -> None:
-    done = program(write(tmp_path / "metrics.jsonl", 2.0), "--json")
+def test_json_is_one_versioned_object(tmp_path: Path, diagnosed: Diagnosed) -> None:
+    done = diagnosed(write(tmp_path / "metrics.jsonl", 2.0), "--json")
     assert done.returncode == 3
     found = json.loads(done.stdout)
     assert found["diagnosis_version"] == 1
@@ -67,10 +71,10 @@ EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval
 
 
 @pytest.mark.parametrize("content", [None, "", "not a payload\n", EVALUATION])
-def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, content: str | None) -> None:
+def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, diagnosed: Diagnosed, content: str | None) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")
-    done = program(tmp_path)
+    done = diagnosed(tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
 
@@ -99,11 +103,11 @@ def test_a_run_that_ended_before_its_first_row_says_why(tmp_path: Path, status: 
     assert message in refusal.value.message
 
 
-def test_damage_is_said_and_the_rest_is_judged(tmp_path: Path) -> None:
+def test_damage_is_said_and_the_rest_is_judged(tmp_path: Path, diagnosed: Diagnosed) -> None:
     path = write(tmp_path / "metrics.jsonl", 2.0)
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace('"train"', '"tra', 1) + '{"schema_version":1,"mo', encoding="utf-8")
-    done = program(path)
+    done = diagnosed(path)
     assert done.returncode == 3
     assert "1 damaged line, the first at line 1" in done.stdout
     assert "cut off" in done.stdout
@@ -143,25 +147,13 @@ def test_a_real_rank_that_reads_slowly_is_found_though_the_reduction_hides_it(tm
     assert "straggling_rank" in [ruling.rule.name for ruling in diagnosis.findings]
 
 
-def test_diagnosis_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, trainer.cli.diagnose; print(sorted({'torch', 'numpy', 'wandb'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "[]\n"
-
-
-def test_a_run_that_ended_with_nan_is_diagnosed(tmp_path: Path) -> None:
+def test_a_run_that_ended_with_nan_is_diagnosed(tmp_path: Path, diagnosed: Diagnosed) -> None:
     config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
     blown_up = ["--set", "optimizer.lr=1e8", "--set", "train.clip_grad_norm=0", "--stdout", "off"]
     line = command(["--config", config, "--run-dir", run_dir, "--steps", 30, *blown_up])
     trained = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
     assert trained.returncode == 1, trained.stderr
-    done = program(run_dir)
+    done = diagnosed(run_dir)
     assert (done.returncode, done.stderr) == (3, "")
     assert "non_finite" in done.stdout
     assert "nan" in done.stdout

@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 
+from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
-from trainer.cli.sample_run import Request, run_sample
+from trainer.cli.verbs.sample import sample
 from trainer.errors import UserError
-from trainer.model.generate import Draw
 from trainer.training.export.saved_model import load_model
 
 CPU = torch.device("cpu")
@@ -32,9 +32,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def request(**changes):
-    fields = {"prompt": "the ", "num_bytes": 30, "num_tokens": None, "draw": Draw(seed=4), "step": None}
-    return Request(**{**fields, "tokenizer": None, "device": "cpu", "as_json": False, **changes})
+def generate(where, **changes):
+    sample(str(where), **{"prompt": "the ", "num_bytes": 30, "seed": 4, "device": "cpu", **changes})
 
 
 def samples_of(run_dir):
@@ -89,25 +88,25 @@ def test_the_program_writes_the_prompt_and_what_follows(folder):
 
 def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
     def said(where, **changes):
-        run_sample(str(folder / where), request(**changes))
+        generate(folder / where, **changes)
         return capsys.readouterr().out
 
     text = said("run")
     assert text == said("run") == said("exported")
-    assert text != said("run", draw=Draw(seed=5))
+    assert text != said("run", seed=5)
     assert text != said("run", step=3)
     as_json = json.loads(said("run", as_json=True))
     assert (as_json["step"], as_json["prompt"] + as_json["text"] + "\n") == (6, text)
-    assert len(said("run", draw=Draw(top_k=1), num_bytes=7)) <= 4 + 7 + 1
+    assert len(said("run", top_k=1, num_bytes=7)) <= 4 + 7 + 1
 
 
 def test_two_lengths_and_absent_checkpoints_are_refused(folder):
     with pytest.raises(UserError, match="--bytes: does not go with --tokens"):
-        run_sample(str(folder / "run"), request(num_tokens=3))
+        generate(folder / "run", num_tokens=3)
     with pytest.raises(UserError, match=r"has no checkpoint after step 4; use one of 3, 6"):
-        run_sample(str(folder / "run"), request(step=4))
+        generate(folder / "run", step=4)
     with pytest.raises(UserError, match="is no directory; name the directory of a run"):
-        run_sample(str(folder / "nowhere"), request())
+        generate(folder / "nowhere")
 
 
 def test_exported_weights_give_the_scores_of_the_checkpoint(folder):
@@ -148,34 +147,34 @@ def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tm
     assert abs(losses(tmp_path / "run" / "metrics.jsonl")[2] - losses(folder / "run" / "metrics.jsonl")[6]) < 0.5
 
 
-def test_weights_of_another_shape_are_refused_by_name_by_check_and_run_alike(folder):
+def test_weights_of_another_shape_are_refused_by_name_by_check_and_run_alike(folder, capsys):
     wrong = ["--config", folder / "tiny.toml", "--set", f"model.weights={folder / 'exported'}", "--set", "model.dim=24"]
-    for verb in (["check"], []):
-        result = run(*verb, *wrong)
+    for result in (program(["check", *wrong], capsys), run(*wrong)):
         assert result.returncode == 2
         assert "embedding.weight: shape [257, 16], the model has [257, 24]" in result.stderr
         assert result.stderr.count("\n") == 1
 
 
-def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path):
+def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path, capsys):
     out = tmp_path / "x.csv"
-    assert run("export", folder / "run", "--format", "csv", "--out", out).returncode == 0
+    assert program(["export", folder / "run", "--format", "csv", "--out", out], capsys).returncode == 0
     with out.open(newline="") as file:
         table = [row for row in csv.DictReader(file) if row["mode"] == "train"]
     assert {int(row["global_step"]): float(row["loss"]) for row in table} == losses(folder / "run" / "metrics.jsonl")
-    again = run("export", folder / "run", "--format", "csv", "--out", out)
+    again = program(["export", folder / "run", "--format", "csv", "--out", out], capsys)
     assert again.stderr == f"{out}: exists already; name another place, or add --force\n"
-    foreign = run("export", folder / "run", "--format", "safetensors", "--out", folder, "--force")
+    foreign = program(["export", folder / "run", "--format", "safetensors", "--out", folder, "--force"], capsys)
     assert foreign.returncode == 2
-    assert "holds other things than an export" in foreign.stderr
+    assert "with other files than an export" in foreign.stderr
     assert (folder / "run").is_dir()
 
 
-def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path):
+def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path, capsys):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert run("export", folder / "run", "--format", "tensorboard", "--out", tmp_path / "tb").returncode == 0
+    exported = program(["export", folder / "run", "--format", "tensorboard", "--out", tmp_path / "tb"], capsys)
+    assert exported.returncode == 0, exported.stderr
     board = EventAccumulator(str(tmp_path / "tb"))
     board.Reload()
     found = {event.step: event.value for event in board.Scalars("train/loss")}

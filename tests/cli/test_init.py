@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus, run
 from tests.unit.data.megatron_writer import write_megatron
-from trainer.cli.init_config import init_config
+from trainer.cli.verbs.init import init
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.training.setup.plan import make_plan
@@ -104,7 +105,7 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     make, layout, tokenizer, vocab_size = KINDS[kind]
     monkeypatch.chdir(tmp_path)
     paths = make(tmp_path / "my data")
-    init_config(paths, out="x.toml", force=False, format="auto", dtype=None, eod=None, tokenizer=None)
+    init(paths, out="x.toml")
     config = load_config("x.toml")
     assert (config.data.source[0].layout, config.data.tokenizer, config.data.vocab_size) == (
         layout,
@@ -119,37 +120,41 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     assert [*losses(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_beside_a_file(tmp_path):
+def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_beside_a_file(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     text_folder(tmp_path / "data")
-    printed = run("init", "data", cwd=tmp_path)
+    printed = program(["init", "data"], capsys)
     assert printed.returncode == 0, printed.stderr
     assert "#:schema" not in printed.stdout
     assert not (tmp_path / "config.schema.json").exists()
-    written = run("init", "data", "--out", "x.toml", cwd=tmp_path)
+    written = program(["init", "data", "--out", "x.toml"], capsys)
     text = (tmp_path / "x.toml").read_text()
     assert text == "#:schema config.schema.json\n" + printed.stdout
     assert (tmp_path / "config.schema.json").read_text() == (ROOT / "docs" / "config.schema.json").read_text()
     assert "next: train check --config x.toml" in written.stderr
-    again = run("init", "data", "--out", "x.toml", cwd=tmp_path)
+    again = program(["init", "data", "--out", "x.toml"], capsys)
     assert again.returncode == 2
     assert again.stderr == "x.toml: exists already; name another file, or add --force\n"
 
 
-def test_what_cannot_be_one_run_is_refused(tmp_path):
-    nothing = run("init", "nowhere", cwd=tmp_path)
+def test_what_cannot_be_one_run_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    nothing = program(["init", "nowhere"], capsys)
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert "nowhere: no such file or directory; check the path" in nothing.stderr
     data = tmp_path / "data"
     text_folder(data)
     np.save(data / "ids.npy", ids(100, 50).astype(np.int64))
-    mixed = run("init", "data", cwd=tmp_path)
+    mixed = program(["init", "data"], capsys)
     assert mixed.returncode == 2
     assert "is text, and data/ids.npy holds token ids" in mixed.stderr
     shutil.rmtree(data)
     data.mkdir()
     (data / "a.bin").write_bytes(struct.pack("<400H", *range(300, 700)))
     (data / "b.bin").write_bytes(struct.pack("<400I", *range(300, 700)))
-    dtypes = run("init", "data", cwd=tmp_path)
+    dtypes = program(["init", "data"], capsys)
     assert dtypes.returncode == 2
     assert "data/a.bin looks like uint16, data/b.bin looks like uint32" in dtypes.stderr
 
@@ -162,14 +167,14 @@ def test_all_empty_files_are_named_at_once(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"data/empty1.txt, data/empty2.txt: of 8 files 2 are empty; a run refuses them"
     ):
-        init_config(["data"], out=None, force=False, format="auto", dtype=None, eod=None, tokenizer=None)
+        init(["data"])
 
 
-def test_what_lies_beside_the_modalities_is_named(tmp_path):
+def test_what_lies_beside_the_modalities_is_named(tmp_path, capsys):
     make_corpus(tmp_path / "data")
     (tmp_path / "data" / "notes.txt").write_text("left out")
-    result = run("init", "data", cwd=tmp_path)
-    assert "# Note: not read, since they lie in no modality's directory: notes.txt\n" in result.stdout
+    result = program(["init", tmp_path / "data"], capsys)
+    assert "# Note: not read, because not in a modality's directory: notes.txt\n" in result.stdout
 
 
 def test_a_tokenizer_of_ones_own_is_named_in_the_config(tmp_path, monkeypatch):
@@ -184,7 +189,7 @@ def test_a_tokenizer_of_ones_own_is_named_in_the_config(tmp_path, monkeypatch):
         [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=["?"], show_progress=False)
     )
     tokenizer.save("words.json")
-    init_config(["data"], out="x.toml", force=False, format="auto", dtype=None, eod=None, tokenizer="words.json")
+    init(["data"], out="x.toml", tokenizer="words.json")
     plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
     assert plan.vocab_size == tokenizer.get_vocab_size() + 1
     assert plan.config.objective.token_types is False

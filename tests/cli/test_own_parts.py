@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
+from tests.support.in_process import program
 from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
 
 MODULE = """
@@ -123,22 +125,33 @@ def test_the_run_ends_when_the_data_do(tmp_path):
             ["model.target=own_parts:gru", "model.args={scael=2}"],
             "model.args: cannot call own_parts:gru with vocab_size, dim",
         ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch, capsys, overrides, message):
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
+    options = [text for override in overrides for text in ("--set", override)]
+    result = program(["check", "--config", write_tiny_config(tmp_path), *options], capsys)
+    sys.modules.pop("own_parts", None)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("{x=1}", "args"),
         (
-            ["model.target=own_parts:bigram", "data.source=[{name='own', target='own_parts:counting', args={x=1}}]"],
-            "args",
-        ),
-        (
-            [
-                "model.target=own_parts:bigram",
-                "data.source=[{name='own', target='own_parts:counting', args={extra='odd'}}]",
-            ],
+            "{extra='odd'}",
             "batch key odd: neither an input of the model (tokens) nor a registered batch extra (dataset_labels",
         ),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_in_one_line(tmp_path, overrides, message):
-    options = [text for override in overrides for text in ("--set", override)]
-    result = run_own(tmp_path, *options)
+def test_data_that_do_not_fit_are_refused_in_one_line(tmp_path, args, message):
+    own = f"data.source=[{{name='own', target='own_parts:counting', args={args}}}]"
+    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", own)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.in_process import program
 from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, make_corpus, read_rows, run, write_tiny_config
 from trainer.metrics.catalog.lookup import lookup
 
@@ -148,15 +149,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_the_first_bad_line_is_named_with_key_and_reason(kind, tmp_path):
+def test_the_first_bad_line_is_named_with_key_and_reason(kind, tmp_path, capsys):
     line, key, reason = BAD[kind]
     file = tmp_path / "stream.jsonl"
     file.write_bytes(b"\n".join([GOOD, line, GOOD, b"{}", b""]))
     bad_line = 2 + line.count(b"\n")
-    found = validate(file)
-    assert found.returncode == 1
-    assert found.stdout == b""
-    (said,) = found.stderr.decode().splitlines()
+    found = program(["payload", "validate", file], capsys)
+    assert (found.returncode, found.stdout) == (1, "")
+    (said,) = found.stderr.splitlines()
     assert said.startswith(f"{file}:{bad_line}: {key}: "), said
     assert reason in said
 

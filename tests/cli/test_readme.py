@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 
+from tests.support.in_process import program
 from tests.support.runs import ROOT, make_corpus, read_rows, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -48,18 +49,18 @@ def test_the_parts_are_where_the_table_says():
     for name in re.findall(r"`(trainer\.[\w.]+)`", README):
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
-    for program in (ROOT / "examples").glob("*.py"):
-        assert f"(examples/{program.name})" in README
+    for example in (ROOT / "examples").glob("*.py"):
+        assert f"(examples/{example.name})" in README
 
 
-def test_the_tour_names_verbs_and_options_that_there_are():
+def test_the_tour_names_verbs_and_options_that_there_are(capsys):
     (tour,) = (block for block in blocks("") if "train init" in block)
     lines = [line.split("#")[0] for line in tour.splitlines() if line.startswith("train ")]
     assert len(lines) == 8
     for line in lines:
         words = line.split()[1:]
         verb = [word for word in words[:3] if re.fullmatch("[a-z]+", word)]
-        shown = run(*verb, "--help")
+        shown = program([*verb, "--help"], capsys)
         assert shown.returncode == 0, line
         for option in (word for word in words if word.startswith("--")):
             assert option in shown.stdout, line

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import chromium, opened
+from tests.support.in_process import program
 from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
 
 STEPS = 20
@@ -31,7 +32,7 @@ def runs(tmp_path_factory) -> list[Path]:
         ["--run-dir", second, "--steps", STEPS, "--set", "optimizer.lr=0.01"],
     ):
         done = run("--config", config, "--stdout", "off", *arguments)
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return [first, second]
 
 
@@ -273,9 +274,10 @@ def test_a_damaged_record_is_shown_with_a_note_and_hostile_names_stay_text(runs,
         (["compare", "{run}"], "Missing argument 'B'"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_path):
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_path, monkeypatch, capsys):
     (tmp_path / "no").write_text("a file")
-    done = run(*(str(a).format(run=runs[0], nul="x") for a in arguments), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = program([str(a).format(run=runs[0], nul="x") for a in arguments], capsys)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
@@ -292,15 +294,15 @@ def test_without_plotly_the_command_to_install_it_is_named(runs, tmp_path):
     assert done.stderr == "train report: needs plotly; run: pip install 'trainer[report]'\n"
 
 
-def test_compare_prints_settings_outcome_and_differences_of_the_last_window(runs):
-    done = run("compare", *runs)
+def test_compare_prints_settings_outcome_and_differences_of_the_last_window(runs, capsys):
+    done = program(["compare", *runs], capsys)
     assert done.returncode == 0, done.stderr
     for words in ("optimizer.lr", "Final loss", "grad_norm", "first", "second", "Verdict"):
         assert words in done.stdout
 
 
-def test_compare_as_json_agrees_with_the_records(runs):
-    done = run("compare", *runs, "--json", "--last", 5)
+def test_compare_as_json_agrees_with_the_records(runs, capsys):
+    done = program(["compare", *runs, "--json", "--last", 5], capsys)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {"key": "optimizer.lr", "values": [0.0003, 0.01]} in found["config"] or any(

@@ -1,4 +1,4 @@
-"""The program in a shell: completion, colours that can be turned off, the time left."""
+"""The program in a shell: completion, and colours that can be turned off."""
 
 from __future__ import annotations
 
@@ -89,8 +89,3 @@ def test_no_color_takes_the_colours_away_everywhere(tmp_path):
         if arguments[0] == "--config":
             (tmp_path / "run").rename(tmp_path / "first")
         assert COLOUR.search(shown(where, tmp_path, {})), f"{arguments}: the test sees no colour at all"
-
-
-def test_the_bar_shows_the_time_left(tmp_path):
-    text = shown(["--config", write_tiny_config(tmp_path), "--steps", "6"], tmp_path, {"NO_COLOR": "1"})
-    assert re.search(r"[1-6]/6 loss \d\.\d{4} (\d:\d\d:\d\d|-:--:--)", text)

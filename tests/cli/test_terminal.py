@@ -78,7 +78,8 @@ def test_with_stdout_piped_the_terminal_shows_bar_and_lines_and_the_pipe_holds_o
     shown = terminal.text()
     assert not list(validate_stream(stdout.splitlines()))
     assert stdout == (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert f"{STEPS}/{STEPS}" in shown, "the bar"
+    assert re.search(rf"[1-{STEPS}]/{STEPS} loss \d\.\d{{4}} (\d:\d\d:\d\d|-:--:--)", shown), "bar, loss and time left"
+    assert f"{STEPS}/{STEPS}" in shown
     lines = CONTROL.sub("", shown).replace("\r", "\n").splitlines()
     assert steps_of(lines, HUMAN) == [*range(1, STEPS + 1)]
     assert steps_of(lines, EVALUATION) == [3, 6]

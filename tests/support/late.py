@@ -29,7 +29,7 @@ def combined(rows: list[dict[str, float]], key: str) -> float | None:
         return sum(values)
     if how in ("max", "min"):
         return (max if how == "max" else min)(values, default=None)
-    return rows[-1].get(key)
+    return values[-1] if values else None
 
 
 def row_differences_of_windows(every: Path, late: Path) -> list[str]:

@@ -51,7 +51,6 @@ def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
     return graph
 
 
-@pytest.mark.xfail(strict=True, reason="the two placements of the ledger import each other")
 def test_no_module_imports_itself_by_way_of_others() -> None:
     try:
         TopologicalSorter(import_graph(sources())).prepare()
@@ -74,7 +73,6 @@ def test_imports_are_found_wherever_they_are_written(tmp_path: Path) -> None:
         TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.xfail(strict=True, reason="trainer/cli is still one folder")
 def test_no_folder_is_a_corridor() -> None:
     counts = Counter(path.parent for path in sources().values() if path.stem != "__init__")
     crowded = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES}

@@ -1,4 +1,4 @@
-"""`train --nproc N`: start N ranks on this machine with torchrun's own elastic launcher, in standalone mode."""
+"""`train --config x.toml`: train in this process, or start ranks with torchrun's own elastic launcher (`--nproc`)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,49 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.cli.refuse import refuse
+from trainer.config.load import load_config
 from trainer.errors import UserError
+from trainer.training.signals import StopRequest, say_stopping
 
 EXIT_CODE_FILE = "TRAINER_EXIT_CODE_FILE"
 
 
-def launch_ranks(nproc: int, arguments: list[str]) -> int:
-    """Run `trainer <arguments>` on `nproc` ranks and return the exit code of the run.
+def run_training(config_path: str, overrides: list[str], *, run_dir: str | None, nproc: int | None) -> int:
+    """Train in this process, or in `nproc` new ones; returns the run's exit code.
 
-    torchrun turns every failure into 1; here the first failed rank's own code is returned. A run that a signal stopped
-    with a checkpoint has ended well, though its launcher was interrupted: then rank 0's own code, 0, is returned.
+    Raises:
+        UserError: the config or the launch is wrong.
+        SystemExit: another mistake was found in this process, and printed.
+    """
+    config = load_config(config_path, overrides)
+    if nproc is not None:
+        return launch_ranks(nproc, _without_nproc(sys.argv[1:]))
+    # Before torch is imported, so that a signal during the import stops the run instead of killing it.
+    stop = StopRequest(say_stopping)
+    stop.install()
+    from trainer.cli.diagnosis import LiveVerdict
+    from trainer.training.main import train
+
+    try:
+        code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=LiveVerdict)
+    except UserError as error:
+        refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
+    report_exit_code(code)
+    return code
+
+
+def launch_ranks(nproc: int, arguments: list[str]) -> int:
+    """Run `train <arguments>` on `nproc` ranks and return the exit code of the run.
+
+    torchrun turns every failure into 1; this returns the first failed rank's own code. A run that a signal stopped with a
+    checkpoint succeeded although its launcher was interrupted: then rank 0's own code, 0, is returned.
 
     Raises:
         UserError: this process is itself a rank of a launcher.
     """
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError("--nproc", "this process is a rank of torchrun already", "give --nproc to one of them alone")
+        raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
@@ -35,7 +62,7 @@ def launch_ranks(nproc: int, arguments: list[str]) -> int:
 
 
 def report_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Tell a launcher of `launch_ranks`, if there is one, how the run ended (rank 0)."""
+    """Pass the run's exit code to the launcher of `launch_ranks`, if there is one (rank 0)."""
     if EXIT_CODE_FILE in environ and environ.get("RANK") == "0":
         Path(environ[EXIT_CODE_FILE]).write_text(str(code), encoding="ascii")
 
@@ -44,7 +71,7 @@ def _reported_exit_code() -> int | None:
     try:
         return int(Path(os.environ[EXIT_CODE_FILE]).read_text(encoding="ascii"))
     except (OSError, ValueError):
-        return None  # it was killed before it could say anything
+        return None  # killed before it reported
 
 
 def _launch(own: list[str]) -> int:
@@ -53,7 +80,7 @@ def _launch(own: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        launcher: Any = torchrun  # torch leaves it without types
+        launcher: Any = torchrun  # it has no types
         launcher.run(launcher.get_args_parser().parse_args(own))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
@@ -64,9 +91,9 @@ def _launch(own: list[str]) -> int:
     return 0
 
 
-def without_nproc(arguments: list[str]) -> list[str]:
-    """The command line without `--nproc N` (or `--nproc=N`), for the ranks."""
-    kept: list[str] = []
+def _without_nproc(arguments: list[str]) -> list[str]:
+    """The command line of the ranks. torchrun's parser rejects `--nproc` even there, as an ambiguous option of its own."""
+    kept = []
     rest = iter(arguments)
     for argument in rest:
         if argument == "--nproc":

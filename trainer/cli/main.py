@@ -2,28 +2,36 @@
 
 Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 3 findings of
 `train diagnose`; 1 anything else.
-Nothing here imports torch at the top, so that `train --help` answers at once.
+Neither this module nor a verb imports anything slow (torch, numpy, pydantic) at the top, so that `train --help` answers at
+once: a verb imports what it needs when it is called.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
-from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
-from trainer.cli import config_verbs, data_verbs, export_verb, init_verb, ls_verb, run_verbs, sample_verb
+from trainer.cli.options import ConfigOption, SetOption, require_config
+from trainer.cli.refuse import refuse
+from trainer.cli.verbs import (
+    check,
+    checkpoint,
+    compare,
+    config,
+    data,
+    diagnose,
+    export,
+    init,
+    ls,
+    payload,
+    preview,
+    report,
+    sample,
+)
 from trainer.errors import UserError
-
-EXIT_USER_ERROR = 2
-# torchrun ends all ranks when one fails. The others wait this long for that, so that rank 0 can say what is wrong.
-WAIT_FOR_RANK_0_SEC = 5.0
-# What typer raises for a wrong command line. It has no public name of its own: newer releases carry click inside.
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     name="train",
@@ -33,18 +41,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(data_verbs.app, name="data")
-app.add_typer(run_verbs.checkpoint_app, name="checkpoint")
-app.add_typer(run_verbs.payload_app, name="payload")
-app.add_typer(config_verbs.app, name="config")
-for verb in (run_verbs, init_verb, ls_verb, sample_verb, export_verb):
-    app.add_typer(verb.app)  # without a name its command is the program's own
-
-ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Change a value of the config; repeatable.", metavar="TABLE.KEY=VALUE"),
-]
+# The verbs, in the order of `train --help`: a function, or a typer app where a verb has verbs of its own.
+app.command("init")(init.init)
+app.command("check")(check.check)
+app.command("preview")(preview.preview)
+app.command("ls")(ls.ls)
+app.command("diagnose")(diagnose.diagnose)
+app.command("report")(report.report)
+app.command("compare")(compare.compare)
+app.command("sample")(sample.sample)
+app.command("export")(export.export)
+app.add_typer(data.app, name="data")
+app.add_typer(config.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(payload.app, name="payload")
 
 
 @app.callback(invoke_without_command=True)
@@ -53,110 +63,74 @@ def train(
     config: ConfigOption = None,
     overrides: SetOption = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps (train.steps).")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Directory of the run.", metavar="DIR")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Run directory.", metavar="DIR")] = None,
     resume: Annotated[
         str | None, typer.Option(help="off, auto, or a checkpoint's path (checkpoint.resume).", metavar="off|auto|PATH")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Start this many ranks on this machine.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Number of ranks to start on this machine.")] = None,
     stdout: Annotated[
         str | None,
-        typer.Option(help="What stdout carries: json, line or off (metrics.stdout).", metavar="json|line|off"),
+        typer.Option(help="Format of stdout: json, line or off (metrics.stdout).", metavar="json|line|off"),
     ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Train recurrent-state sequence models on mixed data streams, from a TOML config."""
     if version:
-        from trainer.cli.version import print_version
-
-        print_version()
+        _print_versions()
         return
-    if context.invoked_subcommand is not None:
+    verb = context.invoked_subcommand
+    if verb is not None:
         if config is not None or overrides:
-            problem = f"stands before {context.invoked_subcommand}"
-            raise UserError("--config", problem, f"write it after: train {context.invoked_subcommand} --config x.toml")
+            raise UserError("--config", f"stands before {verb}", f"write it after: train {verb} --config x.toml")
         return
-    if config is None:
-        raise UserError("--config", "is required", "train --config train_configs/smoke.toml")
+    config_path = require_config(config, "train")
     options = {"train.steps": steps, "checkpoint.resume": resume, "metrics.stdout": stdout}
-    from trainer.cli.run import run_training
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    from trainer.cli.launch import run_training
 
-    run_training(config, [*(overrides or []), *_as_overrides(options)], run_dir=run_dir, nproc=nproc)
-
-
-@app.command()
-def check(
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Ranks to reckon with.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Validate a config; print it with every default, and what follows from it."""
-    if config is None:
-        raise UserError("--config", "is required", "train check --config train_configs/smoke.toml")
-    from trainer.cli.check import run_check
-
-    run_check(config, overrides or [], world_size=nproc, as_json=as_json)
+    raise typer.Exit(run_training(config_path, [*(overrides or []), *given], run_dir=run_dir, nproc=nproc))
 
 
-@app.command()
-def preview(
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to reckon with.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    out: Annotated[str | None, typer.Option(help="Also draw it: .png or .svg.", metavar="PICTURE")] = None,
-) -> None:
-    """Show what a run will draw, hold and wait for, and warn of settings that will hurt. Nothing is trained."""
-    if config is None:
-        raise UserError("--config", "is required", "train preview --config train_configs/smoke.toml")
-    from trainer.cli.preview import run_preview
+def _print_versions() -> None:
+    """The versions of the program and of torch, without importing torch."""
+    from importlib import metadata
 
-    run_preview(config, overrides or [], world_size=world_size, as_json=as_json, out=out)
-
-
-def _as_overrides(options: Mapping[str, object]) -> list[str]:
-    return [f"{key}={value}" for key, value in options.items() if value is not None]
+    versions = []
+    for name in ("trainer", "torch"):
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            versions.append(f"{name} (not installed)")
+    typer.echo(", ".join(versions))
 
 
 def main() -> None:
     """Run the program and exit."""
     try:
-        result = app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except UserError as error:
-        _refuse(error.message)
-    except UsageError as error:
-        _refuse(_usage_message(error))
+        refuse(error.message)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:
-        # Whoever read our stdout has gone; there is nobody left to tell.
+        # Whoever read our stdout is gone. Python flushes stdout once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    sys.exit(result if isinstance(result, int) else 0)
+    except Exception as error:
+        # A wrong command line. Its exception is click's UsageError, which typer imports in some releases and carries a
+        # private copy of in others; `format_message` is what click documents for it, and both have it.
+        if not callable(getattr(error, "format_message", None)):
+            raise
+        refuse(_usage_message(error))
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _usage_message(error: Exception) -> str:
-    """A wrong command line in one line; empty where typer has shown the help already."""
-    message = str(getattr(error, "format_message", lambda: str(error))())
-    # What pydantic puts before a message of its own validators, which typer passes on.
-    message = message.replace(": Value error, ", ": ")
+    """A wrong command line in one line; empty where typer has printed the help already."""
+    # pydantic puts ": Value error" before messages of its validators, and typer passes that on.
+    message = str(getattr(error, "format_message")()).replace(": Value error, ", ": ")  # noqa: B009 - see above
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "train"
     if not message and context is not None and context.parent is None:
         return f"{command}: nothing to do: --config x.toml (to train) or a command is missing"
     return f"{command}: {message.rstrip('.')}; see {command} --help" if message else ""
-
-
-def _refuse(message: str) -> None:
-    """Say what is wrong, once for all ranks, and exit with the code for users' mistakes.
-
-    Most mistakes are found by every rank, so rank 0 speaks for all, and torchrun ends the others when it has. A rank that
-    is still there afterwards found something that rank 0 did not, such as a damaged file that only it read.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a stop handler would only set a flag that nobody reads now
-        time.sleep(WAIT_FOR_RANK_0_SEC)
-        message = f"[rank {os.environ['RANK']}] {message}"
-    if message:
-        print(message, file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
-    sys.exit(EXIT_USER_ERROR)

@@ -33,25 +33,27 @@ def from_main_rank(value: T, *, world_size: int) -> T:
 
 @contextmanager
 def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
-    """Run a block in which some ranks may raise a `UserError`: then all ranks raise it, or none does.
+    """Run a block in which some ranks may find a user's mistake: all ranks leave it with that mistake, or none does.
 
-    The block must not contain a collective.
+    The block must hold no collective of its own.
 
     Raises:
-        UserError: that of the lowest rank that raised one.
+        UserError: the mistake of the lowest rank that found one.
     """
-    own: UserError | None = None
+    found: UserError | None = None
     try:
         yield
     except UserError as error:
-        own = error
-    # As plain fields: pickling an exception passes only `args` to its constructor.
-    fields = None if own is None else (own.key, own.problem, own.fix, own.where)
-    everyone = gather_from_ranks((fields,), world_size=world_size)
-    first = next((each for (each,) in everyone if each is not None), None)
+        found = error
+    summary = None if found is None else (found.key, found.problem, found.fix, found.where)
+    summaries = gather_from_ranks((summary,), world_size=world_size)
+    speaker, first = next(((rank, each) for rank, (each,) in enumerate(summaries) if each is not None), (0, None))
     if first is None:
         return
-    if own is not None and fields == first:
-        raise own
-    key, problem, fix, where = first
-    raise UserError(key, problem, fix, where=where) from own
+    if found is None or summary != first:
+        key, problem, fix, where = first
+        agreed = UserError(key, problem, fix, where=where)
+    else:
+        agreed = found
+    agreed.speaker = speaker
+    raise agreed from None

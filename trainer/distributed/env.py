@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trainer.distributed.startup import answer_ready, claim_message
 from trainer.errors import UserError
 
 
@@ -108,9 +109,11 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
         yield
         return
     importlib.import_module("torch._dynamo")
+    store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
+    answer_ready(store, rank=info.rank, world_size=info.world_size, timeout_sec=timeout_sec)
     dist.init_process_group(
         backend,
-        store=rendezvous_store(info, timeout=timedelta(seconds=timeout_sec)),
+        store=store,
         timeout=timedelta(seconds=timeout_sec),
         rank=info.rank,
         world_size=info.world_size,
@@ -120,6 +123,10 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
         yield
         gc.collect()
         dist.barrier()
+    except UserError as error:
+        if error.speaker is None:  # found by this rank in the middle of the run, not by all of them together
+            error.speaker = claim_message(store, error.message, rank=info.rank)
+        raise
     finally:
         gc.collect()
         dist.destroy_process_group()

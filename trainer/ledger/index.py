@@ -5,7 +5,7 @@ Host memory only: groups, slots and steps are integers here, and nothing knows a
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -13,13 +13,11 @@ import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import EvictionMode, WipeMode
-
-Evicted = tuple[EvictionMode, int]
-"""How a group was evicted, and at which step."""
+from trainer.ledger.eviction import EVICTION_MODES, Evicted, EvictedGroups, EvictionMode, WipeMode
 
 # Stands for the last step of slots that must not be evicted; no bucket has it. -1 is a free slot.
 PINNED = -2
+FALSE_EVICTION_KEYS = {mode: f"ledger/false_evictions/{mode}" for mode in EVICTION_MODES}
 _EMPTY: Ints = np.empty(0, np.int64)
 
 
@@ -83,14 +81,13 @@ class StoreOrder:
         self._front = _EMPTY
 
     def _fill_front(self) -> bool:
-        """Move what is live of the oldest step into the front, if that is used up; whether it then holds anything."""
+        """Move the slots of the oldest step into the front, if that is used up; whether it then holds anything."""
         # The newest step may get more buckets after it became the front.
         while self._buckets and (not self._front.size or self._buckets[0][0] == self._front_step):
             self._front_step, slots = self._buckets.popleft()
             self._num_queued -= slots.size
-            live = slots[self._last_step[slots] == self._front_step]
             # A slot is in both if two micro-batches of the step stored it.
-            self._front = np.union1d(self._front, live) if self._front.size else np.sort(live)
+            self._front = np.union1d(self._front, slots) if self._front.size else np.sort(slots)
         return self._front.size > 0
 
 
@@ -106,8 +103,7 @@ class GroupIndex:
     def __init__(self, *, capacity: int, wipe_mode: WipeMode, counts: dict[str, int]) -> None:
         self.capacity = capacity
         self.num_live = 0
-        self.evicted: OrderedDict[int, Evicted] = OrderedDict()
-        """Groups evicted recently that have not come back, oldest first; at most `capacity`."""
+        self.evicted = EvictedGroups(capacity)
         self.last_step: Ints = np.full(capacity, -1, np.int64)
         """Per slot, the step of the last store; -1 if free."""
         self._group_of: Ints = np.full(capacity, -1, np.int64)
@@ -117,35 +113,44 @@ class GroupIndex:
         self._is_lru = wipe_mode == "lru"
         self._order = StoreOrder(self.last_step) if wipe_mode in ("lru", "periodic_stale") else None
         self._counts = counts
+        # The answer to the last `find`, until a group comes or goes.
+        self._found_for: bytes | None = None
+        self._found = _EMPTY
 
-    def find(self, groups: list[int]) -> Ints:
-        """The slots of the groups, [n]; `capacity` for a group that is not held."""
-        return np.fromiter(map(self._slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
+    def find(self, group_ids: Ints) -> Ints:
+        """The slots of the groups, [n]; `capacity` for a group that is not held.
+
+        Raises:
+            ValueError: a group (not -1) appears twice.
+        """
+        # A store asks for the groups of the look-up before it, mostly with nothing moved in between.
+        asked = group_ids.tobytes()
+        if asked != self._found_for:
+            groups = distinct(group_ids)
+            self._found = np.fromiter(map(self._slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
+            self._found_for = asked
+        return self._found.copy()
 
     def place(self, group_ids: Ints, cell_index: Ints, is_kept: Flags, step: int) -> Ints:
         """Assign slots for a store at `step`: free the groups that are not kept, then make room, then place the others.
 
         Args:
-            group_ids: distinct; -1 is no group, and not kept.
+            group_ids: -1 is no group, and not kept.
 
         Returns:
-            The slot of each group, [n]; `capacity` for those not kept.
+            The slot of each group that is kept, [n]; anything for the others.
 
         Raises:
-            UserError: too few slots; nothing is changed.
+            ValueError: a group appears twice.
+            UserError: too few slots. In both cases nothing is changed.
         """
-        slots = self.find(group_ids.tolist())
+        slots = self.find(group_ids)
         is_held = slots < self.capacity
         ended = slots[is_held & ~is_kept]
         new = (is_kept & ~is_held).nonzero()[0]
-        num_kept = int(np.count_nonzero(is_kept))
-        self._check_room(num_kept if self._is_lru else self.num_live - ended.size + new.size)
-        if self.evicted:
-            for group, cell in zip(group_ids[~is_held].tolist(), cell_index[~is_held].tolist(), strict=True):
-                if group in self.evicted:
-                    mode, _ = self.evicted.pop(group)
-                    # A first cell starts from zero anyway, so nothing was lost.
-                    self._counts[f"ledger/false_evictions/{mode}"] += cell != 0
+        self._check_room(is_kept, self.num_live - ended.size + new.size)
+        if self.evicted.entries:
+            self._take_evicted(group_ids[~is_held].tolist(), cell_index[~is_held].tolist())
         if ended.size:
             self._vacate(ended)
         if new.size:
@@ -155,7 +160,6 @@ class GroupIndex:
                 self.last_step[slots[is_kept & is_held]] = PINNED
                 self._evict(self._order.take_oldest(excess), "lru", step)
             slots[new] = self._occupy(group_ids[new])
-        slots[~is_kept] = self.capacity
         kept_slots = slots[is_kept]
         self.last_step[kept_slots] = step
         if self._order is not None:
@@ -188,17 +192,23 @@ class GroupIndex:
         self, groups: Ints, slots: Ints, last_step: Ints, free_slots: Ints, evicted: Sequence[tuple[int, Evicted]]
     ) -> None:
         """Replace everything; `evicted` oldest first, none of them held."""
+        self._found_for = None
         self._slot_of = dict(zip(groups.tolist(), slots.tolist(), strict=True))
         self.num_live = slots.size
         self._group_of[slots] = groups
         self.last_step.fill(-1)
         self.last_step[slots] = last_step
         self._free[: free_slots.size] = free_slots
-        self.evicted = OrderedDict(evicted[-self.capacity :])
+        self.evicted.clear()
+        for group, (mode, step) in evicted:
+            self.evicted.add([group], mode, step)
         if self._order is not None:
             self._order.rebuild()
 
-    def _check_room(self, needed: int) -> None:
+    def _check_room(self, is_kept: Flags, num_live_after: int) -> None:
+        if num_live_after <= self.capacity:
+            return
+        needed = int(np.count_nonzero(is_kept)) if self._is_lru else num_live_after
         if needed <= self.capacity:
             return
         if self._is_lru:
@@ -207,8 +217,19 @@ class GroupIndex:
         problem = f"is exhausted: {needed} groups are in flight, got {self.capacity}"
         raise UserError("ledger.capacity", problem, f"set it to at least {needed}, or wipe_mode to lru")
 
+    def _take_evicted(self, groups: list[int], cells: list[int]) -> None:
+        """Forget that some of the groups, none of them held, were evicted, and count those that continue."""
+        evicted = self.evicted.entries
+        for group, cell in zip(groups, cells, strict=True):
+            if group in evicted:
+                mode, _ = evicted.pop(group)
+                # A first cell starts from zero anyway, so nothing was lost.
+                if cell:
+                    self._counts[FALSE_EVICTION_KEYS[mode]] += 1
+
     def _occupy(self, groups: Ints) -> Ints:
         """Give each of the groups, none of them held, a free slot; there must be enough."""
+        self._found_for = None
         num_free = self.capacity - self.num_live
         slots = self._free[num_free - groups.size : num_free][::-1]
         self.num_live += groups.size
@@ -218,6 +239,7 @@ class GroupIndex:
 
     def _vacate(self, slots: Ints) -> list[int]:
         """Free the slots, all in use; returns their groups."""
+        self._found_for = None
         groups: list[int] = self._group_of[slots].tolist()
         for group in groups:
             del self._slot_of[group]
@@ -229,9 +251,16 @@ class GroupIndex:
 
     def _evict(self, slots: Ints, mode: EvictionMode, step: int) -> None:
         """Free the slots, and remember that their groups were evicted."""
-        evicted = (mode, step)
-        for group in self._vacate(slots):
-            self.evicted[group] = evicted
-        while len(self.evicted) > self.capacity:
-            self.evicted.popitem(last=False)
+        self.evicted.add(self._vacate(slots), mode, step)
         self._counts[f"ledger/evictions/{mode}"] += slots.size
+
+
+def distinct(group_ids: Ints) -> list[int]:
+    """The ids as a list; a ValueError names a group (not -1) that appears twice."""
+    groups: list[int] = group_ids.tolist()
+    if len(set(groups)) < len(groups):
+        known = [group for group in groups if group >= 0]
+        twice = next((group for at, group in enumerate(known) if group in known[:at]), None)
+        if twice is not None:
+            raise ValueError(f"group {twice} appears twice in one micro-batch")
+    return groups

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import WipeMode, check_settings, is_due
+from trainer.ledger.eviction import Evicted, WipeMode, check_settings, is_due
 from trainer.ledger.exchange import OwnerExchange, owner_of
-from trainer.ledger.index import Evicted, GroupIndex
-from trainer.ledger.slab import Native, Slab, to_device
+from trainer.ledger.index import GroupIndex, distinct
+from trainer.ledger.slab import InvalidCount, Native, Slab, to_device
 from trainer.ledger.snapshot import Layout, load_shards, save_shard
 
 Ownership = Literal["reader", "exchange"]
@@ -103,8 +103,7 @@ class Ledger:
         self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
         self._counts = dict.fromkeys(COUNTER_KEYS, 0)
         # Counted on the device, which alone knows them; added to `_counts` where metrics are read.
-        self._num_cold_starts: Native = 0
-        self._num_refused: Native = 0
+        self._cold_starts, self._refused = InvalidCount(self._slab), InvalidCount(self._slab)
         self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
         self._exchange: OwnerExchange | None = None
         if ownership == "exchange" and world_size > 1:
@@ -149,15 +148,15 @@ class Ledger:
             ValueError: a group appears twice.
         """
         group_ids, cell_index = _as_ids(group_ids), _as_ids(cell_index)
-        groups = _distinct(group_ids)
         is_fresh = (cell_index == 0) | (group_ids < 0)
         if self._exchange is None:
-            slots = self._index.find(groups)
+            slots = self._index.find(group_ids)
             slots[is_fresh] = self._slab.capacity
             states, is_valid = self._slab.read(slots)
         else:
+            distinct(group_ids)
             states, is_valid = self._fetch(self._exchange, group_ids, np.flatnonzero(~is_fresh))
-        self._num_cold_starts += self._slab.num_invalid(is_valid, ~is_fresh)
+        self._cold_starts.add(is_valid, ~is_fresh)
         return states
 
     def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
@@ -188,16 +187,15 @@ class Ledger:
             states = states.detach()
         if states.dtype != self._slab.dtype or states.device != self._slab.device:
             states = states.to(self._slab.device, self._slab.dtype)
-        _distinct(group_ids)
         if self._exchange is not None:
+            distinct(group_ids)
             group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)
-            _distinct(group_ids)
         is_kept = ~is_last & (group_ids >= 0)
         if is_kept.any():
             self._stored_at = self._step
         slots = self._index.place(group_ids, cell_index, is_kept, self._step)
         slots[~is_kept] = self._slab.waste_slot
-        self._num_refused += self._slab.num_invalid(self._slab.write(slots, states), is_kept)
+        self._refused.add(self._slab.write(slots, states), is_kept)
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
@@ -223,20 +221,20 @@ class Ledger:
         Waits for the device.
         """
         counts = dict(self._counts)
-        counts["ledger/cold_starts"] += int(self._num_cold_starts)
-        counts["ledger/refused_rows"] += int(self._num_refused)
+        counts["ledger/cold_starts"] += self._cold_starts.read()
+        counts["ledger/refused_rows"] += self._refused.read()
         return counts
 
     def load_undrained(self, counts: Mapping[str, int]) -> None:
         """Restore the counters from `undrained`, after `load_state_dict`."""
         self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
-        self._num_cold_starts = 0
-        self._num_refused = 0
+        self._cold_starts.reset()
+        self._refused.reset()
 
     @property
     def recently_evicted(self) -> Mapping[int, Evicted]:
         """Groups evicted recently that have not come back: mode and step, oldest first."""
-        return MappingProxyType(self._index.evicted)
+        return MappingProxyType(self._index.evicted.entries)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: tensors (on the CPU), numbers and strings; counters are not part of it (`undrained`)."""
@@ -270,10 +268,12 @@ class Ledger:
     def _fetch(self, exchange: OwnerExchange, group_ids: Ints, asked: Ints) -> tuple[Tensor, Native]:
         """Ask the owners for the states at positions `asked`: all states, and which are valid; zeros elsewhere."""
         route = exchange.route(group_ids[asked])
-        wanted = exchange.to_owners(route, torch.from_numpy(group_ids[asked])).numpy()
+        # Several ranks may ask for one group.
+        asked_for = exchange.to_owners(route, torch.from_numpy(group_ids[asked])).numpy()
+        wanted, places = np.unique(asked_for, return_inverse=True)
         index = to_device(asked, self._slab.device)
         answers = []
-        for found in map(torch.as_tensor, self._slab.read(self._index.find(wanted.tolist()))):
+        for found in map(torch.as_tensor, self._slab.read(self._index.find(wanted)[places])):
             whole = found.new_zeros(group_ids.size, *found.shape[1:])
             answers.append(whole.index_copy_(0, index, exchange.from_owners(route, found)))
         return answers[0], self._slab.native(answers[1])
@@ -295,14 +295,3 @@ class Ledger:
 
 def _as_ids(values: Ints) -> Ints:
     return np.ascontiguousarray(values, np.int64)
-
-
-def _distinct(group_ids: Ints) -> list[int]:
-    """The ids as a list; a ValueError names a group (not -1) that appears twice."""
-    groups: list[int] = group_ids.tolist()
-    if len(set(groups)) < len(groups):
-        known = [group for group in groups if group >= 0]
-        twice = next((group for at, group in enumerate(known) if group in known[:at]), None)
-        if twice is not None:
-            raise ValueError(f"group {twice} appears twice in one micro-batch")
-    return groups

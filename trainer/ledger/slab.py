@@ -37,9 +37,11 @@ class Slab:
         self.dtype = dtype
         # Written with rows that are not kept, never read. Copying a whole batch costs less than selecting rows first.
         self.waste_slot = capacity + 1
-        self._library: Any = np if device.type == "cpu" and _is_known_to_numpy(dtype) else torch
+        self.library: Any = np if device.type == "cpu" and _is_known_to_numpy(dtype) else torch
         self._rows = self.native(torch.zeros(capacity + 2, width, device=device, dtype=dtype))
         self._is_valid = self.native(torch.zeros(capacity + 2, device=device, dtype=torch.bool))
+        # A number of the host would have to be copied to the device each time, which waits.
+        self._no_slot = self.native(torch.full((), capacity, device=device))
 
     def read(self, slots: Ints) -> tuple[Tensor, Native]:
         """Copy rows out.
@@ -50,7 +52,7 @@ class Slab:
         index = self.native(slots)
         is_valid = self._is_valid[index]
         # Redirecting the index costs a tenth of masking the rows.
-        return torch.as_tensor(self._rows[self._library.where(is_valid, index, self.capacity)]), is_valid
+        return torch.as_tensor(self._rows[self.library.where(is_valid, index, self._no_slot)]), is_valid
 
     def write(self, slots: Ints, rows: Tensor) -> Native:
         """Copy rows in; those that are not finite are not valid.
@@ -63,7 +65,7 @@ class Slab:
             Which rows are valid, bool [n].
         """
         index, values = self.native(slots), self.native(rows)
-        is_valid = self._library.isfinite(values).all(1)
+        is_valid = self.library.isfinite(values).all(1)
         self._rows[index] = values
         self._is_valid[index] = is_valid
         return is_valid
@@ -76,13 +78,42 @@ class Slab:
 
     def native(self, array: NDArray[Any] | Tensor) -> Native:
         """An array, or a tensor of the slab's device, for the library that the slab works with."""
-        if self._library is torch:
+        if self.library is torch:
             return array if isinstance(array, Tensor) else to_device(array, self.device)
         return array.numpy() if isinstance(array, Tensor) else array
 
-    def num_invalid(self, is_valid: Native, is_counted: Flags) -> Native:
-        """How many rows are not valid, bool [n], of those that count, bool [n]; a number on the device."""
-        return (~is_valid & self.native(is_counted)).sum()
+
+class InvalidCount:
+    """Counts rows that are not valid, on the device. `read` waits for it, `add` does not."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self._sum: Native = 0
+        self._batches: list[tuple[Native, Flags]] = []
+
+    def add(self, is_valid: Native, is_counted: Flags) -> None:
+        """Count the rows that are not valid, bool [n], of those that are to be counted, bool [n]."""
+        self._batches.append((is_valid, is_counted))
+        # Many at once: an operation on a few flags takes as long as one on many.
+        if len(self._batches) == 256:
+            self._fold()
+
+    def read(self) -> int:
+        """The count so far."""
+        self._fold()
+        return int(self._sum)
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self._batches.clear()
+        self._sum = 0
+
+    def _fold(self) -> None:
+        if self._batches:
+            is_valid, is_counted = zip(*self._batches, strict=True)
+            all_counted = self._slab.native(np.concatenate(is_counted))
+            self._sum += (~self._slab.library.concatenate(is_valid) & all_counted).sum()
+            self._batches.clear()
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import EVICTION_MODES
-from trainer.ledger.index import Evicted, GroupIndex
+from trainer.ledger.eviction import EVICTION_MODES, Evicted
+from trainer.ledger.index import GroupIndex
 from trainer.ledger.slab import Slab
 
 Shard = Mapping[str, Any]
@@ -32,7 +32,7 @@ def save_shard(index: GroupIndex, slab: Slab, *, layout: Layout, step: int | Non
     """Copy a shard into tensors, numbers and strings, which `torch.load(weights_only=True)` accepts."""
     slots = index.held_slots()
     rows, is_valid = slab.read(slots)
-    evicted = list(index.evicted.items())
+    evicted = list(index.evicted.entries.items())
     return {
         "format": FORMAT,
         **layout._asdict(),

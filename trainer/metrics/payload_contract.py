@@ -92,7 +92,15 @@ def all_values(payload: Mapping[str, Any]) -> dict[str, float]:
     return {**payload["metrics"], **{key: float(word) for key, word in payload.get("non_finite", {}).items()}}
 
 
-def build_payload(mode: Mode, global_step: int, metrics: Mapping[str, float], **sections: Any) -> dict[str, Any]:
+def build_payload(
+    mode: Mode,
+    global_step: int,
+    metrics: Mapping[str, float],
+    *,
+    context: Mapping[str, Any] | None = None,
+    batch_extras: Mapping[str, Any] | None = None,
+    token_summary: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """A payload of these metrics and optional sections; NaN and infinities move to `non_finite`.
 
     Raises:
@@ -108,9 +116,13 @@ def build_payload(mode: Mode, global_step: int, metrics: Mapping[str, float], **
             non_finite[key] = non_finite_word(number)
     payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
     payload["metrics"] = finite
-    if non_finite:
-        payload["non_finite"] = non_finite
-    payload |= sections
+    sections = {
+        "non_finite": non_finite or None,
+        "context": context,
+        "batch_extras": batch_extras,
+        "token_summary": token_summary,
+    }
+    payload |= {name: dict(section) for name, section in sections.items() if section is not None}
     validate_payload(payload)
     return payload
 

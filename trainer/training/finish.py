@@ -45,7 +45,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         reject(run, taken, outcome)
     end_step(run, taken, outcome, run.reporters if run.logs(step) else ())
     if outcome.all_saved:
-        run.saver.conclude()
+        run.saver.publish_pending()
     every = run.config.eval.every
     position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or step == steps)
     if outcome.should_stop or not at_boundary(run, is_last=step == steps):

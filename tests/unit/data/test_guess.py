@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.cli.init_config import sample_streams
+from trainer.cli.init.survey import sample_streams
 from trainer.data.inspection.guess import guess_dtype
 from trainer.data.inspection.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 from trainer.data.streams.holdout import held_out
@@ -57,6 +57,6 @@ def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
         path.write_bytes(b"x" * 100)
         streams.append(Stream(i, str(path), path.name, "m"))
     assert sample_streams(streams) == (streams, 1.0)
-    chosen, share = sample_streams(streams, most_bytes=300)
+    chosen, share = sample_streams(streams, max_bytes=300)
     assert [stream.stream_id for stream in chosen] == [0, 4, 8]
     assert share == pytest.approx(0.3)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.ranks import differences
 from tests.unit.ledger.test_ledger import lookup, new_ledger, store
+from trainer.errors import UserError
 from trainer.ledger import Ledger
 
 
@@ -155,6 +157,22 @@ def test_memory_of_evicted_groups_is_bounded_by_the_capacity() -> None:
     assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
 
 
+def test_a_refused_store_leaves_no_trace() -> None:
+    ledger = evicting_ledger("lru")
+    ledger.drain_metrics()
+    before, evicted = ledger.state_dict(), dict(ledger.recently_evicted)
+    with pytest.raises(UserError, match=r"ledger\.capacity"):
+        store(ledger, [1, 7, 2], float("nan"))
+    with pytest.raises(ValueError, match="appears twice"):
+        store(ledger, [1, 1])
+    assert differences(ledger.state_dict(), before) == []
+    assert dict(ledger.recently_evicted) == evicted
+    assert not any(ledger.undrained().values())
+    # Group 1 is still known to have been evicted.
+    store(ledger, [1])
+    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 1
+
+
 def test_two_groups_that_keep_evicting_each_other_are_counted_each_time() -> None:
     ledger = new_ledger("lru", capacity=1)
     for step in range(1, 3000):
@@ -162,6 +180,8 @@ def test_two_groups_that_keep_evicting_each_other_are_counted_each_time() -> Non
         store(ledger, [step % 2])
     assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 2997
     assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}
+    evicted = ledger._index.evicted
+    assert sum(len(groups) for _, groups in evicted._queue) == evicted._num_queued <= 2 * 1 + 1024
 
 
 @pytest.mark.parametrize("mode", ["full", "periodic_stale"])

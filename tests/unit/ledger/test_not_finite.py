@@ -126,6 +126,16 @@ def test_counts_of_the_device_are_carried_between_two_drains() -> None:
     assert counts(other) == (0, 0)
 
 
+@DTYPES
+def test_counts_do_not_depend_on_how_many_micro_batches_pass_between_two_drains(dtype: torch.dtype) -> None:
+    ledger = new_ledger(dtype=dtype)
+    ledger.begin_step(1)
+    for _ in range(1000):
+        lookup(ledger, [1, 2])
+        store_rows(ledger, {1: NAN, 2: 1.0})
+    assert counts(ledger) == (1000, 1001)
+
+
 def ledger_on(device: torch.device, wipe_mode: str, dtype: torch.dtype = torch.float32) -> tuple[Ledger, torch.Tensor]:
     """A ledger, and the states to store: one of four is not finite."""
     capacity = 4 if wipe_mode == "lru" else 64

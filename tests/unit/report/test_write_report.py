@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from trainer.cli.report import write_report
+from trainer.cli.verbs.report import report
 from trainer.diagnostics.diagnose import diagnose
 from trainer.errors import UserError
 from trainer.report.names import with_distinct_names
@@ -17,10 +17,10 @@ from trainer.report.page import render_page
 def test_an_existing_page_is_replaced_only_with_force(make_run, tmp_path):
     run, page = str(make_run("a", {"loss": [3.0, 2.0]}).path), tmp_path / "x.html"
     page.write_text("mine")
-    with pytest.raises(UserError, match="--force"):
-        write_report([run], str(page), force=False)
+    with pytest.raises(UserError, match="exists already; name another file, or add --force"):
+        report([run], str(page), force=False)
     assert page.read_text() == "mine"
-    write_report([run], str(page), force=True)
+    report([run], str(page), force=True)
     assert "plotly" in page.read_text(encoding="utf-8")
 
 

@@ -254,6 +254,9 @@ def test_changed_keys_are_named_and_breaking_ones_refused(config, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "resuming with another config: optimizer.lr: 5.0 -> 0.001"
     ]
+    # A key that is gone since then is named, and refuses nothing.
+    check_config({**saved, "ledger": {**saved["ledger"], "index": "auto"}}, config)
+    assert "ledger.index" in caplog.records[-1].getMessage()
     with pytest.raises(UserError, match=r"model\.dim: 8 -> 16"):
         check_config({**saved, "model": {**saved["model"], "dim": 8}}, config)
 

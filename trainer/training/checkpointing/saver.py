@@ -62,7 +62,7 @@ class Saver:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's part of a background save is on disk, and the save not yet concluded."""
+        """Whether this rank's part of a background save is on disk, and the save not yet published."""
         return self._pending is not None and self._writer.is_idle
 
     def save(self, position: Position, *, in_background: bool) -> None:
@@ -72,7 +72,7 @@ class Saver:
             SaveError: on every rank, if any could not write its part.
         """
         started = time.monotonic()
-        self.conclude()
+        self.publish_pending()
         step = position.step
         staging = files.staging_dir(self._directory, step)
         parts = self._parts(position)
@@ -95,10 +95,10 @@ class Saver:
                 self._writer.submit(staging / name, value)
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
-            self.conclude()
+            self.publish_pending()
         position.unlogged.add({"checkpoint/save_sec": time.monotonic() - started})
 
-    def conclude(self) -> None:
+    def publish_pending(self) -> None:
         """Turn a pending save's files into a checkpoint, if there is one; every rank must call it at the same step.
 
         Raises:
@@ -113,7 +113,7 @@ class Saver:
 
     def close(self) -> None:
         """Conclude what is pending, and end the thread."""
-        self.conclude()
+        self.publish_pending()
         self._writer.close()
 
     def _parts(self, position: Position) -> dict[str, dict[str, Any]]:

@@ -67,6 +67,7 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     path, state = found
     try:
         weights = checkpoint.read_tensors(path / checkpoint.MODEL_FILE)["model"]
+        state["config"]["ledger"].pop("index", None)  # a former key, which changed no number
         config = RunConfig.model_validate(state["config"])
     except (CheckpointError, KeyError) as error:
         raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None

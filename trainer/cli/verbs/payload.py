@@ -1,25 +1,29 @@
-"""`train payload validate`: an independent consumer of what the trainer writes."""
+"""`train payload validate`: an independent consumer of the metrics stream."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from trainer.errors import UserError
-from trainer.metrics.payload_contract import validate_stream
 
 EXIT_INVALID = 1
 
+app = typer.Typer(help="Metrics payloads, as another program reads them.", no_args_is_help=True)
 
-def validate_file(file: str, *, count_all: bool) -> None:
-    """Read payload lines, say where the first is wrong (or how many are), and exit with 1 if any is.
 
-    Raises:
-        UserError: the file cannot be read.
-    """
+@app.command()
+def validate(
+    file: Annotated[str, typer.Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
+    count_all: Annotated[bool, typer.Option("--all", help="Report and count all violations.")] = False,
+) -> None:
+    """Check that every line is a payload of a supported schema version; exit with 1 at a violation."""
+    from trainer.metrics.payload_contract import validate_stream
+
     violations = 0
     for violation in validate_stream(_lines(file)):
         typer.echo(f"{file}:{violation.line}: {violation.key}: {violation.reason}", err=True)

@@ -1,4 +1,4 @@
-"""`train export`: a run's weights or numbers in the forms that other programs read."""
+"""`train export`: a run's weights or metrics in formats that other programs read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer.errors import UserError
+
 if TYPE_CHECKING:
     from trainer.runs.load import RunRecord
 
-app = typer.Typer()
-
 
 class ExportFormat(StrEnum):
-    """What can be written."""
+    """Formats of an export."""
 
     safetensors = "safetensors"
     csv = "csv"
@@ -25,36 +25,33 @@ class ExportFormat(StrEnum):
     tensorboard = "tensorboard"
 
 
-@app.command()
 def export(
     run_dir: Annotated[
-        str, typer.Argument(help="A run's directory; for numbers also a metrics.jsonl.", metavar="RUN_DIR")
+        str, typer.Argument(help="A run directory; for metrics also a metrics.jsonl.", metavar="RUN_DIR")
     ],
-    format: Annotated[ExportFormat, typer.Option(help="Weights: safetensors. Numbers: csv, parquet, tensorboard.")],
+    format: Annotated[ExportFormat, typer.Option(help="Weights: safetensors. Metrics: csv, parquet, tensorboard.")],
     out: Annotated[str, typer.Option(help="File (csv, parquet) or directory (the others) to write.", metavar="PATH")],
-    step: Annotated[int | None, typer.Option(help="safetensors: which checkpoint; absent: the newest.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    step: Annotated[int | None, typer.Option(help="safetensors: step of the checkpoint; default: the newest.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
 ) -> None:
-    """Write a run's weights (safetensors with a model card) or its numbers (CSV, Parquet, TensorBoard)."""
-    from trainer.errors import UserError
-
+    """Write a run's weights (safetensors with a model card) or its metrics (CSV, Parquet, TensorBoard)."""
     target = Path(out)
     if target.exists() and not force:
         raise UserError(out, "exists already", "name another place, or add --force")
     if target.is_dir() and not _is_own(target):
-        raise UserError(out, "is a directory that holds other things than an export", "name a new one")
+        raise UserError(out, "is a directory with other files than an export", "name a new one")
     if not target.absolute().parent.is_dir():
-        raise UserError(out, "lies in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
+        raise UserError(out, "is in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
     if format is ExportFormat.safetensors:
         _export_weights(run_dir, target, step)
         return
     if step is not None:
         raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors")
-    _export_numbers(run_dir, target, format)
+    _export_metrics(run_dir, target, format)
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether nothing else is lost when the directory is replaced."""
+    """Whether the directory holds nothing but an export, which may be replaced."""
     written = {"model.safetensors", "config.toml", "README.md", "tokenizer.json"}
     names = {path.name for path in directory.iterdir()}
     return names <= written or all(name.startswith("events.out.tfevents.") for name in names)
@@ -67,7 +64,7 @@ def _export_weights(run_dir: str, out: Path, step: int | None) -> None:
     typer.echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
 
 
-def _export_numbers(run_dir: str, out: Path, format: ExportFormat) -> None:
+def _export_metrics(run_dir: str, out: Path, format: ExportFormat) -> None:
     from trainer.runs.load import load_run
     from trainer.runs.rows import write_csv, write_parquet
 
@@ -84,7 +81,6 @@ def _export_numbers(run_dir: str, out: Path, format: ExportFormat) -> None:
 
 
 def _write_tensorboard(run: RunRecord, out: Path) -> int:
-    from trainer.errors import UserError
     from trainer.metrics.payload_contract import build_payload
     from trainer.metrics.sinks.tensorboard import TensorboardSink
     from trainer.runs.rows import rows_of
@@ -100,7 +96,9 @@ def _write_tensorboard(run: RunRecord, out: Path) -> int:
     sink.close()
     if failures:
         fix = (
-            "run: pip install 'trainer[tensorboard]'" if "No module" in failures[0] else "check the place and its room"
+            "run: pip install 'trainer[tensorboard]'"
+            if "No module" in failures[0]
+            else "check the path and the free space"
         )
         raise UserError("--format tensorboard", f"could not be written: {failures[0]}", fix)
     return count

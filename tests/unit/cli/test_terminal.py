@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cli.counts import counted
+from trainer.cli.terminal import counted
 
 
 @pytest.mark.parametrize(

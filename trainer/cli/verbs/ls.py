@@ -1,81 +1,85 @@
-"""What `train ls` shows: every run below some directories, with its state and what the numbers so far say of it."""
+"""`train ls`: every run below some directories, with its state and what diagnosis says of its numbers so far."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import sys
 import textwrap
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from trainer.diagnostics.diagnose import diagnose
+from trainer.cli.options import JsonOption
+from trainer.cli.terminal import coloured, output
 from trainer.errors import UserError
-from trainer.fitted_table import Column, fitted_table, needed_width
-from trainer.runs.load import RunRecord, load_run
 
-COLOURS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "died": "red", "unknown": "dim"}
-VERDICT_COLOURS = {"healthy": "green"}
-PLAIN_WIDTH = 130
+if TYPE_CHECKING:
+    from trainer.fitted_table import Column
+    from trainer.runs.load import RunRecord
+
 SHOWN_REASON = 80
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunEntry:
     """One run.
 
     Args:
-        state: as status.json says it; `died` where it says running and no process of this machine holds the directory.
-        step, steps: the last logged step, and how many the run is to have; None where it is not known.
+        state: as in status.json; `died` where that says running but no process of this machine holds the directory.
+        step, steps: the last logged step, and the configured number; None where unknown.
         loss, eval_loss: the last logged values.
-        age_sec: since the run last wrote a number, or its state if it has none.
-        verdict: what the rules of `train diagnose` say: `healthy`, or the names of the findings.
-        reason: why the run ended, as status.json says it; None where it has none.
+        age_sec: since the run last logged, or wrote its state if it has logged nothing.
+        verdict: `healthy`, or the names of the findings of `train diagnose`.
+        reason: why the run ended, from status.json; None if that has none.
     """
 
     run: str
     state: str
-    step: int | None
-    steps: int | None
-    loss: float | None
-    eval_loss: float | None
-    age_sec: float | None
-    verdict: str | None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    age_sec: float | None = None
+    verdict: str | None = None
     reason: str | None = None
 
 
-def list_runs(paths: Sequence[str], *, now: float, as_json: bool, diagnoses: bool) -> None:
-    """Print the runs, the newest last.
+def ls(
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="Directories of runs, or runs [runs].", metavar="DIR...")
+    ] = None,
+    diagnose: Annotated[bool, typer.Option(help="Show the verdict of train diagnose.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """List runs, the newest last: state, step, loss, age and verdict."""
+    from trainer.fitted_table import fitted_table, needed_width
 
-    Raises:
-        UserError: a path does not exist, or there is no run below any.
-    """
+    given = paths or ["runs"]
+    now = time.time()
     entries = sorted(
-        (entry_of(path, now=now, diagnoses=diagnoses) for path in find_runs(paths)),
+        (entry_of(path, now=now, diagnoses=diagnose) for path in find_runs(given)),
         key=lambda entry: -(entry.age_sec if entry.age_sec is not None else float("inf")),
     )
     if not entries:
-        raise UserError(", ".join(paths), "holds no run", "train --config x.toml makes one in runs/")
+        raise UserError(", ".join(given), "holds no run", "start one in runs/ with: train --config x.toml")
     if as_json:
         typer.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
         return
-    columns = _columns(entries, diagnoses=diagnoses)
-    # A name must be there in one piece, to be copied; a pipe is as wide as that takes.
-    plain = max(PLAIN_WIDTH, needed_width(columns))
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else plain)
+    columns = _columns(entries, diagnoses=diagnose)
+    # Names are there to be copied: a pipe gets all columns without a line break in them.
+    console = output(needed_width=needed_width(columns))
     console.print(fitted_table(columns, width=console.width, hint="; --json has all"))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
-    """The directories that are runs: the paths themselves, or what lies directly in them.
+    """The directories that are runs: the paths themselves, or their subdirectories.
 
     Raises:
         UserError: a path does not exist.
@@ -93,50 +97,41 @@ def _is_run(path: Path) -> bool:
     return (path / "status.json").is_file() or (path / "metrics.jsonl").is_file()
 
 
-def entry_of(path: Path, *, now: float, diagnoses: bool) -> Entry:
-    """What the files of one run say. A run that has no number yet, or a damaged record, still has its entry."""
+def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
+    """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
+    from trainer.cli.diagnosis import verdict_text
+    from trainer.runs.load import load_run
+
     status = _status(path)
     state = str(status.get("state", "unknown"))
     if state == "running" and not _is_held(path):
         state = "died"
+    entry = RunEntry(str(path), state, reason=str(status["reason"]) if status.get("reason") else None)
     try:
         run = load_run(path)
     except UserError as error:
-        verdict = (
-            None if "has no rows" in error.message or "has no metrics.jsonl" in error.message else "record unreadable"
-        )
-        age = _age(path, now)
-        return Entry(str(path), state, status.get("last_step"), None, None, None, age, verdict, _reason(status))
+        is_empty = "has no rows" in error.message or "has no metrics.jsonl" in error.message
+        verdict = None if is_empty else "record unreadable"
+        age_sec = _age(path, now, "status.json", "metrics.jsonl")
+        return replace(entry, step=status.get("last_step"), age_sec=age_sec, verdict=verdict)
     steps = run.setting("train.steps")
-    return Entry(
-        run=str(path),
-        state=state,
+    return replace(
+        entry,
         step=run.steps[-1] if run.steps else None,
         steps=steps if isinstance(steps, int) else None,
         loss=_last(run, "loss"),
         eval_loss=_last(run, "eval_loss"),
-        age_sec=max(now - (path / "metrics.jsonl").stat().st_mtime, 0.0),
-        verdict=verdict_of(run) if diagnoses else None,
-        reason=_reason(status),
+        age_sec=_age(path, now, "metrics.jsonl"),
+        verdict=verdict_text(run) if diagnoses else None,
     )
 
 
-def _reason(status: dict[str, Any]) -> str | None:
-    return str(status["reason"]) if status.get("reason") else None
-
-
-def _age(path: Path, now: float) -> float | None:
-    """Seconds since the state of a run without numbers was written, or else its empty record."""
-    for name in ("status.json", "metrics.jsonl"):
+def _age(path: Path, now: float, *names: str) -> float | None:
+    """Seconds since the first of these files that exists was written."""
+    for name in names:
         if (path / name).is_file():
             return max(now - (path / name).stat().st_mtime, 0.0)
     return None
-
-
-def verdict_of(run: RunRecord) -> str:
-    """`healthy`, or the names of what `train diagnose` finds."""
-    diagnosis = diagnose(run)
-    return "healthy" if diagnosis.is_healthy else ", ".join(ruling.rule.name for ruling in diagnosis.findings)
 
 
 def _status(path: Path) -> dict[str, Any]:
@@ -167,30 +162,31 @@ def _last(run: RunRecord, key: str) -> float | None:
     return values[-1] if values else None
 
 
-def _columns(entries: Sequence[Entry], *, diagnoses: bool) -> list[Column]:
-    states = [f"[{COLOURS.get(entry.state, 'dim')}]{escape(entry.state)}[/]" for entry in entries]
+def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
+    from trainer.fitted_table import Column
+
     columns = [
         Column("run", [escape(entry.run) for entry in entries]),
-        Column("state", states),
+        Column("state", [coloured(entry.state, otherwise="dim") for entry in entries]),
         Column("step", [_steps(entry) for entry in entries], "right", leave_out=1),
         Column("loss", [_number(entry.loss) for entry in entries], "right", leave_out=2),
         Column("eval", [_number(entry.eval_loss) for entry in entries], "right", leave_out=4),
         Column("age", [age_text(entry.age_sec) for entry in entries], "right", leave_out=3),
     ]
     if diagnoses:
-        columns.append(Column("verdict", [_verdict(entry) for entry in entries], leave_out=1, wraps=True))
+        columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
     return columns
 
 
-def _verdict(entry: Entry) -> str:
+def _verdict_cell(entry: RunEntry) -> str:
     verdict = entry.verdict or "-"
-    if entry.state == "failed" and entry.reason is not None:  # why it failed says more than what was seen before
+    if entry.state == "failed" and entry.reason is not None:  # why it failed matters more than earlier findings
         shown = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
         verdict = shown if entry.verdict is None else f"{entry.verdict}: {shown}"
-    return f"[{VERDICT_COLOURS.get(verdict, 'yellow')}]{escape(verdict)}[/]"
+    return coloured("healthy" if verdict == "healthy" else "warning", verdict)
 
 
-def _steps(entry: Entry) -> str:
+def _steps(entry: RunEntry) -> str:
     if entry.step is None:
         return "-"
     return f"{entry.step:,}/{entry.steps:,}" if entry.steps is not None else f"{entry.step:,}"
@@ -201,7 +197,7 @@ def _number(value: float | None) -> str:
 
 
 def age_text(seconds: float | None) -> str:
-    """`45 s`, `12 min`, `3 h`, `4 d`; `-` where it is not known."""
+    """`45 s`, `12 min`, `3 h`, `4 d`; `-` if unknown."""
     if seconds is None:
         return "-"
     for size, unit in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min")):

@@ -1,0 +1,151 @@
+"""The TOML that `train init` writes: the keys that a newcomer is likely to change, each with its meaning beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.cli.terminal import counted
+from trainer.data.inspection.sizing import Sizes
+
+TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Contents of a starter config.
+
+    Args:
+        name: of the run and of its source.
+        found: lines on the data that was found, for the head of the file.
+        notes: lines on what the user should check.
+        source: keys of `[[data.source]]` except the name.
+        tokenizer, vocab_size: as in `[data]`; vocab_size 0 where the tokenizer has its own.
+        num_ids: vocabulary of the model.
+        largest_id: the largest token id, and how often it occurs.
+        suggests_eod: whether to suggest the key `eod`, which the source lacks.
+    """
+
+    name: str
+    found: list[str]
+    notes: list[str]
+    source: Mapping[str, Any]
+    tokenizer: str
+    vocab_size: int
+    num_ids: int
+    largest_id: tuple[int, int]
+    suggests_eod: bool
+    sizes: Sizes
+
+
+def render_starter(starter: Starter, *, schema: str | None) -> str:
+    """The whole file.
+
+    Args:
+        schema: path of the JSON Schema from the file's directory, for editors; None: none.
+    """
+    lines = [f"#:schema {schema}"] if schema else []
+    for section in (_head, _train, _data, _source, _eval, _model, _rest):
+        lines += [*section(starter), ""]
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    """A string, number, boolean or list of them, as TOML writes it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _head(starter: Starter) -> list[str]:
+    return [
+        "# Written by `train init`. All keys: train config docs. Values derived from this file: train check --config FILE",
+        *(f"# {line}" for line in starter.found),
+        *(f"# Note: {line}" for line in starter.notes),
+        "",
+        "[run]",
+        f"name = {_toml(starter.name)}   # the run directory is runs/<name>-<time>",
+        "seed = 0",
+    ]
+
+
+def _train(starter: Starter) -> list[str]:
+    sizes = starter.sizes
+    return [
+        "[train]",
+        f"steps = {sizes.steps}   # about {counted(sizes.passes, 'pass')} over the data on 1 rank",
+        f"micro_batches = {sizes.micro_batches}   # micro-batches per optimizer step and rank",
+        '# precision = "bf16"   # on a GPU that supports it',
+    ]
+
+
+def _data(starter: Starter) -> list[str]:
+    sizes = starter.sizes
+    lines = [
+        "[data]",
+        f"seq_len = {sizes.seq_len}   # tokens per cell; the recurrent state is carried from cell to cell",
+        f"tokenizer = {_toml(starter.tokenizer)}   # bytes, ids, or the path of a tokenizer.json",
+    ]
+    if starter.vocab_size:
+        largest, times = starter.largest_id
+        lines.append(
+            f"# The largest id is {largest} (it occurs {times:,} times). Set this to your tokenizer's vocabulary size."
+        )
+        lines.append(f"vocab_size = {starter.vocab_size}")
+    lines.append(f"max_group_cells = {sizes.max_group_cells}   # state is carried over at most this many cells")
+    if sizes.pack:
+        lines.append("pack = true   # most documents are shorter than a cell, so several share a row")
+    return [
+        *lines,
+        "",
+        "[data.mixing]",
+        f"num_streams_mixed = {sizes.num_streams_mixed}   # streams read concurrently (K)",
+        f"batch_size = {sizes.batch_size}   # cells per micro-batch and rank",
+    ]
+
+
+def _source(starter: Starter) -> list[str]:
+    lines = [
+        "# Add [[data.source]] tables to blend in more data; weight sets the proportions.",
+        "[[data.source]]",
+        f"name = {_toml(starter.name)}",
+        *(f"{key} = {_toml(value)}" for key, value in starter.source.items()),
+    ]
+    if starter.suggests_eod:
+        largest, times = starter.largest_id
+        hint = largest if times > 1 else "..."
+        lines.append(f"# eod = {hint}   # id that ends a document, if there is one; without it a file is one document")
+    return lines
+
+
+def _eval(starter: Starter) -> list[str]:
+    fraction = starter.sizes.holdout_fraction
+    if not fraction:
+        missing = "# No [eval]: there are too few documents to hold any out. With more of them:"
+        return [missing, "# [eval]", "# every = 50", "# holdout_fraction = 0.05"]
+    return [
+        "[eval]",
+        f"every = {max(starter.sizes.steps // 10, 10)}",
+        f"holdout_fraction = {fraction}   # share of the documents held out for evaluation",
+    ]
+
+
+def _model(starter: Starter) -> list[str]:
+    lines = ["[model]", "dim = 192", "num_layers = 4"]
+    if starter.num_ids >= TIE_FROM_VOCABULARY:
+        lines.append("args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two")
+    return lines
+
+
+def _rest(starter: Starter) -> list[str]:
+    steps, types = (
+        starter.sizes.steps,
+        ["[objective]", "token_types = true   # report the loss by type of character", ""],
+    )
+    return [
+        *("[optimizer]", "lr = 2e-3", ""),
+        *(types if starter.tokenizer == "bytes" else []),
+        *("[scheduler]", 'name = "cosine"', f"warmup_steps = {steps // 20}", ""),
+        *("[metrics]", "log_interval = 10", '# wandb = { mode = "offline", project = "trainer" }', ""),
+        *("[checkpoint]", f"every = {max(steps // 5, 1)}"),
+    ]

@@ -1,0 +1,68 @@
+"""Output for people: the console and its width, colours, counts, a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from trainer.errors import UserError
+
+PIPE_WIDTH = 120  # characters of a line where stdout is no terminal
+COLOURS = {
+    "error": "red", "warning": "yellow", "advice": "cyan",
+    "healthy": "green", "findings": "red",
+    "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "died": "red", "unknown": "dim",
+}  # fmt: skip
+
+
+def output(*, needed_width: int = 0) -> Console:
+    """Stdout, as wide as the terminal; in a pipe `PIPE_WIDTH`, or `needed_width` if that is more."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else max(PIPE_WIDTH, needed_width))
+
+
+def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:
+    """rich markup: the word, or `text` instead, in the word's colour."""
+    return f"[{COLOURS.get(word, otherwise)}]{escape(word if text is None else text)}[/]"
+
+
+def counted(number: float, noun: str) -> str:
+    """`1 stream`, `2 streams`, `1,234 streams`, `2.5 passes`: the number, and the noun in singular or plural."""
+    shown = f"{number:,.2g}" if 0 < number < 10 else f"{number:,.0f}"
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{shown} {noun}" if shown == "1" else f"{shown} {noun}{ending}"
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar on stderr if that is a terminal, else None; call it with (done, total, description)."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("reading")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def put_text(text: str, out: str | None) -> None:
+    """Write to a file, or to stdout.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(out, f"cannot be written: {error.strerror}", "name a file in a directory that exists") from None
+    typer.echo(f"wrote {out}", err=True)

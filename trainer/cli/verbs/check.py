@@ -1,0 +1,47 @@
+"""`train check`: whether a config is valid, and the values derived from it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from trainer.cli.options import ConfigOption, JsonOption, SetOption, require_config
+
+
+def check(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    nproc: Annotated[int, typer.Option(min=1, help="World size to assume.")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Validate a config; print it with all defaults, and the values derived from it."""
+    config_path = require_config(config, "train check")
+    import json
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from trainer.config.load import load_config, to_toml
+    from trainer.training.setup.plan import make_plan
+    from trainer.training.setup.probe import try_forward
+
+    resolved = load_config(config_path, overrides or [])
+    plan = make_plan(resolved, Path(config_path), nproc)
+    plan.check_weights()
+    facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    facts["forward_pass"] = try_forward(plan)
+    sources: dict[str, dict[str, Any]] = {
+        source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
+        for source in plan.sources
+    }
+    if as_json:
+        content = {"config": resolved.model_dump(mode="json"), "facts": {**facts, "sources": sources}}
+        typer.echo(json.dumps(content, indent=2))
+        return
+    # The values are comments, so that the output is itself a config.
+    typer.echo(to_toml(resolved))
+    typer.echo(f"# {config_path} is valid. Derived values for {nproc} rank(s):")
+    for name, value in facts.items():
+        typer.echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
+    for name, found in sources.items():
+        typer.echo(f"#   source {name}: {found['streams']} streams, modalities {', '.join(found['modalities'])}")

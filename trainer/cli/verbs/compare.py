@@ -1,0 +1,187 @@
+"""`train compare`: how two runs differ, in the terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from trainer.cli.options import JsonOption
+from trainer.cli.terminal import COLOURS, output
+
+if TYPE_CHECKING:
+    from trainer.diagnostics.diagnose import Diagnosis, Ruling
+    from trainer.report.run_summary import KeyMean, SummaryRow
+    from trainer.runs.load import RunRecord
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="A run directory, or a metrics.jsonl.", metavar="A")],
+    second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    last: Annotated[
+        int | None, typer.Option(min=1, help="Number of final rows to average [the last tenth, at most 20].")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two runs: settings, outcome, and the final mean of every key."""
+    from trainer.diagnostics.diagnose import diagnose
+    from trainer.report.names import with_distinct_names
+    from trainer.report.run_summary import key_means
+    from trainer.runs.load import load_run
+
+    runs = with_distinct_names([load_run(first), load_run(second)])
+    diagnoses = [diagnose(run) for run in runs]
+    means = key_means(runs[0], runs[1], window=last)
+    if as_json:
+        typer.echo(json.dumps(_as_json(diagnoses, means, last), indent=2, allow_nan=False, default=str))
+        return
+    console = output()
+    for part in (_config_table(runs), _outcome_table(diagnoses, last), _means_table(runs, means, last)):
+        console.print(part)
+    for run in runs:
+        for note in run.notes:
+            console.print(Text(f"{run.name}: {note}", style=COLOURS["warning"]))
+
+
+def _as_json(diagnoses: Sequence[Diagnosis], means: Sequence[KeyMean], window: int | None) -> dict[str, Any]:
+    from trainer.report.run_summary import config_differences, end_of, summarize
+
+    runs = [diagnosis.run for diagnosis in diagnoses]
+    outcomes = [summarize(run, window=window) for run in runs]
+    return {
+        "runs": [
+            {
+                "name": diagnosis.run.name,
+                "path": str(diagnosis.run.path),
+                "verdict": diagnosis.verdict,
+                "remarks": [_remark(ruling) for ruling in diagnosis.by_severity] if diagnosis.verdict else [],
+                "notes": diagnosis.run.notes,
+            }
+            for diagnosis in diagnoses
+        ],
+        "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
+        "outcome": [
+            {"label": a.label, "unit": a.unit, "values": [a.value, b.value], "notes": [a.note, b.note]}
+            for a, b in zip(*outcomes, strict=True)
+        ],
+        "window": window,
+        "ends": [asdict(end_of(run, window)) for run in runs],
+        "metrics": [_metric_as_json(row) for row in means],
+    }
+
+
+def _metric_as_json(row: KeyMean) -> dict[str, Any]:
+    """Its fields, and what follows from them."""
+    content = asdict(row)
+    content["standard_deviations"] = content.pop("deviations")
+    return {**content, "difference": row.difference, "relative": row.relative}
+
+
+def _remark(ruling: Ruling) -> dict[str, Any]:
+    outcome = ruling.outcome
+    return {
+        "rule": ruling.rule.name,
+        "severity": ruling.severity,
+        "text": outcome.sentence,
+        "setting": str(outcome.knob) if outcome.knob is not None else "",
+        "steps": ruling.steps,
+    }
+
+
+def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="", box=SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column(first, overflow="fold")
+    for run in runs:
+        table.add_column(Text(run.name, style="bold"), justify="right", overflow="fold")
+    for heading in more:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _config_table(runs: Sequence[RunRecord]) -> Table | str:
+    from trainer.report.markup import value_text
+    from trainer.report.run_summary import config_differences
+
+    rows = config_differences(runs)
+    if not rows:
+        return "No setting and no recorded version differs."
+    table = _new_table("Settings that differ", "setting", runs)
+    for key, values in rows:
+        table.add_row(Text(key), *(Text(value_text(value)) for value in values))
+    return table
+
+
+def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
+    from trainer.report.run_summary import summarize
+
+    runs = [diagnosis.run for diagnosis in diagnoses]
+    table = _new_table("Outcome", "", runs, "difference")
+    for first, second in zip(*(summarize(run, window=window) for run in runs), strict=True):
+        label = f"{first.label} ({first.unit})" if first.unit else first.label
+        difference = ""
+        if isinstance(first.value, float) and isinstance(second.value, float):
+            difference = _signed(second.value - first.value)
+        table.add_row(label, _fact_cell(first), _fact_cell(second), difference)
+    cells = []
+    for diagnosis in diagnoses:
+        word = diagnosis.verdict or "not diagnosed"
+        text = "\n".join(ruling.title for ruling in diagnosis.findings) or word
+        cells.append(Text(text, style=COLOURS["healthy" if word == "healthy" else "warning"]))
+    table.add_row("Verdict", *cells, "")
+    return table
+
+
+def _fact_cell(fact: SummaryRow) -> Text:
+    """The value; of a loss with what it covers. Other notes are on the report's page."""
+    has_note = fact.unit == "nats/token" and fact.note and fact.value is not None
+    return Text.assemble(fact.text, (f"\n({fact.note})" if has_note else "", "dim"))
+
+
+def _means_table(runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
+    """Keys that differ; bold where the difference exceeds the scatter of the values."""
+    from trainer.report.run_summary import end_of
+
+    title = "Final mean (the last value of lr, counters and running averages)\n"
+    title += "\n".join(f"{run.name}: {end_of(run, window)}" for run in runs)
+    table = _new_table(title, "key", runs, "difference", "in %")
+    differing = [row for row in means if row.difference != 0]
+    for row in differing:
+        style = "bold" if _exceeds_scatter(row) else ""
+        relative = f"{100 * row.relative:+.1f}" if row.relative is not None else ""
+        difference = _signed(row.difference) if row.difference is not None else ""
+        cells = [Text(_with_scatter(*cell)) for cell in zip(row.means, row.deviations, strict=True)]
+        table.add_row(Text(row.key), *cells, difference, relative, style=style)
+    if len(differing) < len(means):
+        table.caption_justify = "left"
+        table.caption = f"{len(means) - len(differing)} other keys have the same mean in both"
+    return table
+
+
+def _exceeds_scatter(row: KeyMean) -> bool:
+    """Whether the means lie further apart than both standard deviations together; False for single values."""
+    if row.deviations == (None, None):
+        return False
+    scatter = sum(deviation or 0.0 for deviation in row.deviations)
+    return row.difference is not None and abs(row.difference) > scatter
+
+
+def _with_scatter(mean: float | None, deviation: float | None) -> str:
+    from trainer.runs.wording import number_text
+
+    if mean is None:
+        return "–"
+    return number_text(mean) + (f" ± {number_text(deviation)}" if deviation else "")
+
+
+def _signed(value: float) -> str:
+    from trainer.runs.wording import number_text
+
+    return "0" if value == 0 else f"{'+' if value > 0 else '-'}{number_text(abs(value))}"

@@ -1,0 +1,231 @@
+"""`train data`: build corpora, inspect and verify them."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.cli.options import EodOption, FormatOption, JsonOption
+from trainer.cli.terminal import counted, output, progress_bar
+from trainer.errors import UserError, UserErrors
+
+if TYPE_CHECKING:
+    from trainer.data.corpus.manifest import Manifest
+    from trainer.data.inspection.survey import Survey
+    from trainer.data.tokenizer import Tokenizer
+
+NUM_TOP_IDS = 10
+
+app = typer.Typer(help="Build, inspect and verify data.", no_args_is_help=True)
+build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
+synth_app = typer.Typer(help="Generate a synthetic corpus.", no_args_is_help=True)
+app.add_typer(build_app, name="build")
+app.add_typer(synth_app, name="synth")
+
+OutOption = Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing corpus.")]
+PathsArgument = Annotated[list[str], typer.Argument(help="A corpus's root, or files and globs.", metavar="PATH...")]
+TokenizerOption = Annotated[
+    str, typer.Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")
+]
+VocabOption = Annotated[int, typer.Option(min=0, help="Vocabulary size, for tokenizer ids.")]
+DtypeOption = Annotated[str | None, typer.Option(help="Of headerless .bin files.", metavar="DTYPE")]
+
+
+@build_app.command()
+def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
+    """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
+    from trainer.data.corpus.pytext import build_pytext
+
+    with progress_bar() as progress:
+        manifest = build_pytext(Path(out), force=force, progress=progress)
+    _summarise(out, manifest)
+
+
+@build_app.command()
+def text(
+    out: OutOption,
+    modality: Annotated[list[str], typer.Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
+    force: ForceOption = False,
+) -> None:
+    """Build a corpus of your own text files, one document per file."""
+    from trainer.data.corpus.text import build_text
+
+    globs: dict[str, list[str]] = {}
+    for given in modality:
+        name, _, pattern = given.partition("=")
+        if not name or not pattern:
+            fix = "write --modality 'prose=docs/**/*.md'"
+            raise UserError(f"--modality {given}", "is not of the form NAME=GLOB", fix)
+        globs.setdefault(name, []).append(pattern)
+    with progress_bar() as progress:
+        manifest = build_text(Path(out), globs, force=force, progress=progress, warn=partial(typer.echo, err=True))
+    _summarise(out, manifest)
+
+
+def _summarise(out: str, manifest: Manifest) -> None:
+    if manifest.skipped:
+        typer.echo(f"{len(manifest.skipped)} files were skipped; the manifest lists them with the reason", err=True)
+    for modality in manifest.modalities:
+        totals = manifest.totals(modality)
+        documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
+        typer.echo(f"{modality}: {documents}, {streams}, {totals['text_bytes'] / 1e6:.1f} MB of text", err=True)
+    typer.echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
+
+
+@synth_app.command("key-recall")
+def key_recall(
+    out: OutOption,
+    groups: Annotated[int, typer.Option(help="Groups over all streams.")] = 1024,
+    cells: Annotated[int, typer.Option(help="Cells per group.")] = 16,
+    seq_len: Annotated[int, typer.Option(help="Bytes per cell.")] = 6,
+    streams: Annotated[int, typer.Option(help="Number of files.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the symbols.")] = 0,
+    force: ForceOption = False,
+) -> None:
+    """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
+    from trainer.data.corpus.key_recall import NUM_SYMBOLS, build_key_recall
+
+    manifest = build_key_recall(
+        Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
+    )
+    totals = manifest.totals()
+    typer.echo(
+        f"{totals['documents']:,} groups of {cells} cells of {seq_len} bytes, {totals['streams']} streams", err=True
+    )
+    asked = math.log(NUM_SYMBOLS)
+    floor = 2 * asked / (cells * seq_len)
+    typer.echo(f"token_type/digit/loss: at least {asked:.3f} without carried state, 0 with it", err=True)
+    typer.echo(f"loss over all bytes with carried state: at least {floor:.4f}", err=True)
+    typer.echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
+
+
+@app.command()
+def verify(
+    paths: PathsArgument,
+    tokenizer: TokenizerOption = "bytes",
+    vocab_size: VocabOption = 0,
+    format: FormatOption = "auto",
+    dtype: DtypeOption = None,
+    eod: EodOption = None,
+) -> None:
+    """Read everything once and report every damaged file; exit with 2 if there is one."""
+    from trainer.data.formats.documents import ReadOptions
+    from trainer.data.inspection.verify import verify as read_everything
+    from trainer.data.streams.layout import discover
+    from trainer.data.tokenizer import load_tokenizer
+
+    at = discover(paths, format=format)
+    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod)
+    root = Path(paths[0]) if at.layout == "nested" else None
+    with progress_bar() as report:
+        found = read_everything(at.streams, options, format=format, root=root, report=report)
+    if found.errors:
+        raise UserErrors(found.errors)
+    hashes = ", hashes as in manifest.json" if found.is_hashed else ""
+    counts = f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens"
+    typer.echo(f"{counts}: no damage{hashes}")
+
+
+@app.command()
+def inspect(
+    paths: PathsArgument,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per cell, as data.seq_len.")] = 256,
+    max_group_cells: Annotated[int, typer.Option(min=1, help="As data.max_group_cells.")] = 64,
+    pack: Annotated[bool, typer.Option("--pack", help="As data.pack.")] = False,
+    tokenizer: TokenizerOption = "bytes",
+    vocab_size: VocabOption = 0,
+    format: FormatOption = "auto",
+    dtype: DtypeOption = None,
+    eod: EodOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
+    from trainer.data.formats.documents import ReadOptions
+    from trainer.data.inspection.survey import survey
+    from trainer.data.streams.layout import discover
+    from trainer.data.tokenizer import load_tokenizer
+
+    at = discover(paths, format=format)
+    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod)
+    cutting: dict[str, Any] = {"seq_len": seq_len, "max_group_cells": max_group_cells, "pack": pack}
+    with progress_bar() as report:
+        found = survey(at.streams, options, format=format, **cutting, report=report)
+    content = {
+        "paths": paths,
+        "layout": at.layout,
+        "reading": {"tokenizer": tokenizer, "vocab_size": vocab_size, "format": format, "dtype": dtype, "eod": eod},
+        "cutting": cutting,
+        **_facts(found, seq_len, options.tokenizer),
+    }
+    if as_json:
+        typer.echo(json.dumps(content, indent=2))
+    else:
+        _print_tables(content)
+
+
+def _facts(found: Survey, seq_len: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Totals, modalities, histogram and streams, as `--json` prints them."""
+    from dataclasses import asdict
+
+    import numpy as np
+
+    total = max(int(found.counts.sum()), 1)
+    types = found.type_counts(tokenizer)
+    top_ids = [
+        {"id": i, "text": tokenizer.decode(np.array([i], dtype=np.int64)), "tokens": count, "share": count / total}
+        for i, count in found.top_ids(NUM_TOP_IDS)
+    ]
+    return {
+        "totals": found.total(seq_len),
+        "modalities": {name: found.total(seq_len, name) for name in found.modalities},
+        "histogram": {
+            "vocab_size": tokenizer.vocab_size,
+            "distinct_ids": int((found.counts > 0).sum()),
+            "types": {name: {"tokens": count, "share": count / total} for name, count in types.items()},
+            "top_ids": top_ids,
+        },
+        "streams": [asdict(facts) for facts in found.streams],
+    }
+
+
+def _print_tables(content: dict[str, Any]) -> None:
+    console = output()
+    cutting = content["cutting"]
+    how = f"layout {content['layout']}; cells of {cutting['seq_len']} tokens, at most {cutting['max_group_cells']} a group"
+    console.print(how + (", short documents packed" if cutting["pack"] else ""), highlight=False)
+    table = Table()
+    table.add_column("modality")
+    names = ("streams", "documents", "tokens", "groups", "cells")
+    for name in (*names, "padding"):
+        table.add_column(name, justify="right")
+    rows = list(content["modalities"].items())
+    for name, facts in [*rows, *([("all", content["totals"])] if len(rows) > 1 else [])]:
+        table.add_row(name, *(f"{facts[key]:,}" for key in names), f"{facts['padding_share']:.1%}")
+    console.print(table)
+    histogram = content["histogram"]
+    if histogram["types"]:
+        console.print(_share_table("type", [(n, e) for n, e in histogram["types"].items() if e["tokens"]]))
+    title = f"most frequent of {histogram['distinct_ids']:,} distinct ids (vocabulary {histogram['vocab_size']:,})"
+    console.print(title, highlight=False)
+    console.print(_share_table("id", [(f"{e['id']} {e['text']!r}", e) for e in histogram["top_ids"]]))
+    empty = content["totals"]["empty_documents"]
+    if empty:
+        console.print(f"{empty:,} documents have no token and are never read", highlight=False)
+
+
+def _share_table(kind: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
+    table = Table()
+    table.add_column(kind)
+    table.add_column("tokens", justify="right")
+    table.add_column("share", justify="right")
+    for name, entry in rows:
+        table.add_row(escape(name), f"{entry['tokens']:,}", f"{entry['share']:.2%}")
+    return table

@@ -1,0 +1,93 @@
+"""`train diagnose`: the rules' findings on a run, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.cli.options import JsonOption, RunArgument
+from trainer.cli.terminal import coloured, output
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.diagnostics.diagnose import Diagnosis, Ruling
+    from trainer.diagnostics.outcome import Evidence
+
+EXIT_FINDINGS = 3
+SHOWN_STEPS = 4
+
+
+def diagnose(run_dir: RunArgument, as_json: JsonOption = False) -> None:
+    """Look for faults in a run's logged metrics. Exit code 0: healthy, 3: findings."""
+    from trainer.diagnostics.diagnose import diagnose as apply_rules
+    from trainer.runs.load import load_run
+
+    run = load_run(run_dir)
+    if not run.steps:
+        raise UserError(
+            run_dir, "has no training rows, so there is nothing to diagnose", "wait for the first logged step"
+        )
+    diagnosis = apply_rules(run)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
+    else:
+        _print_diagnosis(diagnosis, output())
+    if not diagnosis.is_healthy:
+        raise typer.Exit(EXIT_FINDINGS)
+
+
+def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Findings first, then one line per rule."""
+    steps = diagnosis.run.steps
+    extent = f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
+    console.print(f"{escape(str(diagnosis.run.path))}: {extent}", highlight=False)
+    for note in diagnosis.run.notes:
+        console.print(f"note: {escape(note)}", highlight=False)
+    for ruling in [*diagnosis.findings, *diagnosis.advice]:
+        for line in _finding_lines(ruling):
+            console.print(line, highlight=False)
+    console.print(_rule_table(diagnosis))
+    console.print(_summary(diagnosis), highlight=False)
+
+
+def _finding_lines(ruling: Ruling) -> list[str]:
+    assert ruling.severity is not None
+    outcome = ruling.outcome
+    lines = [f"{coloured(ruling.severity)} [bold]{ruling.rule.name}[/]: {escape(outcome.sentence)}"]
+    lines += [f"    {escape(_evidence_line(evidence))}" for evidence in outcome.evidence]
+    if outcome.knob is not None:
+        lines.append(f"    try {escape(str(outcome.knob))}")
+    return lines
+
+
+def _evidence_line(evidence: Evidence) -> str:
+    from trainer.runs.wording import number_text
+
+    pairs = list(zip(evidence.steps, evidence.values, strict=True))
+    shown = ", ".join(f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS])
+    return f"{evidence.key}: {shown}{', ...' if len(pairs) > SHOWN_STEPS else ''}"
+
+
+def _rule_table(diagnosis: Diagnosis) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rule", "verdict", "observation"):
+        table.add_column(heading, overflow="fold")
+    for ruling in diagnosis.rulings:
+        verdict = ruling.outcome.verdict.replace("_", " ")
+        shown = verdict if ruling.severity is None else coloured(ruling.severity)
+        table.add_row(ruling.rule.name, shown, escape(ruling.outcome.sentence))
+    return table
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    unmeasured = sum(ruling.outcome.verdict == "not_measured" for ruling in diagnosis.rulings)
+    tail = f"; {unmeasured} of {len(diagnosis.rulings)} rules had nothing to measure" if unmeasured else ""
+    if diagnosis.is_healthy:
+        return f"{coloured('healthy')}{tail}"
+    names = ", ".join(ruling.rule.name for ruling in diagnosis.findings)
+    return f"{coloured('findings')}: {names}{tail}"

@@ -1,0 +1,47 @@
+"""`train preview`: sampling, memory and wait times of a run, before it starts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trainer.cli.options import ConfigOption, JsonOption, SetOption, require_config
+from trainer.cli.terminal import output
+
+
+def preview(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    world_size: Annotated[int, typer.Option(min=1, help="World size to assume.")] = 1,
+    as_json: JsonOption = False,
+    out: Annotated[str | None, typer.Option(help="Also draw a picture: .png or .svg.", metavar="PICTURE")] = None,
+) -> None:
+    """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
+    config_path = require_config(config, "train preview")
+    import json
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from trainer.config.load import load_config
+    from trainer.preview.config_warnings import find_warnings
+    from trainer.preview.picture import check_picture, draw
+    from trainer.preview.summary import make_preview
+    from trainer.training.setup.plan import make_plan
+
+    if out is not None:
+        check_picture(out)
+    plan = make_plan(load_config(config_path, overrides or []), Path(config_path), world_size)
+    forecast = make_preview(plan, world_size)
+    warnings = find_warnings(plan, forecast)
+    if out is not None:
+        draw(forecast, out)
+        typer.echo(f"wrote the picture to {out}", err=True)
+    if as_json:
+        found = [{**asdict(each), "message": each.message} for each in warnings]
+        content = {"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found}
+        typer.echo(json.dumps(content, indent=2))
+        return
+    from trainer.preview.terminal import print_preview  # needs plotext, which JSON does not
+
+    print_preview(forecast, warnings, output())
