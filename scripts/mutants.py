@@ -49,8 +49,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/ledger/index.py",
-            "if self._front.size else np.sort(live)",
-            "if self._front.size else live",
+            "if self._front.size else np.sort(slots)",
+            "if self._front.size else slots",
             "tests/unit/ledger/test_store_order.py::test_slots_come_in_order_of_step_then_slot",
         ),
         Mutant(
@@ -73,14 +73,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/ledger/index.py",
-            "+= cell != 0",
-            "+= 1",
+            "                if cell:\n",
+            "                if True:\n",
             "tests/unit/ledger/test_ledger_evictions.py::test_group_that_comes_back_at_its_start_is_forgotten_without_counting",
         ),
         Mutant(
             "trainer/ledger/index.py",
-            "self.evicted.pop(group)",
-            "self.evicted[group]",
+            "evicted.pop(group)",
+            "evicted[group]",
             "tests/unit/ledger/test_ledger_evictions.py::test_group_that_comes_back_in_mid_document_counts_once_for_its_mode",
         ),
         Mutant(
@@ -90,15 +90,39 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/ledger/test_ledger_evictions.py::test_lru_evicts_the_least_recently_stored_and_pins_the_micro_batch",
         ),
         Mutant(
-            "trainer/ledger/index.py",
-            "while len(self.evicted) > self.capacity:",
+            "trainer/ledger/eviction.py",
+            "while len(self.entries) > self._capacity:",
             "while False:",
             "tests/unit/ledger/test_ledger_evictions.py::test_memory_of_evicted_groups_is_bounded_by_the_capacity",
         ),
         Mutant(
+            "trainer/ledger/eviction.py",
+            "if self.entries.get(group) is evicted:",
+            "if group in self.entries:",
+            "tests/properties/test_ledger_oracle.py::test_ledger_equals_the_oracle[lru-numpy]",
+        ),
+        Mutant(
             "trainer/ledger/index.py",
-            "        self.evicted.clear()\n",
-            "",
+            "        self._found_for = None\n        num_free",
+            "        num_free",
+            "tests/unit/ledger/test_ledger.py::test_stored_state_is_found_by_the_next_cell",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "        self._found_for = None\n        groups: list",
+            "        groups: list",
+            "tests/unit/ledger/test_ledger_evictions.py::test_full_wipe_empties_everything_on_its_step",
+        ),
+        Mutant(
+            "trainer/ledger/slab.py",
+            "            self._batches.clear()\n\n\n",
+            "\n\n",
+            "tests/unit/ledger/test_not_finite.py::test_counts_of_the_device_are_carried_between_two_drains",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "        self._vacate(self.held_slots())\n        self.evicted.clear()\n",
+            "        self._vacate(self.held_slots())\n",
             "tests/unit/ledger/test_ledger_evictions.py::test_full_wipe_forgets_who_was_evicted",
         ),
         Mutant(
@@ -109,7 +133,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/ledger/index.py",
-            "self._check_room(num_kept if self._is_lru else self.num_live - ended.size + new.size)",
+            "self._check_room(is_kept, self.num_live - ended.size + new.size)",
             "pass",
             "tests/unit/ledger/test_ledger.py::test_full_capacity_without_eviction_names_the_capacity_needed_and_changes_nothing",
         ),
@@ -121,20 +145,20 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/ledger/slab.py",
-            "self._library.isfinite(values).all(1)",
-            "self._library.isfinite(values).any(1)",
+            "self.library.isfinite(values).all(1)",
+            "self.library.isfinite(values).any(1)",
             "tests/unit/ledger/test_not_finite.py::test_it_costs_one_cold_start_at_the_next_look_up",
         ),
         Mutant(
             "trainer/ledger/slab.py",
-            "self._rows[self._library.where(is_valid, index, self.capacity)]",
+            "self._rows[self.library.where(is_valid, index, self._no_slot)]",
             "self._rows[index]",
             "tests/unit/ledger/test_not_finite.py::test_it_costs_one_cold_start_at_the_next_look_up",
         ),
         Mutant(
             "trainer/ledger/slab.py",
-            "(~is_valid & self.native(is_counted)).sum()",
-            "(~is_valid).sum()",
+            "(~self._slab.library.concatenate(is_valid) & all_counted).sum()",
+            "(~self._slab.library.concatenate(is_valid)).sum()",
             "tests/unit/ledger/test_not_finite.py::test_a_first_cell_after_it_is_no_cold_start",
         ),
         Mutant(
@@ -151,7 +175,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/ledger/ledger.py",
-            'counts["ledger/refused_rows"] += int(self._num_refused)',
+            'counts["ledger/refused_rows"] += self._refused.read()',
             "pass",
             "tests/unit/ledger/test_not_finite.py::test_counts_of_the_device_are_carried_between_two_drains",
         ),
