@@ -38,7 +38,16 @@ def micro_batch(tokens: torch.Tensor, targets: torch.Tensor, first_group: int) -
     return MicroBatch({"tokens": tokens}, targets, carry, {})
 
 
-def make_step(model: torch.nn.Module, inner: torch.nn.Module, *, micros: int, world: int, ledger: Ledger, clip: float):
+def make_step(
+    model: torch.nn.Module,
+    inner: torch.nn.Module,
+    *,
+    micros: int,
+    world: int,
+    ledger: Ledger,
+    clip: float = 0.0,
+    max_tokens: int = 50,
+) -> TrainStep:
     group = torch.distributed.group.WORLD if world > 1 else None
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
     return TrainStep(
@@ -48,7 +57,7 @@ def make_step(model: torch.nn.Module, inner: torch.nn.Module, *, micros: int, wo
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=clip),
+        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=max_tokens, clip_grad_norm=clip),
         world_size=world,
         device=CPU,
         autocast=nullcontext,
@@ -111,6 +120,32 @@ def test_clipping_shrinks_the_true_gradient_to_the_limit():
     assert outcome.grad_norm > 0.01
     norm = float(torch.stack([c.square().sum() for c in change.values()]).sum().sqrt())
     assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+def noise_scale(max_tokens: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = build(VOCABULARY, dim=8, num_layers=2).double()
+    ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64)
+    step = make_step(model, model, micros=2, world=1, ledger=ledger, max_tokens=max_tokens)
+    tokens, targets = rows()
+    window = [micro_batch(tokens[first : first + 4], targets[first : first + 4], first) for first in (0, 4)]
+    step.accumulate(1, window, details=None)
+    step.finish(step.launch(lr=1.0, stop=False, saved=False))
+    assert step._gns is not None
+    return step._gns.metrics()
+
+
+def test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled():
+    assert noise_scale(50) == pytest.approx(noise_scale(5000), rel=1e-4)
+    assert noise_scale(50)["gns/tr_sigma"] != 0.0
+
+
+def test_a_step_without_tokens_changes_nothing(monkeypatch):
+    tokens, targets = rows()
+    monkeypatch.setitem(globals(), "rows", lambda: (tokens, torch.full_like(targets, -100)))
+    outcome, change, _ = one_step(0, 1, 2)
+    assert outcome.is_empty
+    assert all(bool((c == 0).all()) for c in change.values())
 
 
 @pytest.mark.distributed

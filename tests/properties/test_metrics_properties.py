@@ -240,6 +240,10 @@ def test_a_reduction_equals_its_definition_in_any_order_of_ranks(ranks: list[dic
     assert all(lookup(key) for key in reduced), "whatever comes out is in the catalog"
 
 
+def test_a_mean_over_nothing_is_left_out_though_it_is_nan() -> None:
+    assert combine([{"loss": SumCount(math.nan, 0.0)}, {"loss": SumCount(4.0, 2.0)}]) == {"loss": 2.0}
+
+
 @profile
 @given(st.lists(st.lists(st.tuples(finite, st.integers(1, 1000)), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_the_loss_is_that_of_the_same_tokens_in_one_batch(ranks: list[list[tuple[float, int]]]) -> None:

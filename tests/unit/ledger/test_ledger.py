@@ -200,6 +200,8 @@ def test_steps_that_stored_nothing_may_begin_again(resumes: bool) -> None:
     ledger.begin_step(6)
     assert lookup(ledger, [1]) == [1.0]
     ledger.begin_step(5)
+    with pytest.raises(RuntimeError, match="step 4 after a store at step 5"):
+        ledger.begin_step(4)
 
 
 def test_states_of_another_shape_are_an_error_and_change_nothing() -> None:

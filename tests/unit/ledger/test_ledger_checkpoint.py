@@ -77,6 +77,19 @@ def test_of_a_group_in_several_shards_the_newest_state_counts() -> None:
         assert sorted(saved["groups"].tolist()) == [1, 2, 3]
 
 
+def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
+    evicts, holds, merged = new_ledger(capacity=1), new_ledger(), new_ledger()
+    for ledger, groups in ((evicts, [1, 2]), (holds, [1])):
+        ledger.begin_step(1)
+        for group in groups:
+            store(ledger, [group])
+    assert 1 in evicts.recently_evicted
+    merged.load_state_dict([evicts.state_dict(), holds.state_dict()])
+    assert not merged.recently_evicted
+    store(merged, [1])
+    assert merged.drain_metrics()["ledger/false_evictions/lru"] == 0
+
+
 def test_ledger_goes_on_from_the_latest_step_of_all_shards() -> None:
     ledger = new_ledger("lru")
     ledger.load_state_dict([saved_by(0, [1], 1.0, step=5), saved_by(1, [2], 1.0, step=7)])

@@ -179,7 +179,7 @@ READINGS = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool_
 def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeypatch):
     path = write_tiny_config(tmp_path, 'stdout = "off"\n[checkpoint]\nevery = 9\n')
     config = load_config(path, ["train.steps=16", "metrics.log_interval=8", "train.on_non_finite=skip"])
-    main, is_forbidden, forbidden = threading.current_thread(), [False], []
+    main, is_forbidden, forbidden, in_flight = threading.current_thread(), [False], [], []
 
     def guard(name: str) -> None:
         original = getattr(torch.Tensor, name)
@@ -199,9 +199,11 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
         is_forbidden[0] = not loop.is_read_at_once(run, step)
         forbidden.extend([step] * is_forbidden[0])
         try:
-            return take_step(run, previous)
+            reason, current = take_step(run, previous)
         finally:
             is_forbidden[0] = False
+        in_flight.extend([step] * (current is not None))
+        return reason, current
 
     def allow(self: HostCopy) -> list[float]:
         before, is_forbidden[0] = is_forbidden[0], False
@@ -218,7 +220,7 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert forbidden == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
+    assert forbidden == in_flight == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
 
 
 def fused(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

@@ -120,6 +120,16 @@ def test_too_many_bad_steps_in_a_row_end_the_run_at_the_same_step(both):
         assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
 
 
+def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both):
+    settings = ("train.on_non_finite=skip", "train.max_skips=2", "eval.every=0")
+    both(*settings, "train.steps=3", fault={"what": "nan", "step": 2})
+    # The process's own steps 1 and 2 are steps 4 and 5.
+    both(*settings, "train.steps=5", fault={"what": "nan", "step": 1, "steps": 2})
+    for run_dir in both(*settings, fault={"what": "nan", "step": 1}, code=1):
+        status = json.loads((run_dir / "status.json").read_text())
+        assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
+
+
 @pytest.mark.parametrize(("policy", "step"), [("stop", 2), ("stop", 8), ("skip", 3), ("skip", 7)])
 def test_a_state_that_is_not_finite_is_dropped_and_the_run_goes_on(both, policy, step):
     """The state of one row is NaN while the loss is not: the group starts from zero."""

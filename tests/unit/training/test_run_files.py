@@ -163,11 +163,21 @@ def test_a_pickle_in_a_checkpoint_is_not_run(tmp_path):
 def test_the_newest_and_every_nth_are_kept(tmp_path):
     for step in range(10, 80, 10):
         make_checkpoint(tmp_path, step)
-        files.prune(tmp_path, keep_last=2, keep_every=30)
-    assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [70, 60, 30]
+        files.prune(tmp_path, keep_last=2, keep_every=40)
+    assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [70, 60, 40]
     (tmp_path / ".tmp_step_00000080").mkdir()
     files.discard_staging(tmp_path)
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_checkpoint_that_is_half_deleted_is_none(tmp_path, monkeypatch):
+    for step in (5, 10):
+        make_checkpoint(tmp_path, step)
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *args, **options: None)
+        files.prune(tmp_path, keep_last=1, keep_every=0)
+    assert (tmp_path / "step_00000005").exists()
+    assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [10]
 
 
 def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):

@@ -1,0 +1,1310 @@
+"""Breaks the code on purpose, one small break at a time, and checks that the test named beside it turns red.
+
+A mutant that survives is a hole in the tests: write the missing test. A mutant whose text is gone was overtaken by a change:
+write it down anew for the code as it is now. Files are changed in temporary copies alone.
+
+    python scripts/mutants.py                          # all of them, about a quarter of an hour
+    python scripts/mutants.py --area ledger --workers 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_SEC = 120.0
+AREA_TIMEOUT_SEC = 1200.0
+
+
+class Mutant(NamedTuple):
+    """One break, and the test that must notice it."""
+
+    file: str
+    old: str
+    """Occurs exactly once in the file."""
+    new: str
+    test: str
+    """A pytest node id, or the beginning of one: a file, or a test without its parameters."""
+
+
+MUTANTS: dict[str, list[Mutant]] = {
+    "ledger": [
+        Mutant(
+            "trainer/ledger/index.py",
+            "live = (self._last_step[piece] == self._front_step).nonzero()[0][:count]",
+            "live = np.arange(piece.size)[:count]",
+            "tests/unit/ledger/test_store_order.py::test_random_stores_and_takes_equal_a_sort_of_all_slots",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "if self._front.size else np.sort(slots)",
+            "if self._front.size else slots",
+            "tests/unit/ledger/test_store_order.py::test_slots_come_in_order_of_step_then_slot",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "while self._buckets and (not self._front.size or self._buckets[0][0] == self._front_step):",
+            "while self._buckets and not self._front.size:",
+            "tests/unit/ledger/test_store_order.py::test_random_stores_and_takes_equal_a_sort_of_all_slots",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "self._front_step < cutoff",
+            "self._front_step <= cutoff",
+            "tests/unit/ledger/test_ledger_evictions.py::test_stale_sweep_evicts_what_is_older_than_the_threshold",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "if self.num_entries > 2 * self._last_step.size + 1024:",
+            "if False:",
+            "tests/unit/ledger/test_ledger_evictions.py::test_order_of_stores_stays_small_over_many_steps",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "                if cell:\n",
+            "                if True:\n",
+            "tests/unit/ledger/test_ledger_evictions.py::test_group_that_comes_back_at_its_start_is_forgotten_without_counting",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "evicted.pop(group)",
+            "evicted[group]",
+            "tests/unit/ledger/test_ledger_evictions.py::test_group_that_comes_back_in_mid_document_counts_once_for_its_mode",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "self.last_step[slots[is_kept & is_held]] = PINNED",
+            "pass",
+            "tests/unit/ledger/test_ledger_evictions.py::test_lru_evicts_the_least_recently_stored_and_pins_the_micro_batch",
+        ),
+        Mutant(
+            "trainer/ledger/eviction.py",
+            "while len(self.entries) > self._capacity:",
+            "while False:",
+            "tests/unit/ledger/test_ledger_evictions.py::test_memory_of_evicted_groups_is_bounded_by_the_capacity",
+        ),
+        Mutant(
+            "trainer/ledger/eviction.py",
+            "if self.entries.get(group) is evicted:",
+            "if group in self.entries:",
+            "tests/properties/test_ledger_oracle.py::test_ledger_equals_the_oracle[lru-numpy]",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "        self._found_for = None\n        num_free",
+            "        num_free",
+            "tests/unit/ledger/test_ledger.py::test_stored_state_is_found_by_the_next_cell",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "        self._found_for = None\n        groups: list",
+            "        groups: list",
+            "tests/unit/ledger/test_ledger_evictions.py::test_full_wipe_empties_everything_on_its_step",
+        ),
+        Mutant(
+            "trainer/ledger/slab.py",
+            "            self._batches.clear()\n\n\n",
+            "\n\n",
+            "tests/unit/ledger/test_not_finite.py::test_counts_of_the_device_are_carried_between_two_drains",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "        self._vacate(self.held_slots())\n        self.evicted.clear()\n",
+            "        self._vacate(self.held_slots())\n",
+            "tests/unit/ledger/test_ledger_evictions.py::test_full_wipe_forgets_who_was_evicted",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "num_free - groups.size : num_free][::-1]",
+            "num_free - groups.size : num_free]",
+            "tests/properties/test_ledger_oracle.py::test_ledger_equals_the_oracle[lru-numpy]",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "self._check_room(is_kept, self.num_live - ended.size + new.size)",
+            "pass",
+            "tests/unit/ledger/test_ledger.py::test_full_capacity_without_eviction_names_the_capacity_needed_and_changes_nothing",
+        ),
+        Mutant(
+            "trainer/ledger/index.py",
+            "        if ended.size:\n            self._vacate(ended)\n",
+            "",
+            "tests/unit/ledger/test_ledger.py::test_last_cell_frees_its_slot_and_is_no_eviction",
+        ),
+        Mutant(
+            "trainer/ledger/slab.py",
+            "self.library.isfinite(values).all(1)",
+            "self.library.isfinite(values).any(1)",
+            "tests/unit/ledger/test_not_finite.py::test_it_costs_one_cold_start_at_the_next_look_up",
+        ),
+        Mutant(
+            "trainer/ledger/slab.py",
+            "self._rows[self.library.where(is_valid, index, self._no_slot)]",
+            "self._rows[index]",
+            "tests/unit/ledger/test_not_finite.py::test_it_costs_one_cold_start_at_the_next_look_up",
+        ),
+        Mutant(
+            "trainer/ledger/slab.py",
+            "(~self._slab.library.concatenate(is_valid) & all_counted).sum()",
+            "(~self._slab.library.concatenate(is_valid)).sum()",
+            "tests/unit/ledger/test_not_finite.py::test_a_first_cell_after_it_is_no_cold_start",
+        ),
+        Mutant(
+            "trainer/ledger/ledger.py",
+            "slots[~is_kept] = self._slab.waste_slot",
+            "pass",
+            "tests/unit/ledger/test_ledger.py::test_rows_that_are_not_kept_leave_no_state_behind",
+        ),
+        Mutant(
+            "trainer/ledger/ledger.py",
+            "is_fresh = (cell_index == 0) | (group_ids < 0)",
+            "is_fresh = group_ids < 0",
+            "tests/unit/ledger/test_ledger.py::test_group_start_begins_from_zero_whatever_is_held",
+        ),
+        Mutant(
+            "trainer/ledger/ledger.py",
+            'counts["ledger/refused_rows"] += self._refused.read()',
+            "pass",
+            "tests/unit/ledger/test_not_finite.py::test_counts_of_the_device_are_carried_between_two_drains",
+        ),
+        Mutant(
+            "trainer/ledger/ledger.py",
+            "self._stored_at = int(self._index.last_step.max(initial=-1))",
+            "self._stored_at = -1",
+            "tests/unit/ledger/test_ledger.py::test_steps_that_stored_nothing_may_begin_again",
+        ),
+        Mutant(
+            "trainer/ledger/eviction.py",
+            "return step // every > previous_step // every",
+            "return step % every == 0",
+            "tests/unit/ledger/test_ledger_evictions.py::test_a_wipe_or_sweep_of_a_step_that_is_never_begun_happens_at_the_next",
+        ),
+        Mutant(
+            "trainer/ledger/snapshot.py",
+            'order = np.argsort(last_step, kind="stable")',
+            "order = np.arange(last_step.size)",
+            "tests/unit/ledger/test_ledger_checkpoint.py::test_of_a_group_in_several_shards_the_newest_state_counts",
+        ),
+        Mutant(
+            "trainer/ledger/snapshot.py",
+            "torch.cat([_valid(shard) for shard in saved])[chosen]",
+            "torch.ones(order.size, dtype=torch.bool)",
+            "tests/unit/ledger/test_not_finite.py::test_it_stays_lost_on_another_number_of_ranks",
+        ),
+        Mutant(
+            "trainer/ledger/snapshot.py",
+            'return max((int(shard["step"])',
+            'return min((int(shard["step"])',
+            "tests/unit/ledger/test_ledger_checkpoint.py::test_ledger_goes_on_from_the_latest_step_of_all_shards",
+        ),
+        Mutant(
+            "trainer/ledger/snapshot.py",
+            "if own is not None and is_same and (",
+            "if False and (",
+            "tests/properties/test_ledger_oracle.py::test_ledger_equals_the_oracle[lru-numpy]",
+        ),
+        Mutant(
+            "trainer/ledger/snapshot.py",
+            "if group not in held}",
+            "}",
+            "tests/unit/ledger/test_ledger_checkpoint.py::test_a_group_that_one_shard_holds_and_another_evicted_is_held",
+        ),
+        Mutant(
+            "trainer/ledger/snapshot.py",
+            "order = order[keeps(groups[order])]",
+            "pass",
+            "tests/unit/ledger/test_ledger_checkpoint.py::test_other_world_size_keeps_everything_or_what_is_owned",
+        ),
+        Mutant(
+            "trainer/ledger/exchange.py",
+            "splitmix64(group_ids) % np.uint64(world_size)",
+            "group_ids % world_size",
+            "tests/unit/ledger/test_exchange.py::test_owners_are_spread_whatever_the_stride_of_the_ids",
+        ),
+    ],
+    "data": [
+        Mutant(
+            "trainer/data/mixing/dataset.py",
+            'KeyedUniforms("pick", name, seed, "all" if self._shared else rank)',
+            'KeyedUniforms("pick", name, seed, "all")',
+            "tests/unit/data/test_mixing.py::test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own",
+        ),
+        Mutant(
+            "trainer/data/mixing/dataset.py",
+            'KeyedUniforms("pick", name, seed, "all" if self._shared else rank)',
+            'KeyedUniforms("pick", name, seed, rank)',
+            "tests/unit/data/test_mixing.py::test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own",
+        ),
+        Mutant(
+            "trainer/data/tokenizer.py",
+            "add_special_tokens=False",
+            "add_special_tokens=True",
+            "tests/unit/data/test_formats.py::test_a_tokenizer_json_encodes_text_and_begins_documents_with_an_id_of_its_own",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            "if self._ended[index] else drained",
+            "if False else drained",
+            "tests/unit/data/test_aggregate.py::test_an_exhausted_source_reports_its_last_events_and_no_gauges",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            "latest[index].update({key: 0.0 for key in counters if key in latest[index]})",
+            "pass",
+            "tests/unit/data/test_aggregate.py::test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            '    "min": min,\n',
+            '    "min": max,\n',
+            "tests/unit/data/test_aggregate.py::test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            "            self._unsaved.add(chosen)\n",
+            "",
+            "tests/unit/data/test_blend.py::test_a_state_taken_after_every_batch_is_the_one_that_is_taken_once",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            "self._undrained = set(range(len(self.sources)))",
+            "self._undrained = set()",
+            "tests/unit/data/test_blend.py::test_resuming_a_blend_gives_the_samples_and_the_shares_of_an_uninterrupted_run",
+        ),
+        Mutant(
+            "trainer/data/mixing/dataset.py",
+            "            pool.note(slot)\n",
+            "            pass\n",
+            "tests/unit/data/test_mixing.py::test_metrics_equal_a_slow_reference_at_every_pick",
+        ),
+        Mutant(
+            "trainer/data/mixing/pool.py",
+            "stats[_SURPRISE, slot] = 0.0",
+            "pass",
+            "tests/unit/data/test_mixing.py::test_metrics_equal_a_slow_reference_at_every_pick",
+        ),
+        Mutant(
+            "trainer/data/mixing/pool.py",
+            "            self.turn -= self.turn > slot\n",
+            "",
+            "tests/unit/data/test_mixing.py::test_round_robin_takes_the_slots_in_turn",
+        ),
+        Mutant(
+            "trainer/data/mixing/pool.py",
+            'self.seen = dict(state["seen"])',
+            "pass",
+            "tests/properties/test_data_pool.py::test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_epochs_and_a_resume",
+        ),
+        Mutant(
+            "trainer/data/mixing/reader.py",
+            "self.position = self.slice_start + plan.cells_before(picks)",
+            "self.position = self.slice_start",
+            "tests/properties/test_data_mixing.py::test_resuming_anywhere_gives_the_samples_of_an_uninterrupted_run",
+        ),
+        Mutant(
+            "trainer/data/mixing/reader.py",
+            "self.num_picks = max([plan.num_batches, *lengths])",
+            "self.num_picks = plan.num_batches",
+            "tests/unit/data/test_mixing.py::test_a_rank_whose_slice_has_ended_yields_a_masked_row",
+        ),
+        Mutant(
+            "trainer/data/mixing/reader.py",
+            "self._rows_start, self._rows_stop = start, stop",
+            "self._rows_start, self._rows_stop = start, self._num_own_picks",
+            "tests/unit/data/test_mixing.py::test_batches_do_not_depend_on_how_many_are_prepared_together",
+        ),
+        Mutant(
+            "trainer/data/mixing/reader_queue.py",
+            "self.points_state = points_to_state(self.points)",
+            "self.points_state = points_to_state(points)",
+            "tests/unit/data/test_mixing.py::test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first",
+        ),
+        Mutant(
+            "trainer/data/mixing/reader_queue.py",
+            "            picks=picks,\n",
+            "            picks=0,\n",
+            "tests/properties/test_data_mixing.py::test_resuming_anywhere_gives_the_samples_of_an_uninterrupted_run",
+        ),
+        Mutant(
+            "trainer/data/mixing/rows.py",
+            "is_odd = (left < source.seq_len) | (windows != wanted)",
+            "is_odd = left < source.seq_len",
+            "tests/properties/test_data_mixing.py::test_inputs_are_the_tokens_before_the_targets",
+        ),
+        Mutant(
+            "trainer/data/mixing/rows.py",
+            "(block[1:] != block[:-1]).any(axis=1, out=is_new[1:])",
+            "(block[1:] != block[:-1]).all(axis=1, out=is_new[1:])",
+            "tests/unit/data/test_mixing.py::test_batches_do_not_depend_on_how_many_are_prepared_together",
+        ),
+        Mutant(
+            "trainer/data/mixing/collate.py",
+            "            tokens[row, 0] = self._bos\n        for row in rows.odd",
+            "            pass\n        for row in rows.odd",
+            "tests/properties/test_data_mixing.py::test_inputs_are_the_tokens_before_the_targets",
+        ),
+        Mutant(
+            "trainer/data/mixing/collate.py",
+            'batch["resets"][row, at] = at > 0',
+            'batch["resets"][row, at] = False',
+            "tests/properties/test_data_mixing.py",
+        ),
+        Mutant(
+            "trainer/data/mixing/epochs.py",
+            "return begun + [stream for stream in before if stream in rest]",
+            "return [stream for stream in before if stream in rest] + begun",
+            "tests/unit/data/test_mixing.py::test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first",
+        ),
+        Mutant(
+            "trainer/data/mixing/state.py",
+            'if not state["is_barren"]]',
+            "]",
+            "tests/unit/data/test_mixing.py::test_a_rank_without_cells_does_not_hold_back_the_epoch_of_a_reshard",
+        ),
+        Mutant(
+            "trainer/data/mixing/state.py",
+            '"num_streams_mixed", "batch_size", "batch_size_by_modality")\n    return',
+            '"num_streams_mixed", "batch_size_by_modality")\n    return',
+            "tests/properties/test_data_mixing.py::test_resuming_on_other_worlds_loses_and_repeats_nothing",
+        ),
+        Mutant(
+            "trainer/data/formats/registry.py",
+            'load_npy, kind="ids", options=("eod",))',
+            'load_npy, kind="text", options=("eod",))',
+            "tests/unit/data/test_new_format.py::test_the_kind_of_a_file_is_its_formats_or_what_its_first_record_holds",
+        ),
+        Mutant(
+            "trainer/data/formats/registry.py",
+            "return kind(path) if callable(kind) else kind",
+            'return "text"',
+            "tests/unit/data/test_new_format.py::test_layout_and_guess_follow_the_table",
+        ),
+        Mutant(
+            "trainer/data/formats/documents.py",
+            "            self.bounds.check(tokens, begin)\n",
+            "            pass\n",
+            "tests/unit/data/test_megatron.py",
+        ),
+        Mutant(
+            "trainer/data/streams/holdout.py",
+            'return held if split == "holdout" else ~held',
+            "return held",
+            "tests/unit/data/test_mixing.py::test_train_and_holdout_share_no_document_and_miss_none",
+        ),
+        Mutant(
+            "trainer/data/loader.py",
+            "state = None if self._state_dict is None else self._state_dict()",
+            "state = None",
+            "tests/unit/data/test_loader.py::test_batches_metrics_and_states_are_those_of_the_dataset",
+        ),
+        Mutant(
+            "trainer/hashing.py",
+            "np.uint64(27)",
+            "np.uint64(28)",
+            "tests/unit/data/test_layout.py::test_group_ids_are_63_bit_distinct_and_pinned",
+        ),
+    ],
+    "gns": [
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "MIN_ERRORS = 2.0",
+            "MIN_ERRORS = 1.0",
+            "tests/unit/metrics/test_noise_scale_average.py::test_b_simple_needs_an_average_of_two_standard_errors",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "MIN_PAIRS = 5",
+            "MIN_PAIRS = 2",
+            "tests/unit/metrics/test_noise_scale_average.py::test_b_simple_waits_for_enough_windows",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "grad_sq / factor / factor",
+            "grad_sq / factor",
+            "tests/unit/metrics/test_noise_scale.py::test_the_scale_of_the_loss_cancels",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "grad_sq=(v_small * q_big - v_big * q_small) / spread",
+            "grad_sq=q_big",
+            "tests/unit/metrics/test_noise_scale.py::test_estimates_are_unbiased",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "tr_sigma=(q_small - q_big) / spread",
+            "tr_sigma=max((q_small - q_big) / spread, 0.0)",
+            "tests/unit/metrics/test_noise_scale.py::test_an_estimate_is_never_clamped",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "sums[BIG_NOISE] / kappa / kappa",
+            "sums[BIG_NOISE] / kappa",
+            "tests/unit/metrics/test_noise_scale.py::test_the_scale_of_the_loss_cancels",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "within = (q_small - q_middle) / (v_small - v_middle)",
+            "within = (q_small - q_middle) / (v_small - v_big)",
+            "tests/unit/metrics/test_noise_scale.py::test_between_and_within_are_unbiased_on_several_ranks",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "if not all(map(math.isfinite, (*sums, grad_sq))):",
+            "if not all(map(math.isfinite, sums)):",
+            "tests/unit/metrics/test_noise_scale_average.py::test_a_window_that_is_not_finite_is_a_counted_skip",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "- 2.0 * value * cov ",
+            "",
+            "tests/unit/metrics/test_noise_scale_average.py::test_the_error_of_a_ratio_counts_the_covariance",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "scale = share / (1.0 - share) / self.weight",
+            "scale = share / self.weight",
+            "tests/unit/metrics/test_noise_scale_average.py::test_averages_equal_the_textbook_form",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "fresh * dx * (y - self.mean_y)",
+            "fresh * dx * dy",
+            "tests/unit/metrics/test_noise_scale_average.py::test_averages_equal_the_textbook_form",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "between > MIN_ERRORS * math.sqrt(moments[0]) and",
+            "between > 0.0 and",
+            "tests/unit/metrics/test_noise_scale_average.py::test_consistency_is_capped_only_where_the_noise_between_ranks_is_sure",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "self.skipped += float(window.is_fault)",
+            "self.skipped += 1.0",
+            "tests/unit/metrics/test_noise_scale_average.py::test_one_micro_batch_on_one_rank_is_absent_with_advice",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "        self.drained = self.skipped\n",
+            "",
+            "tests/unit/metrics/test_noise_scale_average.py::test_a_drain_reports_each_skip_once_also_across_a_resume",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            '"token_weight", "skipped", "drained")',
+            '"token_weight", "skipped")',
+            "tests/unit/metrics/test_noise_scale_average.py::test_a_drain_reports_each_skip_once_also_across_a_resume",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "fresh * window.num_tokens * window.big_noise",
+            "fresh * window.num_tokens",
+            "tests/unit/metrics/test_noise_scale_average.py::test_tokens_are_those_of_an_effective_example",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "self._micro_square / torch.where(has_weight, factor, 1.0), 0.0)",
+            "self._micro_square, 0.0)",
+            "tests/unit/metrics/test_gns_hooks.py::test_sums_equal_separate_backwards",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "noise = weights.square().sum() / total.square()",
+            "noise = 1.0 / (weights > 0).sum()",
+            "tests/unit/metrics/test_gns_hooks.py::test_sums_equal_separate_backwards",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "(num_micros + 1) // 2 if",
+            "num_micros // 2 if",
+            "tests/unit/metrics/test_gns_hooks.py::test_sums_equal_separate_backwards",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "fault = (~has_weight & (self._micro_square > 0.0)).double()",
+            "fault = zero",
+            "tests/unit/metrics/test_gns_hooks_faults.py::test_a_gradient_without_tokens_is_a_fault",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "if gns._fired_in[index] == gns._micro:",
+            "if False:",
+            "tests/unit/metrics/test_gns_hooks_faults.py::test_a_hook_that_runs_twice_is_a_skip_with_one_warning",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "        self._micro_square = self._sums.new_zeros(())\n        self._repeats",
+            "        self._repeats",
+            "tests/unit/metrics/test_gns_hooks.py::test_sums_equal_separate_backwards",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "not self._is_moved and self._middle_fires >= len(self._window_fires)",
+            "not self._is_moved",
+            "tests/unit/metrics/test_gns_hooks_faults.py::test_the_middle_is_left_out_if_a_used_parameter_was_not_seen_in_it",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "if not self._window_fires:",
+            "if False:",
+            "tests/unit/metrics/test_gns_hooks_faults.py::test_hooks_that_never_run_are_a_fault_and_closing_removes_them",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "owner = weakref.ref(self)",
+            "owner = lambda: self",
+            "tests/unit/metrics/test_gns_hooks.py::test_hooks_do_not_keep_an_owner_that_nobody_closed",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/square_norm.py",
+            "else torch.float32\n",
+            "else flat.dtype\n",
+            "tests/unit/metrics/test_square_norm.py",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/square_norm.py",
+            "wide = flat[in_rows:].double()",
+            "wide = flat[:0].double()",
+            "tests/unit/metrics/test_square_norm.py",
+        ),
+    ],
+    "reductions": [
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            'if entry is None or how == "last":',
+            "if entry is None:",
+            "tests/unit/metrics/test_aggregate.py::test_each_kind_is_put_together_in_its_own_way",
+        ),
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            "if a != a or b != b:",
+            "if a != a:",
+            "tests/unit/metrics/test_aggregate.py::test_nan_is_a_value_and_not_an_absence",
+        ),
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            'return self.total / self.count if self.how == "mean" else self.total',
+            "return self.total",
+            "tests/unit/metrics/test_aggregate.py::test_a_gauge_is_averaged_over_the_micro_steps_that_reported_it",
+        ),
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            "total, count = value, 1.0",
+            "total, count = value, 0.0",
+            "tests/unit/metrics/test_aggregate.py::test_a_plain_number_of_a_weighted_mean_counts_once",
+        ),
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            'values."""\n        self._latest = {}\n',
+            'values."""\n',
+            "tests/unit/metrics/test_aggregate.py::test_a_gauge_of_an_earlier_step_is_not_reported_as_the_latest",
+        ),
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            "self._kept = dict.fromkeys(self._counters, 0.0)",
+            "self._kept = {}",
+            "tests/unit/metrics/test_aggregate.py::test_named_counters_are_reported_as_zero",
+        ),
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            'elif kind == "counter":',
+            "elif False:",
+            "tests/unit/metrics/test_aggregate.py::test_what_was_counted_on_silent_steps_is_in_the_next_drain",
+        ),
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            "        self._entries = {}\n        return result",
+            "        return result",
+            "tests/unit/metrics/test_aggregate.py::test_each_kind_is_put_together_in_its_own_way",
+        ),
+        Mutant(
+            "trainer/metrics/aggregate.py",
+            "total, count = _detached(total), _detached(count)",
+            "pass",
+            "tests/unit/metrics/test_aggregate.py::test_tensors_stay_tensors_and_carry_no_graph",
+        ),
+        Mutant(
+            "trainer/metrics/rank_reduction.py",
+            "np.where(present, values, 0.0).sum(0)",
+            "values.sum(0)",
+            "tests/properties/test_metrics_properties.py::test_a_mean_over_nothing_is_left_out_though_it_is_nan",
+        ),
+        Mutant(
+            "trainer/metrics/rank_reduction.py",
+            "np.where(present, values, np.inf).min(0)",
+            "np.where(present, values, 0.0).min(0)",
+            "tests/properties/test_metrics_properties.py::test_a_reduction_equals_its_definition_in_any_order_of_ranks",
+        ),
+        Mutant(
+            "trainer/metrics/rank_reduction.py",
+            "weights = counts.sum(0)",
+            "weights = present.sum(0)",
+            "tests/properties/test_metrics_properties.py::test_the_loss_is_that_of_the_same_tokens_in_one_batch",
+        ),
+        Mutant(
+            "trainer/metrics/rank_reduction.py",
+            "reduced[key + WORST_SUFFIX] = float(most[index])",
+            "reduced[key + WORST_SUFFIX] = float(totals[index])",
+            "tests/properties/test_metrics_properties.py::test_a_reduction_equals_its_definition_in_any_order_of_ranks",
+        ),
+        Mutant(
+            "trainer/metrics/rank_reduction.py",
+            "for key in sorted(set(keys))}",
+            "for key in keys}",
+            "tests/unit/metrics/test_rank_reduction.py::test_the_plan_is_the_same_however_the_keys_are_collected",
+        ),
+        Mutant(
+            "trainer/metrics/rank_reduction.py",
+            "    if unknown:\n",
+            "    if False:\n",
+            "tests/unit/metrics/test_rank_reduction.py::test_a_key_outside_the_plan_is_refused",
+        ),
+        Mutant(
+            "trainer/metrics/rank_reduction.py",
+            "if not present[:, index].any():",
+            "if False:",
+            "tests/unit/metrics/test_rank_reduction.py::test_a_mean_over_nothing_is_absent",
+        ),
+        Mutant(
+            "trainer/metrics/tracker.py",
+            "step_time, self._start = now - self._start, now",
+            "step_time = now - self._start",
+            "tests/unit/metrics/test_tracker.py::test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice",
+        ),
+        Mutant(
+            "trainer/metrics/tracker.py",
+            "        if not self._open:\n            self._start",
+            "        if True:\n            self._start",
+            "tests/unit/metrics/test_tracker.py::test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice",
+        ),
+        Mutant(
+            "trainer/metrics/tracker.py",
+            "return step % self._log_interval == 0 or step == 1",
+            "return step % self._log_interval == 0",
+            "tests/unit/metrics/test_tracker.py::test_the_first_step_and_every_interval_are_logged",
+        ),
+        Mutant(
+            "trainer/metrics/tracker.py",
+            "if sample is not None:",
+            "if sample is not None and is_logged:",
+            "tests/unit/metrics/test_tracker.py::test_smoothing_sees_steps_that_do_not_log",
+        ),
+        Mutant(
+            "trainer/metrics/tracker.py",
+            "parts.get(name, 0.0) + self._clock() - began",
+            "self._clock() - began",
+            "tests/unit/metrics/test_tracker.py::test_sections_name_the_slow_part_of_this_step",
+        ),
+        Mutant(
+            "trainer/metrics/tracker.py",
+            'self._tokens_seen = state["tokens_seen"]',
+            "pass",
+            "tests/unit/metrics/test_tracker.py::test_a_resumed_tracker_goes_on_where_the_other_stopped",
+        ),
+        Mutant(
+            "trainer/metrics/tracker.py",
+            "num_devices=self._num_devices,",
+            "num_devices=1,",
+            "tests/unit/metrics/test_tracker.py::test_mfu_counts_all_devices",
+        ),
+    ],
+    "step": [
+        Mutant(
+            "trainer/training/step/step.py",
+            "scale_gradients(gradients, tokens * self._kappa / self._world_size,",
+            "scale_gradients(gradients, torch.ones_like(tokens),",
+            "tests/distributed/test_step.py::test_any_layout_equals_one_big_batch[1-2]",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "scale_gradients(gradients, tokens * self._kappa / self._world_size,",
+            "scale_gradients(gradients, tokens * self._kappa,",
+            "tests/distributed/test_step.py::test_any_layout_equals_one_big_batch[2-1]",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "self._tokens += result.num_tokens",
+            "self._tokens = self._tokens * 0 + result.num_tokens",
+            "tests/distributed/test_step.py::test_any_layout_equals_one_big_batch[1-2]",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "[self._tokens, self._loss_sum, *votes]",
+            "[self._loss_sum, self._tokens, *votes]",
+            "tests/distributed/test_step.py::test_any_layout_equals_one_big_batch[1-2]",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "(loss_sum.isfinite() & grad_sq.isfinite())",
+            "(loss_sum.isfinite())",
+            "tests/unit/training/test_one_step_late.py::test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights[inf_gradient-11]",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            " | (tokens == 0)",
+            "",
+            "tests/distributed/test_step.py::test_a_step_without_tokens_changes_nothing",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "for vote in (stop, saved)]",
+            "for vote in (saved, stop)]",
+            "tests/unit/training/test_one_step_late.py::test_a_stop_takes_effect_one_step_later_unless_the_step_is_read_at_once",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "grad_factor=factor)",
+            "grad_factor=1.0)",
+            "tests/distributed/test_step.py::test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "        set_lr(self._optimizer, lr)\n",
+            "",
+            "tests/golden/test_golden_losses.py::test_losses_are_the_golden_ones",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "        self._optimizer.zero_grad(set_to_none=True)\n",
+            "",
+            "tests/golden/test_golden_losses.py::test_losses_are_the_golden_ones",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "                state = self._ledger.lookup(carry.group_ids, carry.cell_index)",
+            "                self._ledger.lookup(carry.group_ids, carry.cell_index)",
+            "tests/golden/test_golden_losses.py::test_losses_are_the_golden_ones",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "if is_last or not isinstance(self._model, DistributedDataParallel):",
+            "if True:",
+            "tests/distributed/test_collectives.py::test_a_step_has_one_gradient_sync_and_one_small_reduction_and_a_logged_one_more[False]",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)",
+            "is_finite = math.isfinite(loss_sum)",
+            "tests/unit/training/test_one_step_late.py::test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights[inf_gradient-11]",
+        ),
+        Mutant(
+            "trainer/training/step/on_device.py",
+            '"found_inf", is_bad.float())',
+            '"found_inf", is_bad.float() * 0)',
+            "tests/unit/training/test_one_step_late.py::test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights[nan-7]",
+        ),
+        Mutant(
+            "trainer/training/step/on_device.py",
+            "(grad_sq.sqrt() / loss_factor + 1e-6)",
+            "(grad_sq.sqrt() + 1e-6)",
+            "tests/distributed/test_step.py::test_clipping_shrinks_the_true_gradient_to_the_limit",
+        ),
+        Mutant(
+            "trainer/training/step/on_device.py",
+            "    if limit:\n",
+            "    if False:\n",
+            "tests/distributed/test_step.py::test_clipping_shrinks_the_true_gradient_to_the_limit",
+        ),
+        Mutant(
+            "trainer/training/step/on_device.py",
+            "scale = shrink / loss_factor",
+            "scale = shrink",
+            "tests/distributed/test_step.py::test_any_layout_equals_one_big_batch[1-2]",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "step = run.position.step + (1 if previous is None else 2)",
+            "step = run.position.step + 1",
+            "tests/unit/training/test_one_step_late.py::test_the_numbers_are_those_of_steps_read_at_once[settings0]",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "if at_once or reason is not None:",
+            "if at_once:",
+            "tests/unit/training/test_one_step_late.py::test_a_stop_takes_effect_one_step_later_unless_the_step_is_read_at_once[fault0-3]",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "return finish(run, current) or reason, None",
+            "return reason or finish(run, current), None",
+            "tests/unit/training/test_one_step_late.py::test_a_stop_takes_effect_one_step_later_unless_the_step_is_read_at_once[fault0-3]",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "(config.eval.every, config.checkpoint.every, config.sample.every)",
+            "(config.eval.every, config.sample.every)",
+            "tests/unit/training/test_one_step_late.py::test_the_numbers_are_those_of_steps_read_at_once[settings0]",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "(config.eval.every, config.checkpoint.every, config.sample.every)",
+            "(config.checkpoint.every, config.sample.every)",
+            "tests/unit/training/test_one_step_late.py::test_the_numbers_are_those_of_steps_read_at_once[settings0]",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "at_once = is_read_at_once(run, step)",
+            "at_once = True",
+            "tests/unit/training/test_no_waiting.py::test_the_program_reads_nothing_of_a_step_that_does_not_log",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "details=run.details if run.logs(step) else None",
+            "details=run.details",
+            "tests/unit/training/test_one_step_late.py::test_the_numbers_are_those_of_steps_read_at_once[settings0]",
+        ),
+        Mutant(
+            "trainer/training/finish.py",
+            "        position.skipped_in_a_row = 0\n",
+            "",
+            "tests/unit/training/test_one_step_late.py::test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not",
+        ),
+        Mutant(
+            "trainer/training/finish.py",
+            "if position.skipped_in_a_row > table.max_skips:",
+            "if position.skipped_in_a_row >= table.max_skips:",
+            "tests/unit/training/test_one_step_late.py::test_too_many_bad_steps_in_a_row_end_the_run_at_the_same_step",
+        ),
+        Mutant(
+            "trainer/training/finish.py",
+            "if outcome.should_stop or not at_boundary",
+            "if not at_boundary",
+            "tests/unit/training/test_one_step_late.py::test_a_stop_takes_effect_one_step_later_unless_the_step_is_read_at_once[fault0-3]",
+        ),
+        Mutant(
+            "trainer/training/finish.py",
+            '        unlogged.add({"non_finite_steps": 0.0})  # reported as 0, not left out\n',
+            "",
+            "tests/unit/training/test_one_step_late.py::test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights[nan-7]",
+        ),
+        Mutant(
+            "trainer/training/finish.py",
+            "position.step, position.data_state = step, taken.window.data_state",
+            "position.step = step",
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
+        ),
+        Mutant(
+            "trainer/training/step/microbatch.py",
+            'copied["group_ids"] = np.full(1, -1, dtype=np.int64)',
+            "pass",
+            "tests/unit/training/test_microbatch.py::test_a_masked_copy_has_one_row_with_nothing_to_predict_and_no_group",
+        ),
+        Mutant(
+            "trainer/training/step/window.py",
+            "batch = masked_copy(self._last_batch)",
+            "batch = self._last_batch",
+            "tests/unit/training/test_one_step_late.py::test_a_rank_without_data_keeps_the_cursor_of_its_last_batch",
+        ),
+        Mutant(
+            "trainer/training/step/details.py",
+            "before.total + total, before.weight + count",
+            "total, count",
+            "tests/unit/metrics/test_step_details.py",
+        ),
+        Mutant(
+            "trainer/training/step/optimizer.py",
+            '"weight_decay": 0.0}',
+            '"weight_decay": table.weight_decay}',
+            "tests/unit/training/test_optimizer.py::test_vectors_are_not_decayed",
+        ),
+        Mutant(
+            "trainer/training/step/optimizer.py",
+            "return peak * step / table.warmup_steps",
+            "return peak * (step - 1) / table.warmup_steps",
+            "tests/unit/training/test_optimizer.py",
+        ),
+    ],
+    "checkpoint": [
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "if found != expected:",
+            'if found["bytes"] != expected["bytes"]:',
+            "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_flip]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "missing = sorted({MODEL_FILE, *ranks} - files.keys())",
+            "missing = sorted({MODEL_FILE} - files.keys())",
+            "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_unlisted_shard]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "if Path(name).name != name:",
+            "if False:",
+            "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_marker_leaves_the_directory]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "if version != FORMAT_VERSION:",
+            "if False:",
+            "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_version]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "    for path in candidates:",
+            "    for path in candidates[:1]:",
+            "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_flip]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "    if candidates:\n",
+            "    if False:\n",
+            "tests/unit/training/test_run_files.py::test_auto_starts_anew_without_checkpoints_and_refuses_if_none_is_whole",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "weights_only=True)",
+            "weights_only=False)",
+            "tests/unit/training/test_run_files.py::test_a_pickle_in_a_checkpoint_is_not_run",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "complete_checkpoints(checkpoints)[keep_last:]",
+            "complete_checkpoints(checkpoints)[keep_last - 1 :]",
+            "tests/unit/training/test_run_files.py::test_the_newest_and_every_nth_are_kept",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "if not keep_every or step % keep_every:",
+            "if True:",
+            "tests/unit/training/test_run_files.py::test_the_newest_and_every_nth_are_kept",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "            (path / MARKER).unlink(missing_ok=True)\n",
+            "",
+            "tests/unit/training/test_run_files.py::test_a_checkpoint_that_is_half_deleted_is_none",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "    staging.rename(target)\n",
+            "    shutil.copytree(staging, target)\n",
+            "tests/unit/training/test_run_files.py::test_a_checkpoint_reads_back_and_latest_points_to_it",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "sorted(staging.iterdir())",
+            'sorted(staging.glob("*.pt"))',
+            "tests/unit/training/test_run_files.py::test_a_checkpoint_reads_back_and_latest_points_to_it",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "    _point_latest(checkpoints, target)\n",
+            "",
+            "tests/unit/training/test_run_files.py::test_a_checkpoint_reads_back_and_latest_points_to_it",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            "if step_of(path) > step:",
+            "if step_of(path) >= step:",
+            "tests/unit/training/test_run_files.py::test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_it",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/checkpoint.py",
+            '    for path in checkpoints.glob(".tmp_step_*"):',
+            '    for path in checkpoints.glob("tmp_step_*"):',
+            "tests/unit/training/test_run_files.py::test_the_newest_and_every_nth_are_kept",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/resume_checks.py",
+            'BREAKING = ("model.", ',
+            "BREAKING = (",
+            "tests/unit/training/test_run_files.py::test_changed_keys_are_named_and_breaking_ones_refused",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/saver.py",
+            "storages[found.untyped_storage().data_ptr()]",
+            "storages[id(found)]",
+            "tests/unit/training/test_run_files.py::test_what_a_save_says_it_needs_is_about_what_its_file_takes",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/saver.py",
+            '"evaluation_is_due": position.evaluation_is_due,',
+            '"evaluation_is_due": False,',
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault4-4-logged4]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/restore.py",
+            'position.evaluation_is_due = bool(saved.get("evaluation_is_due"))',
+            "pass",
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault4-4-logged4]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/restore.py",
+            'set_generator_states(own["generators"], device)',
+            "pass",
+            "tests/unit/training/test_switches.py::test_a_resumed_model_draws_the_random_numbers_of_an_unbroken_run",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/restore.py",
+            'state.optimizer.load_state_dict(whole["optimizer"])',
+            "pass",
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/restore.py",
+            'state.ledger.load_state_dict([part["ledger"] for part in parts])',
+            "pass",
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/restore.py",
+            "    state.load_shared(saved)\n",
+            "",
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/restore.py",
+            'position.load_counts(state, own.get("unlogged", {}))',
+            "pass",
+            "tests/unit/training/test_stops.py::test_what_was_counted_between_two_logged_steps_survives_a_kill",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/restore.py",
+            'state.dataset.load_state_dict(own["data"])',
+            "pass",
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/train_state.py",
+            'self.skipped_in_a_row = int(saved.get("in_a_row", 0))',
+            "self.skipped_in_a_row = 0",
+            "tests/unit/training/test_one_step_late.py::test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/train_state.py",
+            'self.gns.load_state_dict(saved["gns"])',
+            "pass",
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/train_state.py",
+            'state.ledger.load_undrained(saved["ledger"])',
+            "pass",
+            "tests/unit/training/test_stops.py::test_what_was_counted_between_two_logged_steps_survives_a_kill",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "if run.saver.last_saved != position.step and position.step > 0:",
+            "if False:",
+            "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
+        ),
+    ],
+    "config": [
+        Mutant(
+            "trainer/config/rules.py",
+            "capacity < in_flight",
+            "capacity <= in_flight",
+            "tests/unit/config/test_rules.py::test_capacity_below_the_groups_in_flight_is_refused_in_every_mode",
+        ),
+        Mutant(
+            "trainer/config/load.py",
+            "reversed(origins.items())",
+            "origins.items()",
+            "tests/unit/config/test_load.py::test_the_later_of_two_overrides_is_named",
+        ),
+        Mutant(
+            "trainer/config/overrides.py",
+            'parsed.keys() == {"value"}',
+            "True",
+            "tests/unit/config/test_load.py::test_a_value_with_a_newline_is_a_string",
+        ),
+    ],
+    "diagnostics": [
+        Mutant(
+            "trainer/diagnostics/rules/rule.py",
+            "if missing else",
+            "if len(missing) > 1 else",
+            "tests/unit/diagnostics/test_rules.py::test_absent_keys_are_not_measured",
+        ),
+        Mutant(
+            "trainer/diagnostics/series.py",
+            "if step in common)",
+            "if i < len(common))",
+            "tests/unit/diagnostics/test_rules.py::test_aligned_columns_have_the_common_steps_only",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/stability.py",
+            "in_a_row < NEW_LEVEL:",
+            "in_a_row < 0:",
+            "tests/unit/diagnostics/test_rules.py::test_neighboring_spikes_are_found_and_a_lasting_level_is_not_one_spike_per_row",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/mixing.py",
+            "gap.surprise <= math.log(len(columns) / ALPHA)",
+            "gap.surprise <= 0",
+            "tests/unit/diagnostics/test_rules.py::test_an_absence_that_the_share_of_a_modality_explains_is_healthy",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/ledger.py",
+            "cold.total <= known",
+            "cold.total < known",
+            "tests/unit/diagnostics/test_rules.py::test_cold_starts_caused_by_false_evictions_are_explained",
+        ),
+    ],
+    "runs": [
+        Mutant(
+            "trainer/runs/load.py",
+            "self.steps_redone.append(max(self._last_step - found.global_step, 0))",
+            "self.steps_redone.append(0)",
+            "tests/unit/runs/test_load.py::test_after_a_restart_the_later_row_of_a_step_replaces_the_earlier_one",
+        ),
+        Mutant(
+            "trainer/runs/rows.py",
+            "pyarrow.float64(), from_pandas=False)",
+            "pyarrow.float64(), from_pandas=True)",
+            "tests/unit/runs/test_rows.py::test_parquet",
+        ),
+    ],
+    "preview": [
+        Mutant(
+            "trainer/preview/counted.py",
+            "self._active[modality] -= 1",
+            "pass",
+            "tests/unit/preview/test_waits.py::test_with_a_single_reader_every_pick_lacks_the_other_modality",
+        ),
+        Mutant(
+            "trainer/preview/forecast.py",
+            'if is_first or not batch["is_shared"]:',
+            "if is_first:",
+            "tests/unit/preview/test_forecast.py::test_counts_match_the_real_pipeline",
+        ),
+    ],
+}
+
+
+class Copy:
+    """A copy of the repository's files, in which tests run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._root = folder / "repository"
+        self._temporary = folder / "tmp"
+        self._output = folder / "output"
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
+            if name and (ROOT / name).is_file():  # a deleted file is still listed
+                (self._root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self._root / name)
+
+    def run_tests(self, tests: list[str], timeout: float) -> tuple[int | None, str]:
+        """pytest's exit code, None if it was killed after `timeout` seconds, and what it printed."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        # PYTHONPATH, because tests start programs of their own, which must import the copy too.
+        environment = {**os.environ, "PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"}
+        with self._output.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, f"--basetemp={self._temporary}", *tests],
+                cwd=self._root,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that the test started
+                process.wait()
+                code = None
+        return code, self._output.read_text(encoding="utf-8", errors="replace")
+
+    def check_whole(self, area: str, mutants: list[Mutant]) -> str:
+        """What is wrong with the tests of an area without any mutant; empty if they pass."""
+        code, output = self.run_tests(list(dict.fromkeys(mutant.test for mutant in mutants)), AREA_TIMEOUT_SEC)
+        return "" if code == 0 else f"{output[-4000:]}\n{area}: red, or not found, without any mutant: see above"
+
+    def try_mutant(self, mutant: Mutant) -> str:
+        """`caught`, `caught (timeout)`, `SURVIVED`, or why the mutant is unusable."""
+        path = self._root / mutant.file
+        # Python tells old bytecode by the file's second and size: no two tests of a file start in one second.
+        whole = path.read_bytes()
+        path.write_bytes(whole.replace(mutant.old.encode(), mutant.new.encode()))
+        try:
+            code, _ = self.run_tests([mutant.test], TIMEOUT_SEC)
+        finally:
+            path.write_bytes(whole)
+        known = {None: "caught (timeout)", 0: "SURVIVED", 1: "caught"}
+        return known.get(code, f"unusable (pytest ends with {code}: does the mutant still import?)")
+
+
+def problem_of(mutant: Mutant) -> str | None:
+    """Why a mutant cannot be tried, as far as the files alone say; None if it can."""
+    for name in (mutant.file, mutant.test.partition("::")[0]):
+        if not (ROOT / name).is_file():
+            return f"{name} does not exist"
+    count = (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old)
+    if count != 1:
+        return f"the old text occurs {count} times in {mutant.file}, not once"
+    return "the new text is the old one" if mutant.old == mutant.new else None
+
+
+def line_of(area: str, mutant: Mutant) -> str:
+    """The mutant in one line."""
+    old, new = (" ".join(text.split()) or "(nothing)" for text in (mutant.old, mutant.new))
+    return f"{area}: {mutant.file}: {old} -> {new} [{mutant.test.partition('::')[2] or mutant.test}]"
+
+
+def try_all(chosen: dict[str, list[Mutant]], num_workers: int) -> int:
+    """Run the tests without mutants, then with each; returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="mutants_") as folder, ThreadPoolExecutor(num_workers) as pool:
+        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for worker in range(num_workers):
+            copies.put(Copy(Path(folder, str(worker))))
+
+        def on_a_copy(action: Callable[[Copy], str]) -> str:
+            copy = copies.get()
+            try:
+                return action(copy)
+            finally:
+                copies.put(copy)
+
+        checks = [partial(Copy.check_whole, area=area, mutants=mutants) for area, mutants in chosen.items()]
+        if red := "\n".join(filter(None, pool.map(on_a_copy, checks))):
+            print(red)
+            return 1
+        listed = [(area, mutant) for area, mutants in chosen.items() for mutant in mutants]
+        attempts = [partial(Copy.try_mutant, mutant=mutant) for _, mutant in listed]
+        num_caught = 0
+        for (area, mutant), result in zip(listed, pool.map(on_a_copy, attempts), strict=True):
+            num_caught += result.startswith("caught")
+            print(f"{result:9} {line_of(area, mutant)}", flush=True)
+    print(f"{num_caught} of {len(listed)} mutants caught")
+    return 0 if num_caught == len(listed) else 1
+
+
+def main() -> int:
+    """Parse the command line and try the mutants."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--area", action="append", choices=MUTANTS, help="try this area alone; repeatable")
+    parser.add_argument("--workers", type=int, default=2, help="mutants tried at the same time (default: 2)")
+    parser.add_argument("--list", action="store_true", help="print the mutants and try none")
+    options = parser.parse_args()
+    chosen = {area: mutants for area, mutants in MUTANTS.items() if area in (options.area or MUTANTS)}
+    listed = [(area, mutant) for area, mutants in chosen.items() for mutant in mutants]
+    if options.list:
+        print("\n".join(line_of(area, mutant) for area, mutant in listed))
+        return 0
+    unusable = [
+        f"unusable ({found}) {line_of(area, mutant)}" for area, mutant in listed if (found := problem_of(mutant))
+    ]
+    if unusable:
+        print("\n".join(unusable))
+        return 1
+    return try_all(chosen, options.workers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
