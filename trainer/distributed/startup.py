@@ -31,7 +31,7 @@ def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: 
     end = time.monotonic() + timeout_sec
     speaker = _answer(store, "ready", rank=rank, world_size=world_size, gives_up=lambda: time.monotonic() > end)
     if speaker is not None:
-        error = UserError(f"rank {speaker}", "refuses to start")
+        error = UserError(f"rank {speaker}", "refuses to start", "see its message")
         error.speaker = speaker
         raise error
 
