@@ -142,7 +142,7 @@ def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tm
         assert torch.allclose(after.state_dict()[name], tensor, atol=1e-9, rtol=0), name
     resumed = run(*arguments, "--steps", "2", "--resume", "auto", "--set", "optimizer.lr=1e-12")
     assert resumed.returncode == 0, resumed.stderr
-    assert "going on after step 1" in resumed.stderr
+    assert "resuming after step 1" in resumed.stderr
     assert "beginning with" not in resumed.stderr
     assert abs(losses(tmp_path / "run" / "metrics.jsonl")[2] - losses(folder / "run" / "metrics.jsonl")[6]) < 0.5
 

@@ -164,11 +164,11 @@ def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_
     assert done.returncode == 0
     assert "the run is at step 2, train.steps = 2" in done.stderr
     assert metrics.read_bytes() == before
-    [offered] = [line for line in first.stderr.splitlines() if "go on beyond step 2 with: train --config" in line]
+    [offered] = [line for line in first.stderr.splitlines() if "train beyond step 2 with: train --config" in line]
     name, *arguments = shlex.split(offered.partition(" with: ")[2])
     longer = run(*arguments)
     assert (name, longer.returncode) == ("train", 0), longer.stderr
-    assert "going on after step 2" in longer.stderr
+    assert "resuming after step 2" in longer.stderr
     assert "resuming with another config: train.steps: 2 -> 4" in longer.stderr
     assert longer.stderr.count("resuming with another config") == 1
     assert sorted(losses(metrics)) == [1, 2, 3, 4]

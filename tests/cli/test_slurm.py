@@ -59,5 +59,5 @@ def test_it_trains_and_goes_on_after_a_requeue(job, tmp_path):
     again = job("--steps", str(status["last_step"] + 3))
     _, stderr = again.communicate(timeout=TIMEOUT_SEC)
     assert again.returncode == 0, stderr
-    assert f"going on after step {status['last_step']}" in stderr
+    assert f"resuming after step {status['last_step']}" in stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "done"

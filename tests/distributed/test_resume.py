@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_by_path(uninter
     auto = run("--config", config, "--run-dir", run_dir, "--resume", "auto", "--steps", "20")
     assert auto.returncode == 0, auto.stderr
     assert "falling back to the checkpoint before it" in auto.stderr
-    assert "going on after step 10" in auto.stderr
+    assert "resuming after step 10" in auto.stderr
 
 
 def test_a_changed_model_is_refused(uninterrupted, tmp_path):

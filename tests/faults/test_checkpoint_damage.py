@@ -92,7 +92,7 @@ def test_auto_falls_back_one_and_a_path_is_refused(untouched, tmp_path, kind):
         assert ranks.wait() == [0, 0], ranks.said()
         said = ranks.said()
     assert said.count("falling back to the checkpoint before it") == 1
-    assert "going on after step 10" in said
+    assert "resuming after step 10" in said
     assert row_differences(whole, run_dir) == []
     name = "checkpoints/step_00000015"
     assert checkpoint_differences(whole / name, run_dir / name) == []
