@@ -39,6 +39,16 @@ def test_stored_state_is_found_by_the_next_cell() -> None:
     assert lookup(ledger, [8, 9, -1, 7]) == [3.0, 0.0, 0.0, 3.0]
 
 
+def test_a_group_is_found_from_its_first_store_to_its_last() -> None:
+    ledger = new_ledger()
+    ledger.begin_step(1)
+    assert lookup(ledger, [7]) == [0.0]
+    store(ledger, [7], 3.0)
+    assert lookup(ledger, [7]) == [3.0]
+    store(ledger, [7], is_last=True)
+    assert lookup(ledger, [7]) == [0.0]
+
+
 def test_group_start_begins_from_zero_whatever_is_held() -> None:
     ledger = new_ledger()
     ledger.begin_step(1)

@@ -8,6 +8,7 @@ from tests.support.ranks import differences
 from tests.unit.ledger.test_ledger import lookup, new_ledger, store
 from trainer.errors import UserError
 from trainer.ledger import Ledger
+from trainer.ledger.eviction import EvictedGroups
 
 
 def evicting_ledger(mode: str) -> Ledger:
@@ -171,6 +172,15 @@ def test_a_refused_store_leaves_no_trace() -> None:
     # Group 1 is still known to have been evicted.
     store(ledger, [1])
     assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 1
+
+
+def test_a_group_that_was_evicted_again_is_not_the_oldest() -> None:
+    evicted = EvictedGroups(2)
+    evicted.add([1], "lru", 1)
+    del evicted.entries[1]  # it came back
+    for step, group in ((2, 2), (3, 1), (4, 3)):
+        evicted.add([group], "lru", step)
+    assert evicted.entries == {1: ("lru", 3), 3: ("lru", 4)}
 
 
 def test_two_groups_that_keep_evicting_each_other_are_counted_each_time() -> None:

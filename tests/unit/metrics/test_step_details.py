@@ -43,6 +43,16 @@ def test_losses_by_source_and_modality_are_those_of_their_rows():
     assert values["accuracy"] == pytest.approx(2 / 3)
 
 
+def test_micro_batches_are_weighted_by_their_tokens():
+    details = StepDetails(("token_ce",))
+    results = [Objective()(LOGITS[rows], TARGETS[rows]) for rows in (slice(0, 1), slice(1, 2))]
+    for rows, result in zip((slice(0, 1), slice(1, 2)), results, strict=True):
+        details.add(MicroBatch({}, TARGETS[rows], None, {}), result)
+    total, count = details.drain_metrics()["loss"]
+    assert float(count) == 3.0
+    assert float(total) == pytest.approx(sum(float(result.loss_sum) for result in results))
+
+
 def test_a_label_that_is_not_known_is_left_out_and_the_others_stay():
     values, guards = collected({"dataset_labels": ["left", "made up"], "dataset_segments": ["text", "made up"]})
     assert {key for key in values if "/loss" in key} == {"source/left/loss", "modality/text/loss"}
