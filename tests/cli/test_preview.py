@@ -50,7 +50,7 @@ def test_the_terminal_shows_blend_pools_ledger_and_learning_rate(config: Path, p
     shown = previewed("--config", config, "--world-size", 2)
     assert shown.returncode == 0, shown.stderr
     assert "tiny: 6 steps of 2 micro-batch(es) on 2 rank(s)" in shown.stdout
-    for part in ("share of the micro-batches by batch", "Sources", "Pools", "Ledger", "learning rate by step"):
+    for part in ("share of micro-batches by batch", "Sources", "Pools", "Ledger", "learning rate by step"):
         assert part in shown.stdout
     assert "first" in shown.stdout
     assert "has a point at 20, but the run has 6 steps" in " ".join(shown.stdout.split())
