@@ -47,7 +47,7 @@ def test_a_mistake_of_all_ranks_is_printed_once_by_rank_0_however_slow_a_rank_is
 def test_a_mistake_of_rank_1_alone_is_printed_once_with_its_rank(tmp_path, rank_0):
     done = refused(tmp_path, rank_0, 'raise ValueError("of rank 1")')
     assert done.stderr.count("of rank 1") == 1
-    assert "[rank 1] model.target: own_model fails while it is imported" in done.stderr
+    assert "[rank 1] model.target: own_model fails on import" in done.stderr
 
 
 DATA = """
