@@ -15,11 +15,11 @@ from tests.support.runs import TIMEOUT_SEC, command, environment, write_tiny_con
 MODULE = """
 import atexit, json, os
 from pathlib import Path
-from tests.support.gloo import gloo_threads
+from tests.support.gloo import gloo_threads, gloo_threads_left
 from trainer.model.build import build as build_reference
 
 def report():
-    Path(__file__).with_name("threads" + os.environ["RANK"]).write_text(json.dumps(gloo_threads()))
+    Path(__file__).with_name("threads" + os.environ["RANK"]).write_text(json.dumps(gloo_threads_left()))
 
 atexit.register(report)
 

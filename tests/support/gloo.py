@@ -7,6 +7,7 @@ import importlib
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -35,13 +36,21 @@ def _worker(
     if is_kept:
         os._exit(0)  # past the interpreter's own end, where the threads that are left could abort the process
     # Threads that outlive the group can abort the process at its end, now and then: say so always instead.
-    assert not gloo_threads(), f"{function.__name__} leaves the process group alive"
+    assert not gloo_threads_left(), f"{function.__name__} leaves the process group alive"
 
 
 def gloo_threads() -> list[str]:
     """Names of this process's threads that work for a gloo process group (Linux)."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if "gloo" in name]
+
+
+def gloo_threads_left() -> list[str]:
+    """Those that stay: the system may list a thread for a moment after it was joined."""
+    deadline = time.monotonic() + 10
+    while (threads := gloo_threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return threads
 
 
 def run_on_ranks(

@@ -31,13 +31,6 @@ def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -
     return f"[{COLOURS.get(word, otherwise)}]{escape(word if text is None else text)}[/]"
 
 
-def counted(number: float, noun: str) -> str:
-    """`1 stream`, `2 streams`, `1,234 streams`, `2.5 passes`: the number, and the noun in singular or plural."""
-    shown = f"{number:,.2g}" if 0 < number < 10 else f"{number:,.0f}"
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{shown} {noun}" if shown == "1" else f"{shown} {noun}{ending}"
-
-
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
     """A bar on stderr if that is a terminal, else None; call it with (done, total, description)."""

@@ -19,7 +19,7 @@ class Difference(NamedTuple):
 
 def differences(first: BaseModel, second: BaseModel) -> list[Difference]:
     """The keys whose values differ, sorted. Elements of arrays of tables are matched by their `name` where they have one."""
-    one, other = (_flatten(config.model_dump(mode="json", exclude_none=True), "") for config in (first, second))
+    one, other = (flatten(config.model_dump(mode="json", exclude_none=True)) for config in (first, second))
     keys = sorted(one.keys() | other.keys())
     return [Difference(key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]
 
@@ -35,18 +35,18 @@ def render_differences(found: list[Difference], first: str, second: str) -> str:
     return "\n".join(lines)
 
 
-def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Nested tables as `table.key` -> value."""
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as `table.key` -> value; tables in a list by their `name`, or by index if one has none or they repeat."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        if isinstance(value, list) and value and all(isinstance(element, Mapping) for element in value):
             names = [element.get("name") for element in value]
             if None in names or len(set(names)) < len(names):
                 names = list(map(str, range(len(value))))
             flat[f"{prefix}{key}[].name"] = names  # shows a change of order
             value = {name: {k: v for k, v in e.items() if k != "name"} for name, e in zip(names, value, strict=True)}
         if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[prefix + key] = value
     return flat

@@ -1,8 +1,8 @@
 """All ranks start, or all refuse and one of them prints why.
 
-Every rank answers once, through the store at which the ranks meet: `process_group` answers that it is ready, the console
-program that it refuses, and why. The last answer decides. Until then no rank goes on: a rank that exits makes torchrun end
-the others, one of which may have the message to print.
+Every rank answers once through the rendezvous store: `process_group` that it is ready, or the command line that it refuses.
+The last answer decides. No rank proceeds before that: a rank that exits makes torchrun kill the others, one of which may
+have the message to print.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch.distributed as dist
 from trainer.errors import UserError
 
 NOBODY = "nobody"
-CHECK_EVERY_SEC = (
-    0.1  # rather than a blocking wait, in which Python handles no signals and which warns when it times out
-)
+# Polled: during a blocking wait Python handles no signals, and the wait warns when it times out.
+CHECK_EVERY_SEC = 0.1
 
 
 def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: float) -> None:
@@ -75,7 +74,7 @@ def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives
 
 
 def _decide(store: dist.Store, world_size: int) -> None:
-    """Decide who speaks, atomically and once: the decision also holds for ranks that come later."""
+    """Choose the rank that prints, atomically and once; the choice also holds for ranks that arrive later."""
     if store.check(["speaker"]):
         return
     refusing = [rank for rank in range(world_size) if store.check([f"refused_{rank}"])]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
+from trainer.config.compare import flatten
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.runs.load import RunRecord
 from trainer.runs.wording import number_text
@@ -151,21 +152,6 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         SummaryRow("Rejected steps", _total(run, "non_finite_steps"), "steps"),
         SummaryRow("Restarts", float(len(run.restarts))),
     ]
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys. Tables in a list are keyed by their `name`, or else by their index."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found.update(flatten(value, f"{name}."))
-        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            for number, item in enumerate(value):
-                found.update(flatten(item, f"{name}.{item.get('name', number)}."))
-        else:
-            found[name] = value
-    return found
 
 
 def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
+from trainer.config.compare import flatten
 from trainer.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.report.charts import Chart, Line
 from trainer.report.markup import Html, element, join, table, value_text
-from trainer.report.run_summary import SummaryRow, config_differences, flatten, summarize
+from trainer.report.run_summary import SummaryRow, config_differences, summarize
 from trainer.runs.load import RunRecord
 from trainer.runs.wording import counted, number_text
 

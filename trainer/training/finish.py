@@ -145,7 +145,8 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
     if (
         table.on_non_finite == "stop" and table.precision != "fp16"
     ):  # fp16 overflows in the normal course of loss scaling
-        # The record ends with this step. Where the next one has been launched already, the parts that count in it are ahead.
+        # The record ends with this step. If it is not a logged one, the next step is in flight and the ledger already counts
+        # in it, so that the row holds the host's values alone.
         end_step(run, taken, outcome, run.reporters if run.logs(taken.step) else (position.unlogged,))
         raise NonFiniteError(f'{what}; its batches are in events.jsonl; train.on_non_finite = "skip" would continue')
     if position.skipped_in_a_row > table.max_skips:

@@ -95,15 +95,6 @@ def test_metric_keys_are_those_of_all_sources_each_once() -> None:
     assert blend_of([Reporting(), Reporting()]).metric_keys == ("blend/max_share_error", *KEYS)
 
 
-def test_one_rank_needs_no_process_group() -> None:
-    blend = blend_of([Reporting()])
-    local = dict.fromkeys(KEYS, 2.0)
-    assert blend.aggregate_step_metrics(local, 1, "cpu") == local
-    assert blend.aggregate_step_metrics({}, 1, "cpu") == {}
-    with pytest.raises(KeyError, match="loss"):
-        blend.aggregate_step_metrics({"loss": 1.0}, 1, "cpu")
-
-
 def pool_of_a_rank(rank: int, world_size: int, root: str) -> tuple[dict[str, float], dict[str, float], int]:
     """What a rank's own dataset reports after two picks, what all of them report, and the number of collectives."""
     calls: list[str] = []

@@ -57,8 +57,8 @@ def test_layout_and_guess_follow_the_table(corpus: Path) -> None:
     found = discover([str(corpus)])
     assert [stream.relative_path for stream in found.streams] == ["a/s0.ids", "a/s2.ids", "b/s1.ids", "b/s3.ids"]
     assert len(discover_direct([str(corpus / "**")])) == 4
-    told = guess(found.streams)
-    assert (told.kind, told.formats, told.dtype) == ("ids", ("ids",), None)
+    guessed = guess(found.streams)
+    assert (guessed.kind, guessed.formats, guessed.dtype) == ("ids", ("ids",), None)
     assert takes_option("ids", "eod")
     assert not takes_option("ids", "dtype")
 

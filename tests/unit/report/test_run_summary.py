@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainer.report.run_summary import config_differences, end_of, flatten, key_means, summarize
+from trainer.report.run_summary import config_differences, end_of, key_means, summarize
 
 
 def results(run, **options):
@@ -65,10 +65,6 @@ def test_differing_settings_are_dotted_keys_and_sources_go_by_name(make_run):
         ("env.world_size", [None, 2]),
     ]
     assert config_differences([a, a]) == []
-
-
-def test_flatten_keeps_lists_of_values_and_numbers_unnamed_tables():
-    assert flatten({"a": {"b": [1, 2]}, "t": [{"x": 1}, {"x": 2}]}) == {"a.b": [1, 2], "t.0.x": 1, "t.1.x": 2}
 
 
 def test_means_cover_the_steps_of_the_last_rows(make_run):

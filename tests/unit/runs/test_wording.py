@@ -33,5 +33,19 @@ def test_digits_can_be_chosen() -> None:
     assert (number_text(2.34567, 5), number_text(2.34567, 3)) == ("2.3457", "2.35")
 
 
-def test_nouns_agree_with_their_number() -> None:
-    assert [counted(number, "step") for number in (0, 1, 2, 1234)] == ["0 steps", "1 step", "2 steps", "1,234 steps"]
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (0, "stream", "0 streams"),
+        (1, "stream", "1 stream"),
+        (2, "document", "2 documents"),
+        (12345, "document", "12,345 documents"),
+        (1.04, "pass", "1 pass"),
+        (2.53, "pass", "2.5 passes"),
+        (0.31, "pass", "0.31 passes"),
+        (9.97, "pass", "10 passes"),
+        (22.4, "pass", "22 passes"),
+    ],
+)
+def test_nouns_agree_with_their_number(number: float, noun: str, text: str) -> None:
+    assert counted(number, noun) == text

@@ -147,7 +147,7 @@ def test_a_stop_takes_effect_one_step_later_unless_the_step_is_read_at_once(both
     status = json.loads((late / "status.json").read_text())
     assert (status["state"], status["last_step"]) == ("stopped", last)
     assert (late / "checkpoints" / f"step_{last:08d}" / "COMPLETE").exists()
-    # Both go on to the end, from where each was stopped.
+    # Resumed, both run to the end.
     resumed = both()
     assert [line for line in run_differences(*resumed) if not line.startswith(("events", "checkpoints"))] == []
 

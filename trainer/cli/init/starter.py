@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.cli.terminal import counted
 from trainer.data.inspection.sizing import Sizes
+from trainer.runs.wording import counted
 
 TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.cli.init.starter import Starter
-from trainer.cli.terminal import counted, progress_bar
+from trainer.cli.terminal import progress_bar
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.own_format import is_import_path
 from trainer.data.formats.registry import takes_option
@@ -22,6 +22,7 @@ from trainer.data.inspection.survey import Survey, survey
 from trainer.data.streams.layout import Discovery, Stream, discover
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
+from trainer.runs.wording import counted
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
 MAX_NAMES = 20  # of empty files in a message

@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import EodOption, FormatOption, JsonOption
-from trainer.cli.terminal import counted, output, progress_bar
+from trainer.cli.terminal import output, progress_bar
 from trainer.errors import UserError, UserErrors
+from trainer.runs.wording import counted
 
 if TYPE_CHECKING:
     from trainer.data.corpus.manifest import Manifest

@@ -17,8 +17,7 @@ from trainer.metrics.catalog.lookup import lookup
 from trainer.metrics.catalog.spec import RankReduction
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
+    pass
 
 MAX_SHARE_ERROR = "blend/max_share_error"
 SHARE_PREFIX = "blend/share/"
@@ -219,18 +218,6 @@ class BlendDataset:
             for name, count in zip(self._names, self._counts, strict=True):
                 metrics[SHARE_PREFIX + name] = count / self._batch_index
         return metrics
-
-    def aggregate_step_metrics(
-        self,
-        local: Mapping[str, float],
-        world_size: int,
-        device: torch.device | str,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, float]:
-        """Reduce drained metrics over ranks; every rank must call it, also with {}. See `reduce_over_ranks`."""
-        from trainer.metrics.rank_reduction import reduce_over_ranks  # needs torch, which looking at data does not
-
-        return reduce_over_ranks(local, self.metric_keys, group=group, device=device, world_size=world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change. Only sources that moved are asked for their state."""

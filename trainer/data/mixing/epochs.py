@@ -71,7 +71,7 @@ class ReshardPoint:
 
 @dataclass(frozen=True)
 class QueueKey:
-    """What the order of streams depends on, besides the epoch: all ranks share one queue, or each has its own."""
+    """Determines the order of streams, together with the epoch: one queue for all ranks, or one per rank."""
 
     name: str
     seed: int

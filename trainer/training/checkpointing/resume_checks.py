@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.compare import flatten
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
@@ -36,16 +37,3 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     for key in changed:
         if not key.startswith(SILENT):
             logger.warning("resuming with another config: %s: %r -> %r", key, before.get(key), now.get(key))
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as `table.key` -> value; lists by their index."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            value = {str(index): element for index, element in enumerate(value)}
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
