@@ -214,18 +214,7 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, bare: BareLoop |
     ):
         state = make_state(plan, ALONE, device)
         run = open_run(
-            plan,
-            state,
-            Position.of(state),
-            ALONE,
-            device,
-            run_dir,
-            held_out=None,
-            source=None,
-            wandb_run_id=None,
-            stop=StopRequest(lambda name: None),
-            verdict=None,
-            stack=stack,
+            plan, state, Position.of(state), ALONE, device, run_dir, stop=StopRequest(lambda name: None), stack=stack
         )
         alternating = Alternating(bare, device)
         run_loop(dataclasses.replace(run, progress=alternating))  # type: ignore[arg-type]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import TIMEOUT_SEC, command, environment, write_tiny_config
+from tests.support.runs import run, write_tiny_config
 
 HEAD = """\
 import torch
@@ -154,14 +153,7 @@ def test_the_check_leaves_the_generator_as_it_was(check):
 def test_a_run_that_fails_in_its_first_step_says_that_the_model_breaks_the_contract(tmp_path):
     (tmp_path / "broken_model.py").write_text(model("def forward(self, tokens):\n    return tokens"))
     line = ["--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run"]
-    result = subprocess.run(
-        command([*line, "--set", "model.target=broken_model:build"]),
-        env=environment({"PYTHONPATH": str(tmp_path)}),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SEC,
-        check=False,
-    )
+    result = run(*line, "--set", "model.target=broken_model:build", extra={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 1
     assert "model.target: broken_model:build: its forward fails with" in result.stderr
     assert "broken_model.py:11); make it forward(tokens" in result.stderr

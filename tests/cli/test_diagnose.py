@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.in_process import Ended, program
-from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, write_tiny_config
+from tests.support.runs import run, write_tiny_config
 from trainer.diagnostics.diagnose import diagnose
 from trainer.diagnostics.rules.all_rules import RULES
 from trainer.errors import UserError
@@ -139,9 +138,8 @@ def test_a_real_rank_that_reads_slowly_is_found_though_the_reduction_hides_it(tm
     (tmp_path / "slow_data.py").write_text(SLOW_DATA, encoding="utf-8")
     own = "data.source=[{name='own', target='slow_data:one_slow_rank', args={slow_rank=1}}]"
     options = ["--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 14, "--set", own]
-    env = environment({"PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    line = command([*options, "--set", "data.prefetch=0", "--stdout", "off"], nproc=2)
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    options += ["--set", "data.prefetch=0", "--stdout", "off"]
+    done = run(*options, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     diagnosis = diagnose(load_run(tmp_path / "run"))
     assert "straggling_rank" in [ruling.rule.name for ruling in diagnosis.findings]
@@ -150,8 +148,7 @@ def test_a_real_rank_that_reads_slowly_is_found_though_the_reduction_hides_it(tm
 def test_a_run_that_ended_with_nan_is_diagnosed(tmp_path: Path, diagnosed: Diagnosed) -> None:
     config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
     blown_up = ["--set", "optimizer.lr=1e8", "--set", "train.clip_grad_norm=0", "--stdout", "off"]
-    line = command(["--config", config, "--run-dir", run_dir, "--steps", 30, *blown_up])
-    trained = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    trained = run("--config", config, "--run-dir", run_dir, "--steps", 30, *blown_up)
     assert trained.returncode == 1, trained.stderr
     done = diagnosed(run_dir)
     assert (done.returncode, done.stderr) == (3, "")

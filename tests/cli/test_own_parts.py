@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, run, write_tiny_config
 
 MODULE = """
 import numpy as np
@@ -68,9 +68,8 @@ def broken(vocab_size, dim, num_layers):
 def run_own(tmp_path, *arguments: object, nproc: int | None = None) -> subprocess.CompletedProcess[str]:
     (tmp_path / "own_parts.py").write_text(MODULE)
     config = write_tiny_config(tmp_path)
-    line = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", 20, *arguments], nproc=nproc)
-    env = environment({"PYTHONPATH": str(tmp_path)})
-    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    line = ["--config", config, "--run-dir", tmp_path / "run", "--steps", 20, *arguments]
+    return run(*line, nproc=nproc, extra={"PYTHONPATH": str(tmp_path)})
 
 
 FAST = ("--set", "optimizer.lr=0.3", "--set", "scheduler.warmup_steps=0")

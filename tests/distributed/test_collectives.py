@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import TIMEOUT_SEC, command, environment, write_tiny_config
+from tests.support.runs import run, write_tiny_config
 
 MICRO_BATCHES, STEPS, LOG_INTERVAL = 2, 8, 4
 
@@ -64,14 +63,7 @@ def test_a_step_has_one_gradient_sync_and_one_small_reduction_and_a_logged_one_m
     config = write_tiny_config(tmp_path, f"\n[gns]\nenabled = {str(has_gns).lower()}\n\n[checkpoint]\nevery = 0\n")
     text = config.read_text(encoding="utf-8").replace("[model]", '[model]\ntarget = "profiled:build"')
     config.write_text(text.replace("log_interval = 1", f"log_interval = {LOG_INTERVAL}"), encoding="utf-8")
-    done = subprocess.run(
-        command(["--config", config, "--steps", STEPS], nproc=2),
-        env=environment({"PYTHONPATH": str(tmp_path)}),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SEC,
-        check=False,
-    )
+    done = run("--config", config, "--steps", STEPS, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         steps = collectives_by_step(json.loads((tmp_path / f"names{rank}").read_text()))

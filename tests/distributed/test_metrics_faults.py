@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import TIMEOUT_SEC, command, environment, losses, read_rows, write_tiny_config
+from tests.support.runs import losses, read_rows, run, write_tiny_config
 from trainer.data.tokenizer import BytesTokenizer
 
 pytestmark = pytest.mark.distributed
@@ -90,9 +90,7 @@ def run_observed(directory: Path, *arguments: object, nproc: int, **switches: st
         "--set",
         "model.target=observed:build",
     ]
-    env = environment({"PYTHONPATH": str(directory), **switches})
-    whole = command([*line, *arguments], nproc=nproc)
-    return subprocess.run(whole, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    return run(*line, *arguments, nproc=nproc, extra={"PYTHONPATH": str(directory), **switches})
 
 
 def notes(directory: Path, name: str, rank: int) -> list[Any]:

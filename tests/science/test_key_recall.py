@@ -97,18 +97,7 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
     state = make_state(plan, info, device)
     stack = ExitStack()
     training = open_run(
-        plan,
-        state,
-        Position.of(state),
-        info,
-        device,
-        run_dir,
-        held_out=None,
-        source=None,
-        wandb_run_id=None,
-        stop=StopRequest(lambda name: None),
-        verdict=None,
-        stack=stack,
+        plan, state, Position.of(state), info, device, run_dir, stop=StopRequest(lambda name: None), stack=stack
     )
     oracle = StaleOracle(config.ledger.stale_threshold)
     answers: list[tuple[float, float]] = []

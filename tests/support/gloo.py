@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
+
+from tests.support.forks import fork_server
 
 
 def _worker(
@@ -62,5 +64,11 @@ def run_on_ranks(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(function, world_size, folder, args, torch_keeps_group), nprocs=world_size)
+        fork_server()
+        start_processes(
+            _worker,
+            args=(function, world_size, folder, args, torch_keeps_group),
+            nprocs=world_size,
+            start_method="forkserver",
+        )
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]

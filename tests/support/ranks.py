@@ -1,17 +1,10 @@
-"""Ranks of the program as plain processes, without torchrun above them: nobody but themselves ends them.
-
-They are forked from the process of the tests, which has imported everything: four fifths of what a small run takes is the
-import of torch. Where the start itself matters, they are started afresh.
-"""
+"""Ranks of the program as plain processes, without torchrun above them: nobody but themselves ends them."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
-import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,82 +14,10 @@ from typing import Any
 
 import torch
 
-import trainer.training.main  # noqa: F401 - so that the forks have it
-from tests.support.runs import PROGRAM, ROOT, environment
-from trainer.cli.main import main
+from tests.support.forks import Forked
+from tests.support.runs import PROGRAM, ROOT, environment, free_port, rank_environment
 
 PATIENCE_SEC = 240
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody uses now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-class Forked:
-    """A fork of this process that runs the program, with the part of Popen's interface that is needed here."""
-
-    def __init__(
-        self, arguments: Sequence[object], own: Mapping[str, str], out: Path, err: Path, max_file_bytes: int | None
-    ) -> None:
-        line = [str(PROGRAM), *map(str, arguments)]
-        self._process = mp.get_context("fork").Process(
-            target=_run_program, args=(line, environment(own), out, err, max_file_bytes), daemon=True
-        )
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs; the negated signal if one ended it."""
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        """As `returncode`."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: it goes on.
-        """
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("train", timeout or 0.0)
-        return self._process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
-        if self._process.exitcode is None:
-            os.kill(self.pid, number)
-
-
-def _run_program(line: list[str], environ: Mapping[str, str], out: Path, err: Path, max_file_bytes: int | None) -> None:
-    """In the fork: become what a fresh process of the program would be."""
-    os.setpgid(0, 0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
-    for descriptor, path in ((1, out), (2, err)):
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(target, descriptor)
-        os.close(target)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-    os.environ.clear()
-    os.environ.update(environ)
-    os.chdir(ROOT)
-    sys.argv = line
-    torch.set_num_threads(1)
-    if max_file_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-    main()
 
 
 class Ranks:
@@ -133,11 +54,7 @@ class Ranks:
         for rank in range(world_size):
             own = {
                 "PYTHONPATH": str(ROOT),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                **rank_environment(rank, world_size, port),
                 "FAULT": json.dumps(fault or {}),
                 **(extra or {}),
             }
@@ -145,7 +62,11 @@ class Ranks:
             for path in paths:
                 path.touch()
             if not is_fresh:
-                self.processes.append(Forked(arguments, own, *paths, max_file_bytes))
+                self.processes.append(
+                    Forked(
+                        arguments, environment(own), cwd=ROOT, out=paths[0], err=paths[1], max_file_bytes=max_file_bytes
+                    )
+                )
                 continue
             with paths[0].open("ab") as out, paths[1].open("ab") as err:
                 line = [sys.executable, str(PROGRAM), *map(str, arguments)]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.support.forks import Forked, wait_as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "train"
@@ -105,17 +109,44 @@ def command(arguments: Sequence[object], *, nproc: int | None = None) -> list[st
     return [*torchrun, *program]
 
 
-def run(*arguments: object, nproc: int | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end."""
-    return subprocess.run(
-        command(arguments, nproc=nproc),
-        env=environment(),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SEC,
-        check=False,
-    )
+def free_port() -> int:
+    """A port of the loopback that nobody uses now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher tells one of its ranks, on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def run(
+    *arguments: object, nproc: int | None = None, cwd: Path | None = None, extra: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end, in one process or as `nproc` ranks; forked, so that it starts in no time.
+
+    Args:
+        extra: environment variables.
+    """
+    world_size, port = nproc or 1, free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        out.touch()
+        err.touch()
+        processes = []
+        for rank in range(world_size):
+            own = environment({**(rank_environment(rank, world_size, port) if nproc else {}), **(extra or {})})
+            processes.append(Forked(arguments, own, cwd=cwd or Path.cwd(), out=out, err=err))
+        code = wait_as_torchrun(processes, TIMEOUT_SEC)
+        return subprocess.CompletedProcess(list(map(str, arguments)), code, out.read_text(), err.read_text())
 
 
 def read_rows(metrics: Path) -> dict[tuple[str, int], dict[str, float]]:

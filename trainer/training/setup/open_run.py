@@ -41,58 +41,34 @@ def open_run(
     device: torch.device,
     run_dir: RunDir,
     *,
-    held_out: HeldOut | None,
-    source: str | None,
-    wandb_run_id: str | None,
     stop: StopRequest,
-    verdict: Callable[[], str] | None,
     stack: ExitStack,
+    held_out: HeldOut | None = None,
+    source: str | None = None,
+    wandb_run_id: str | None = None,
+    verdict: Callable[[], str] | None = None,
 ) -> Run:
     """The run, ready for its first step. Every rank must call it: wrapping the model communicates.
 
     Args:
+        stack: closes what is opened here.
         held_out: makes the micro-batches of an evaluation; None: no evaluations.
         source: name of the checkpoint that it continues from; None without one.
         wandb_run_id: of the wandb run that goes on; None for a new one.
         verdict: gives the words on the run's health that stand beside the progress bar.
-        stack: closes what is opened here.
     """
-    config, is_compiled = plan.config, plan.config.train.compile
+    config = plan.config
     events: EventWriter | None = None
     if info.is_main:
         events = EventWriter(run_dir.events)
         stack.callback(events.close)
-        # Without a checkpoint too: the record of an earlier attempt goes on, and its steps come again.
-        is_restart = run_dir.metrics.exists() or source is not None
-        sinks = make_sinks(config, run_dir, wandb_run_id=wandb_run_id, on_event=events.write)
-        wandb_run_id = wandb_id(sinks)
-        state.tracker.init_backends(sinks)
-        if is_restart:
-            state.tracker.log_restart(position.step, checkpoint=source)
-            events.write({"event": "restart", "global_step": position.step, "checkpoint": source})
-        run_dir.write_status("running", reason="", step=position.step, wandb_run_id=wandb_run_id)
+        wandb_run_id = _open_record(plan, state, position, run_dir, events, source=source, wandb_run_id=wandb_run_id)
         announce(plan, state.model, device, run_dir)
     stack.callback(state.tracker.close)
     diagnostics = Diagnostics(on_event=None if events is None else events.write)
-    if is_compiled:
+    if config.train.compile:
         state.model.compile()
-    objective, autocast = make_objective(config.objective), autocast_context(config, device)
-    train_step = TrainStep(
-        model=wrap_ddp(state.model, info, device),
-        ledger=state.ledger,
-        objective=objective,
-        optimizer=state.optimizer,
-        gns=state.gns,
-        scaler=state.scaler,
-        settings=StepSettings(
-            micro_batches=config.train.micro_batches,
-            max_tokens_per_micro=max_tokens_per_micro(plan),
-            clip_grad_norm=config.train.clip_grad_norm,
-        ),
-        world_size=info.world_size,
-        device=device,
-        autocast=autocast,
-    )
+    train_step = _train_step(plan, state, info, device)
     saver = Saver(
         directory=run_dir.checkpoints,
         table=config.checkpoint,
@@ -119,7 +95,6 @@ def open_run(
     reporters = tuple(part for part in parts if part is not None)
     loader = Loader(state.dataset, device=device, prefetch=config.data.prefetch)
     stack.callback(loader.close)
-    accepted = accepted_inputs(state.model)
     progress = Progress(
         is_shown=info.is_main and sys.stderr.isatty(),
         total=config.train.steps,
@@ -136,7 +111,7 @@ def open_run(
         windows=WindowReader(
             loader,
             micro_batches=config.train.micro_batches,
-            accepted=accepted,
+            accepted=accepted_inputs(state.model),
             data_state=position.data_state,
             rank=info.rank,
         ),
@@ -154,6 +129,52 @@ def open_run(
         events=events,
         progress=progress,
         status=StatusKeeper(run_dir, wandb_run_id) if info.is_main else None,
+    )
+
+
+def _open_record(
+    plan: Plan,
+    state: TrainState,
+    position: Position,
+    run_dir: RunDir,
+    events: EventWriter,
+    *,
+    source: str | None,
+    wandb_run_id: str | None,
+) -> str | None:
+    """Open the sinks, say in them if the run restarts, and mark it as running (rank 0).
+
+    Returns:
+        The id of the wandb run; None without one.
+    """
+    # Without a checkpoint too: the record of an earlier attempt goes on, and its steps come again.
+    is_restart = run_dir.metrics.exists() or source is not None
+    sinks = make_sinks(plan.config, run_dir, wandb_run_id=wandb_run_id, on_event=events.write)
+    state.tracker.init_backends(sinks)
+    if is_restart:
+        state.tracker.log_restart(position.step, checkpoint=source)
+        events.write({"event": "restart", "global_step": position.step, "checkpoint": source})
+    run_dir.write_status("running", reason="", step=position.step, wandb_run_id=wandb_id(sinks))
+    return wandb_id(sinks)
+
+
+def _train_step(plan: Plan, state: TrainState, info: RankInfo, device: torch.device) -> TrainStep:
+    table = plan.config.train
+    return TrainStep(
+        model=wrap_ddp(state.model, info, device),
+        ledger=state.ledger,
+        objective=make_objective(plan.config.objective),
+        optimizer=state.optimizer,
+        gns=state.gns,
+        scaler=state.scaler,
+        settings=StepSettings(
+            micro_batches=table.micro_batches,
+            max_tokens_per_micro=max_tokens_per_micro(plan),
+            clip_grad_norm=table.clip_grad_norm,
+        ),
+        world_size=info.world_size,
+        device=device,
+        autocast=autocast_context(plan.config, device),
     )
 
 
