@@ -177,7 +177,7 @@ def test_carry_under_bf16_autocast_stays_within_rounding(seed: int, **kinds: obj
         check_outputs(make_case(seed, **kinds), model, model, 0.02, torch.float32)
 
 
-@pytest.mark.parametrize("has_resets", [False, True])
+@pytest.mark.parametrize("has_resets", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_carry_is_exact_when_the_model_is_compiled(has_resets: bool) -> None:
     # aot_eager traces forward and backward as inductor does, without a C++ compiler. One length: one or two graphs.
     torch._dynamo.reset()

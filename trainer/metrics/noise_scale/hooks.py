@@ -28,12 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.metrics.catalog.rows_gns import ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
-from trainer.metrics.noise_scale.leaves import find_leaves
+from trainer.metrics.noise_scale.leaves import find_leaves, is_dtensor
 from trainer.metrics.noise_scale.square_norm import square_norm
 
 log = logging.getLogger(__name__)
@@ -168,7 +167,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         for parameter in self._parameters:
             if parameter.grad is not None:
                 grad = parameter.grad
-                total = total + square_norm(grad.to_local() if isinstance(grad, DTensor) else grad).to(total.device)
+                total = total + square_norm(grad.to_local() if is_dtensor(grad) else grad).to(total.device)
         return total
 
     def finish(
