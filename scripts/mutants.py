@@ -419,9 +419,16 @@ MUTANTS: dict[str, list[Mutant]] = {
     "gns": [
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
-            "MIN_ERRORS = 2.0",
-            "MIN_ERRORS = 1.0",
-            "tests/unit/metrics/test_noise_scale_average.py::test_b_simple_needs_an_average_of_two_standard_errors",
+            "HIGH_QUANTILE = 3.72",
+            "HIGH_QUANTILE = 1.96",
+            "tests/properties/test_noise_scale_coverage.py::test_lucky_windows_show_no_point_that_excludes_the_truth",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "LOW_QUANTILE = 1.96",
+            "LOW_QUANTILE = 1.4",
+            "tests/properties/test_noise_scale_coverage.py::"
+            "test_the_interval_covers_the_truth_in_90_to_99_percent_everywhere",
         ),
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
@@ -467,7 +474,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
-            "- 2.0 * value * cov ",
+            "- 2.0 * x * y * cov ",
             "",
             "tests/unit/metrics/test_noise_scale_average.py::test_the_error_of_a_ratio_counts_the_covariance",
         ),
@@ -485,8 +492,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
-            "between > MIN_ERRORS * math.sqrt(moments[0]) and",
-            "between > 0.0 and",
+            "pair.is_positive(pair.mean_x, moments[0]) and",
+            "pair.mean_x > 0.0 and",
             "tests/unit/metrics/test_noise_scale_average.py::test_consistency_is_capped_only_where_the_noise_between_ranks_is_sure",
         ),
         Mutant(

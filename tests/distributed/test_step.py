@@ -136,7 +136,8 @@ def noise_scale(max_tokens: int) -> dict[str, float]:
 
 
 def test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled():
-    assert noise_scale(50) == pytest.approx(noise_scale(5000), rel=1e-4)
+    """To the rounding of float64, in which the factor of a micro-batch is computed."""
+    assert noise_scale(50) == pytest.approx(noise_scale(4999), rel=1e-11)
     assert noise_scale(50)["gns/tr_sigma"] != 0.0
 
 

@@ -72,7 +72,7 @@ def noisy(level: float, count: int, relative: float = 0.02) -> list[float]:
 FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
 LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
 SPEED = noisy(1000.0, 100)
-GNS = {"gns/b_simple": [20.0] * 40, "gns/b_simple_se": [2.0] * 40}
+GNS = {"gns/b_simple": [20.0] * 40, "gns/b_simple_low": [16.0] * 40, "gns/b_simple_high": [24.0] * 40}
 
 HEALTHY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
@@ -211,12 +211,28 @@ def test_the_batch_is_compared_with_the_bounds_of_the_noise_scale(batch: float, 
 
 
 def test_a_wide_confidence_interval_prevents_a_finding_about_the_batch() -> None:
-    wide = {**GNS, "gns/b_simple_se": [9.0] * 40, "gns/b_big": [100.0] * 40}
+    wide = {**GNS, "gns/b_simple_high": [38.0] * 40, "gns/b_big": [100.0] * 40}
     assert check("batch_size", make_run(wide)).verdict == "healthy"
 
 
+def test_an_upper_bound_that_is_mostly_absent_counts_as_infinite() -> None:
+    some = dict.fromkeys(range(21, 41, 3), 21.0)
+    rows = {"gns/b_simple": some, "gns/b_simple_low": [16.0] * 40, "gns/b_simple_high": some, "gns/b_big": [100.0] * 40}
+    outcome = check("batch_size", make_run(rows))
+    assert outcome.verdict == "healthy"
+    assert "16 to infinity" in outcome.sentence
+
+
+@pytest.mark.parametrize(("batch", "verdict"), [(1.0, "finding"), (2.0, "not_measured"), (1000.0, "not_measured")])
+def test_a_lower_bound_alone_tells_a_batch_that_is_too_small(batch: float, verdict: str) -> None:
+    rows = {"gns/b_simple_low": [16.0] * 40, "gns/b_big": [batch] * 40}
+    outcome = check("batch_size", make_run(rows))
+    assert outcome.verdict == verdict
+    assert "at least 16" in outcome.sentence
+
+
 def test_a_noise_scale_that_is_mostly_absent_is_not_measured() -> None:
-    rows = {"gns/b_big": [1.0] * 40, "gns/b_simple": {30: 500.0}, "gns/b_simple_se": {30: 1.0}}
+    rows = {"gns/b_big": [1.0] * 40, "gns/b_simple": {30: 500.0}, "gns/b_simple_low": {30: 400.0}}
     assert check("batch_size", make_run(rows)).verdict == "not_measured"
 
 

@@ -177,7 +177,8 @@ class TrainStep:
         scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
         self._gns.begin_micro(is_last)
         scaled.backward()
-        self._gns.end_micro(row_tokens.sum() * (self._kappa * scale), row_tokens)
+        # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
+        self._gns.end_micro(row_tokens.sum().double() * (self._kappa * scale), row_tokens)
 
     def launch(self, *, lr: float, stop: bool, saved: bool) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and step the optimizer, or leave the weights as they were.
