@@ -112,3 +112,10 @@ def test_an_empty_vocabulary_is_refused(tmp_path):
 def test_an_id_outside_the_vocabulary_never_becomes_another_one(wrong):
     with pytest.raises(UserError, match=rf"a.txt: document 1: token id {wrong} is outside the vocabulary of 257"):
         table_from_pieces([np.array([1, 2]), np.array([3, wrong, 4])], 257, where="a.txt")
+
+
+def test_a_special_token_that_is_written_in_a_text_is_that_token(tmp_path):
+    added = [{"id": 3, "content": "[CLS]", "single_word": False, "lstrip": False, "rstrip": False}]
+    added[0] |= {"normalized": False, "special": True}
+    tokenizer = make(tmp_path / "tokenizer.json", post_processor=POST_PROCESSOR, added_tokens=added)
+    assert tokenizer.encode("b [CLS] a").tolist() == [1, 3, 0]
