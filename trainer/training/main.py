@@ -19,6 +19,7 @@ from trainer.distributed.env import RankInfo, pick_backend, pick_device, process
 from trainer.errors import UserError
 from trainer.metrics.logger import add_log_file, get_logger
 from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.checkpointing.train_state import Position, TrainState
@@ -51,6 +52,7 @@ def train(
     *,
     stop: StopRequest | None = None,
     verdict_of: VerdictMaker | None = None,
+    data_policy: DataPolicy = DataPolicy(),  # noqa: B008 - frozen
 ) -> int:
     """Train on this rank, alone or as one of torchrun's.
 
@@ -59,6 +61,7 @@ def train(
         given_run_dir: what --run-dir says.
         stop: tells when somebody asks the run to stop, its signals being handled already; None: they are from now on.
         verdict_of: a run's directory -> what gives the words on its health that stand beside the progress bar.
+        data_policy: what to do about data that changed since the checkpoint.
 
     Returns:
         0 when the run is done or was stopped with a checkpoint, 1 when it failed.
@@ -76,7 +79,7 @@ def train(
     timeout = config.distributed.timeout_sec
     try:
         with process_group(info, backend=backend, timeout_sec=timeout, device=device):
-            return _train_in_group(plan, config_path, given_run_dir, info, device, stop, verdict_of)
+            return _train_in_group(plan, config_path, given_run_dir, info, device, stop, verdict_of, data_policy)
     except RunFailed:
         return EXIT_FAILED
 
@@ -89,16 +92,18 @@ def _train_in_group(
     device: torch.device,
     stop: StopRequest,
     verdict_of: VerdictMaker | None,
+    data_policy: DataPolicy,
 ) -> int:
     config = plan.config
     run_dir, found = _place(config, given, info)
+    data = check_data(plan, found[1] if found is not None else None, info, data_policy)
     with ExitStack() as stack:
         with raise_on_all_ranks(world_size=info.world_size):
             state = make_state(plan, info, device)
             if state.gns is not None:
                 stack.callback(state.gns.close)
             held_out = holdout_batches(plan, info, device)
-            position = _start(plan, state) if found is None else restore(*found, state, config, info, device)
+            position = _start(plan, state) if found is None else restore(*found, state, config, info, device, data)
         if position.step >= config.train.steps and not position.evaluation_is_due:
             text = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to continue"
             logger.info(text, run_dir.path, position.step, config.train.steps)
@@ -120,6 +125,7 @@ def _train_in_group(
             info,
             device,
             run_dir,
+            fingerprint=data.now,
             held_out=held_out,
             source=found[0].name if found is not None else None,
             wandb_run_id=found[1].get("wandb_run_id") if found is not None else None,

@@ -78,11 +78,24 @@ class ReadOptions:
             raise UserError("text_split", f"must be one of {', '.join(TEXT_SPLITS)}; got {self.text_split!r}")
 
 
-def table_from_pieces(pieces: list[TokenArray], vocab_size: int) -> TokenTable:
-    """Concatenate documents that were tokenized one by one, in the smallest dtype that holds the vocabulary."""
+def table_from_pieces(pieces: list[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
+    """Concatenate documents that were tokenized one by one, in the smallest dtype that holds the vocabulary.
+
+    Args:
+        pieces: the ids of each document, any integer dtype.
+        vocab_size: number of ids.
+        where: the file, for messages.
+
+    Raises:
+        UserError: an id is outside the vocabulary; in the smaller dtype it would turn into another one.
+    """
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
     tokens = np.empty(int(lengths.sum()), dtype=np.min_scalar_type(max(vocab_size - 1, 0)))
     starts = np.cumsum(lengths) - lengths
-    for piece, start in zip(pieces, starts.tolist(), strict=True):
+    for document, (piece, start) in enumerate(zip(pieces, starts.tolist(), strict=True)):
+        if piece.size and not 0 <= (low := int(piece.min())) <= (high := int(piece.max())) < vocab_size:
+            wrong = low if low < 0 else high
+            problem = f"document {document}: token id {wrong} is outside the vocabulary of {vocab_size} ids"
+            raise UserError(where, problem, "use the tokenizer that made the ids")
         tokens[start : start + len(piece)] = piece
     return TokenTable(tokens, starts, lengths)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
+from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import start_watchdog
@@ -43,6 +44,7 @@ def open_run(
     *,
     stop: StopRequest,
     stack: ExitStack,
+    fingerprint: Fingerprint,
     held_out: HeldOut | None = None,
     source: str | None = None,
     wandb_run_id: str | None = None,
@@ -52,6 +54,7 @@ def open_run(
 
     Args:
         stack: closes what is opened here.
+        fingerprint: of the data, for the checkpoints.
         held_out: makes the micro-batches of an evaluation; None: no evaluations.
         source: name of the checkpoint that it continues from; None without one.
         wandb_run_id: of the wandb run that goes on; None for a new one.
@@ -79,6 +82,7 @@ def open_run(
             "wandb_run_id": wandb_run_id,
             "config": config.model_dump(mode="json"),
             "environment": environment(info),
+            FINGERPRINT_KEY: fingerprint.to_state(),
         },
         last_saved=position.step if source is not None else -1,
     )
