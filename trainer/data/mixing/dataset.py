@@ -290,7 +290,7 @@ class StreamMixingDataset:
 
     def _keep_deal(self, version: int) -> None:
         """Deal streams to ranks as the saved state does: who reads a group must not change while it is read."""
-        if version < mixing_state.VERSION and self._world_size > 1:
+        if version < mixing_state.VERSION and self._world_size > 1 and self._rank == 0:
             text = (
                 "%s: the checkpoint is from a version that gives streams of few groups to the same ranks, and is continued "
                 "so; only a new run balances its ranks"

@@ -124,7 +124,9 @@ class EpochOrder:
         self._key, self._epoch, self._points = key, epoch, points
         self._shared_orders: list[Ints] = []
         self._untouched: list[Flags] = []  # by point: streams that some rank had not reached, bool [num_streams]
-        self._waiting: list[Flags] = []  # by point: the same by rank (one row for a shared queue), bool [W, num_streams]
+        self._waiting: list[
+            Flags
+        ] = []  # by point: the same by rank (one row for a shared queue), bool [W, num_streams]
         self._active: list[dict[int, dict[int, int]]] = []  # by point: stream -> rank -> picks
         for number, point in enumerate(points):
             cursors = point.cursors[:1] if key.shared else point.cursors
@@ -132,7 +134,7 @@ class EpochOrder:
             for rank, cursor in enumerate(cursors):
                 waiting[rank, self._order(rank, number)[cursor.queue_index :]] = True
             self._waiting.append(waiting)
-            self._untouched.append(waiting.any(axis=0))
+            self._untouched.append(np.logical_or.reduce(waiting, axis=0))
             active: dict[int, dict[int, int]] = {}
             for rank, cursor in enumerate(point.cursors):
                 for stream, picks in cursor.active:

@@ -109,11 +109,8 @@ class WindowReader:
         ranks = ", ".join(map(str, without))
         logger.warning("rank %s of %d has nothing to read, and runs fully masked batches", ranks, world_size)
         giver = has_data.index(True)
-        row = None
-        if self._info.rank == giver:
-            assert self._last_batch is not None
-            row = _moved(masked_copy(self._last_batch), torch.device("cpu"))
-        (row,) = gather_from_ranks(row, world_size=world_size)
+        own = masked_copy(self._last_batch) if self._info.rank == giver and self._last_batch is not None else {}
+        row = gather_from_ranks(_moved(own, torch.device("cpu")), world_size=world_size)[giver]
         if first is None:
             self._last_batch = _moved(row, self._device)
         return True
