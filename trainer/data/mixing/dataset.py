@@ -267,10 +267,10 @@ class StreamMixingDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         mixing_state.check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
+        self._keep_deal(own["version"])
         self._pool = ActivePool(self.modalities, self._pick_mode)
         self._has_no_cells = False
         self._exhaust_events = 0
-        self._batch_index = max(each["batch_index"] for each in states)
         if mixing_state.is_same_layout(own, self._fixed_state):
             if not self._shared and own["rank"] != self._rank:
                 problem = f"the state is rank {own['rank']}'s, not rank {self._rank}'s"
@@ -286,6 +286,18 @@ class StreamMixingDataset:
         self._pool.turn = state["turn"]
         self._pool.restore(state["observed"])
         self._has_no_cells = state["is_barren"]
+        self._batch_index = state["batch_index"]
+
+    def _keep_deal(self, version: int) -> None:
+        """Deal streams to ranks as the saved state does: who reads a group must not change while it is read."""
+        if version < mixing_state.VERSION and self._world_size > 1 and self._rank == 0:
+            text = (
+                "%s: the checkpoint is from a version that gives streams of few groups to the same ranks, and is continued "
+                "so; only a new run balances its ranks"
+            )
+            logger.warning(text, self.name)
+        self._fixed_state["version"] = version
+        self._queue.deal_as(version)
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         if not self._shared and len(states) != states[0]["world_size"]:
@@ -297,3 +309,4 @@ class StreamMixingDataset:
             # They are at the front of the queue, so nothing is lost.
             logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
         self._queue.begin_epoch(epoch, points)
+        self._batch_index = max(state["batch_index"] for state in states)

@@ -87,6 +87,17 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="About ranks divided by picks per slice, per micro-batch.",
         pathological="Bursts: all readers end together and the mix narrows.",
     ),
+    _MixingRow(
+        name="stream_mixing/masked_share",
+        unit="fraction",
+        window="mean",
+        ranks="max",
+        title="Masked share",
+        description="Share of the micro-batches since the last logged step in which a rank had no target; the worst rank's.",
+        healthy="Near 0. With a shared pool, ranks wait at the end of a stream, since slices differ by up to a group.",
+        pathological="High: that rank has little to read. Streams have fewer groups than there are ranks, or its data "
+        "are exhausted.",
+    ),
     _BlendRow(
         name="blend/max_share_error",
         unit="fraction",
