@@ -32,6 +32,7 @@ from trainer.training.setup.data import holdout_batches
 from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan
+from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.probe import what_breaks_it
 from trainer.training.signals import StopRequest, say_stopping
 
@@ -75,6 +76,7 @@ def train(
     info = rank_info()
     device = pick_device(config.train.device, info)
     plan = make_plan(config, config_path, info.world_size)
+    refuse_unmet(plan.unmet_needs(device))
     backend = pick_backend(config.distributed.backend, device)
     timeout = config.distributed.timeout_sec
     try:

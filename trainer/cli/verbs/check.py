@@ -21,14 +21,22 @@ def check(
     from dataclasses import asdict
     from pathlib import Path
 
+    import torch
+
     from trainer.config.load import load_config, to_toml
+    from trainer.metrics.logger import get_logger
     from trainer.preview.shapes import source_shape
+    from trainer.training.checkpointing.resume_checks import check_resume
     from trainer.training.setup.plan import make_plan
     from trainer.training.setup.probe import try_forward
 
     resolved = load_config(config_path, overrides or [])
     plan = make_plan(resolved, Path(config_path), nproc)
     plan.check_weights()
+    check_resume(resolved)
+    device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
+    for unmet in plan.unmet_needs(device):
+        get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     facts["forward_pass"] = try_forward(plan)
     sources: dict[str, dict[str, Any]] = {
