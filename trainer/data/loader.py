@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trainer.arrays import IGNORED
+from trainer.metrics.best_effort import BestEffort
 
 TENSOR_KEYS = ("tokens", "targets", "resets", "token_types")
 
@@ -40,19 +41,23 @@ class Loader:
     Args:
         dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
         device: where tensors go; to a CUDA device through pinned memory, without waiting for the copy.
+        guard: of `drain_step_metrics`: its failure costs the metrics, never a batch.
         prefetch: batches that a thread prepares in advance; 0: no thread.
 
     An exception in the thread is raised from `next()`, after the batches made before it. While the thread runs, nobody
     else may touch the dataset. `close()` ends the thread; the loader is also a context manager.
     """
 
-    def __init__(self, dataset: Any, *, device: torch.device | str, prefetch: int = 2) -> None:
+    def __init__(
+        self, dataset: Any, *, device: torch.device | str, prefetch: int = 2, guard: BestEffort | None = None
+    ) -> None:
         assert prefetch >= 0, prefetch
         self._dataset = dataset
         self._iterator = iter(dataset)
         self._device = torch.device(device)
         self._state_dict = getattr(dataset, "state_dict", None)
         self._drain = getattr(dataset, "drain_step_metrics", None)
+        self._guard = guard or BestEffort("data metrics")
         self._queue: queue.Queue[LoadedBatch | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
         self._failure: BaseException | None = None
@@ -110,7 +115,7 @@ class Loader:
     def _load(self) -> LoadedBatch:
         batch = next(self._iterator)
         state = None if self._state_dict is None else self._state_dict()
-        metrics = {} if self._drain is None else self._drain()
+        metrics = {} if self._drain is None else self._guard.run(self._drain) or {}
         is_masked = _is_masked(batch.get("targets"))
         is_cuda = self._device.type == "cuda"
         for key in TENSOR_KEYS:

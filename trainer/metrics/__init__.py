@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from trainer.metrics.aggregate import SumCount, UnloggedCounters, WindowAggregator
     from trainer.metrics.best_effort import BestEffort, Diagnostics, SkipBatch
-    from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, lookup
+    from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, lookup, register
+    from trainer.metrics.catalog.spec import MetricSpec
     from trainer.metrics.logger import format_metrics, get_logger
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
     from trainer.metrics.rank_reduction import Reporter, reduce_loss_metrics, reduce_over_ranks
@@ -25,6 +26,7 @@ _HOMES: Final = {
     "Diagnostics": "best_effort",
     "GradientNoiseScale": "noise_scale.hooks",
     "Reporter": "rank_reduction",
+    "MetricSpec": "catalog.spec",
     "MetricsTracker": "tracker",
     "SkipBatch": "best_effort",
     "StepMetrics": "tracker",
@@ -36,6 +38,7 @@ _HOMES: Final = {
     "lookup": "catalog.lookup",
     "reduce_loss_metrics": "rank_reduction",
     "reduce_over_ranks": "rank_reduction",
+    "register": "catalog.lookup",
 }
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "BestEffort",
     "Diagnostics",
     "GradientNoiseScale",
+    "MetricSpec",
     "MetricsTracker",
     "Reporter",
     "SkipBatch",
@@ -56,6 +60,7 @@ __all__ = [
     "lookup",
     "reduce_loss_metrics",
     "reduce_over_ranks",
+    "register",
 ]
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 
-from trainer.metrics.catalog.lookup import lookup
+from trainer.metrics.catalog.lookup import lookup_or_gauge
 from trainer.metrics.catalog.spec import WindowReduction
 
 Scalar = float | torch.Tensor
@@ -71,23 +72,31 @@ class WindowAggregator:
 
     def __init__(self, metric_keys: Iterable[str] = ()) -> None:
         self.metric_keys = tuple(metric_keys)
+        self._known = frozenset(self.metric_keys)
         self._entries: dict[str, _Entry] = {}
 
     def add(self, values: Mapping[str, Input]) -> None:
         """Take in one micro-step's values; a pair is (sum, count).
 
+        A key that is not in the catalog is a gauge.
+
         Raises:
-            UnknownMetric: a key is not in the catalog.
+            KeyError: a key is not among `metric_keys`, where those were given.
+            TypeError: a value is no number.
             ValueError: a pair for a key whose mean is not weighted.
         """
+        if self._known and not self._known.issuperset(values):
+            raise KeyError(f"not among the metric_keys: {', '.join(sorted(values.keys() - self._known))}")
         for key, value in values.items():
-            how = lookup(key).window
+            how = lookup_or_gauge(key).window
             if isinstance(value, tuple):
                 if how != "weighted_mean":
                     raise ValueError(f"{key}: a (sum, count) pair, but its window reduction is {how}")
                 total, count = value
             else:
                 total, count = value, 1.0
+            if not isinstance(total, Real | torch.Tensor):
+                raise TypeError(f"{key}: must be a number, got {total!r:.80}")
             total, count = _detached(total), _detached(count)
             entry = self._entries.get(key)
             if entry is None or how == "last":
@@ -107,7 +116,9 @@ class WindowAggregator:
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go on from a saved state."""
-        self._entries = {key: _Entry(lookup(key).window, total, count) for key, (total, count) in state.items()}
+        self._entries = {
+            key: _Entry(lookup_or_gauge(key).window, total, count) for key, (total, count) in state.items()
+        }
 
     def drain_metrics(self) -> dict[str, Value]:
         """The aggregates so far; starts anew."""
@@ -132,7 +143,7 @@ class UnloggedCounters:
         """Take in one step's values."""
         self._latest = {}
         for key, value in values.items():
-            kind = lookup(key).kind
+            kind = lookup_or_gauge(key).kind
             if kind == "gauge" or isinstance(value, tuple):
                 self._latest[key] = value
             elif key not in self._kept:

@@ -35,12 +35,14 @@ class BestEffort:
         name: the diagnostic's name in warnings and events.
         enabled: False after an unexpected exception.
         num_skipped: batches passed over by `SkipBatch`.
+        last_skip: the reason of the last of them.
     """
 
     def __init__(self, name: str, *, on_event: EventCallback | None = None) -> None:
         self.name = name
         self.enabled = True
         self.num_skipped = 0
+        self.last_skip = ""
         self._on_event = on_event
 
     def run(self, diagnostic: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -59,6 +61,7 @@ class BestEffort:
     ) -> bool:
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
+            self.last_skip = str(error)
             return True
         if not isinstance(error, Exception):
             return False
@@ -84,19 +87,37 @@ class BestEffort:
 
 
 class Diagnostics:
-    """All guards of a run, one for each name."""
+    """All guards of a run, one for each name.
+
+    Attributes:
+        on_event: called with an event when a diagnostic fails; None until the file of events is open.
+    """
 
     def __init__(self, *, on_event: EventCallback | None = None) -> None:
-        self._on_event = on_event
+        self.on_event = on_event
         self._guards: dict[str, BestEffort] = {}
 
     def best_effort(self, name: str) -> BestEffort:
         """The guard of that name, always the same object."""
         if name not in self._guards:
-            self._guards[name] = BestEffort(name, on_event=self._on_event)
+            self._guards[name] = BestEffort(name, on_event=self._record)
         return self._guards[name]
+
+    def _record(self, event: dict[str, Any]) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
 
     @property
     def disabled(self) -> list[str]:
         """Names of the diagnostics that have failed."""
         return [name for name, guard in self._guards.items() if not guard.enabled]
+
+    def summary(self) -> list[str]:
+        """What was not measured, one line per diagnostic that failed or skipped a batch; for the end of a run."""
+        lines = []
+        for name, guard in self._guards.items():
+            if not guard.enabled:
+                lines.append(f"{name} failed during the run; what it reports is missing since then")
+            if guard.num_skipped:
+                lines.append(f"{name} skipped {guard.num_skipped} batch(es), the last one because: {guard.last_skip}")
+        return lines

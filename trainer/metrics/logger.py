@@ -96,12 +96,18 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append all of this rank's records to a file; the caller closes the returned handler."""
+    """Also append all of this rank's records to a file, until `remove_log_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter())
     logging.getLogger(ROOT).addHandler(handler)
     return handler
+
+
+def remove_log_file(handler: logging.Handler) -> None:
+    """End what `add_log_file` began."""
+    logging.getLogger(ROOT).removeHandler(handler)
+    handler.close()
 
 
 def _format_int(value: int) -> str:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from trainer.metrics.aggregate import Scalar, SumCount, Value
-from trainer.metrics.catalog.lookup import WORST_SUFFIX, lookup
+from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.catalog.lookup import WORST_SUFFIX, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
 
 _MEANS = ("mean", "weighted_mean")
@@ -38,10 +39,9 @@ class Reporter(Protocol):
 def rank_operations(keys: Iterable[str]) -> Operations:
     """Key -> how it combines over ranks, sorted, so that ranks agree on the order however they collect their keys.
 
-    Raises:
-        UnknownMetric: a key is not in the catalog.
+    A key that is not in the catalog is a gauge: its mean over ranks.
     """
-    return {key: lookup(key).ranks for key in sorted(set(keys))}
+    return {key: lookup_or_gauge(key).ranks for key in sorted(set(keys))}
 
 
 def _pack(local: Mapping[str, Value], operations: Operations, device: torch.device | str) -> torch.Tensor:
@@ -111,8 +111,16 @@ def _reduce(
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     world_size: int,
+    guard: BestEffort | None = None,
 ) -> dict[str, float]:
-    return _combine(_gather(_pack(local, operations, device), group, world_size), operations)
+    if guard is None:
+        return _combine(_gather(_pack(local, operations, device), group, world_size), operations)
+    # The collective stands outside of the guard: the other ranks wait for it.
+    vector = guard.run(_pack, local, operations, device)
+    if vector is None:
+        vector = torch.zeros(2 * len(operations), dtype=torch.float64, device=device)
+    gathered = _gather(vector, group, world_size)
+    return guard.run(_combine, gathered, operations) or {}
 
 
 def reduce_over_ranks(
@@ -122,6 +130,7 @@ def reduce_over_ranks(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str,
     world_size: int,
+    guard: BestEffort | None = None,
 ) -> dict[str, float]:
     """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
 
@@ -129,16 +138,16 @@ def reduce_over_ranks(
         local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count.
         keys: all keys that any rank may have, the same on every rank.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
+        guard: what this rank cannot pack costs a warning, and the rank then contributes nothing; None: it raises.
 
     Returns:
         The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside
         counters that ask for it. A NaN on any rank makes the result NaN; a key that no rank has is absent.
 
     Raises:
-        KeyError: a local key is not among `keys`.
-        UnknownMetric: a key is not in the catalog.
+        KeyError: a local key is not among `keys` (without a guard).
     """
-    return _reduce(local, rank_operations(keys), group, device, world_size)
+    return _reduce(local, rank_operations(keys), group, device, world_size, guard)
 
 
 def reduce_loss_metrics(

@@ -11,7 +11,7 @@ DECAY = 0.98  # of the averages: they span about the last 50 steps
 WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and a run's loss first falls fast
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Spike:
     """A loss far above the preceding ones, with their mean and standard deviation."""
 

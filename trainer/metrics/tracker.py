@@ -18,20 +18,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
 from trainer.metrics.aggregate import Scalar, UnloggedCounters, Value
-from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known
-from trainer.metrics.logger import get_logger
+from trainer.metrics.best_effort import BestEffort, Diagnostics
+from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
 from trainer.metrics.memory import MemoryStats, get_memory_stats
 from trainer.metrics.mfu import compute_mfu, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
 from trainer.metrics.sinks.base import Sink
 from trainer.metrics.smoothing import Ema
 
-logger = get_logger(__name__)
+P = ParamSpec("P")
 # MFU is tokens_per_sec times a constant, and so is its average.
 _SMOOTHED = ("loss", "tokens_per_sec", "step_time")
 
@@ -81,6 +81,7 @@ class MetricsTracker:
         rank: int = 0,
         counters: tuple[str, ...] = (),
         strict_keys: bool = False,
+        diagnostics: Diagnostics | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build a tracker; `sinks` may also come later through `init_backends`.
@@ -95,6 +96,7 @@ class MetricsTracker:
             rank: only rank 0 may have sinks.
             counters: counter keys in `extra` that are reported as 0 until something is counted.
             strict_keys: a key that is not in the catalog raises `UnknownMetric` instead of one warning.
+            diagnostics: guards of everything here but the record; shared with the loop's other diagnostics.
             clock: monotonic seconds.
         """
         if log_interval < 1:
@@ -106,6 +108,7 @@ class MetricsTracker:
         self._peak_tflops = resolve_peak_tflops(self._device, peak_tflops)
         self._rank = rank
         self._strict_keys = strict_keys
+        self.diagnostics = diagnostics or Diagnostics()
         self._clock = clock
         self._smoothed = {name: Ema(smoothing_alpha) for name in _SMOOTHED}
         self._extra = UnloggedCounters(counters)
@@ -114,15 +117,21 @@ class MetricsTracker:
         # Of each step that was started and has not ended: part -> seconds.
         self._open: deque[dict[str, float]] = deque()
         self._checked_keys: set[str] = set()
-        self._sinks: list[Sink] = []
+        self._sinks: list[tuple[Sink, BestEffort | None]] = []
         self.init_backends(sinks)
 
     def init_backends(self, sinks: Iterable[Sink]) -> None:
-        """Add sinks, once the process group exists and a restored run id is known; rank 0 only."""
+        """Add sinks, once the process group exists and a restored run id is known; rank 0 only.
+
+        A sink without `is_essential` is guarded: its failure costs that sink, with one warning.
+        """
         sinks = list(sinks)
         if sinks and self._rank != 0:
             raise ValueError(f"sinks belong to rank 0, this is rank {self._rank}")
-        self._sinks.extend(sinks)
+        for sink in sinks:
+            name = getattr(sink, "name", type(sink).__name__)
+            is_essential = getattr(sink, "is_essential", False)
+            self._sinks.append((sink, None if is_essential else self.diagnostics.best_effort(f"sink {name}")))
 
     def will_log(self, step: int) -> bool:
         """Whether `end_step` of this step logs by itself."""
@@ -187,22 +196,30 @@ class MetricsTracker:
         tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None
         self._tokens_seen = self._tokens_seen + tokens_in_step
         is_logged = force_log or self.will_log(step)
-        for name, sample in zip(_SMOOTHED, (loss, tokens_per_sec, step_time), strict=True):
-            if sample is not None:
-                self._smoothed[name].update(sample)
+        guard = self.diagnostics.best_effort
+        guard("smoothing").run(self._smooth, (loss, tokens_per_sec, step_time))
         if extra:
-            self._extra.add(extra)
+            guard("counters").run(self._extra.add, extra)
         if not is_logged:
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = get_memory_stats(self._device)
+        memory = guard("memory").run(get_memory_stats, self._device)
         mfu = None if tokens_per_sec is None else self._mfu(tokens_per_sec)
         metrics = _step_metrics(loss, grad_norm, lr, tokens_per_sec, mfu, step_time, memory)
         self._emit("train", step, self._collect(metrics, tokens_in_step, parts))
         return metrics
 
+    def _smooth(self, samples: tuple[Scalar | None, ...]) -> None:
+        for name, sample in zip(_SMOOTHED, samples, strict=True):
+            if sample is not None:
+                self._smoothed[name].update(sample)
+
+    def _read_smoothed(self) -> dict[str, float | None]:
+        return {name: average.read() for name, average in self._smoothed.items()}
+
     def _mfu(self, tokens_per_sec: Scalar) -> Scalar | None:
-        return compute_mfu(
+        return self.diagnostics.best_effort("mfu").run(
+            compute_mfu,
             tokens_per_sec=tokens_per_sec,
             flops_per_token=self._flops_per_token,
             num_devices=self._num_devices,
@@ -217,22 +234,25 @@ class MetricsTracker:
         }
         found["tokens_in_step"] = _read(tokens_in_step)
         found["tokens_seen"] = _read(self._tokens_seen)
-        for name, average in self._smoothed.items():
-            found[f"smoothed/{name}"] = average.read()
-        speed = found["smoothed/tokens_per_sec"]
+        guard = self.diagnostics.best_effort
+        smoothed = guard("smoothing").run(self._read_smoothed) or {}
+        found |= {f"smoothed/{name}": value for name, value in smoothed.items()}
+        speed = smoothed.get("tokens_per_sec")
         mfu = None if speed is None else self._mfu(speed)
         found["smoothed/mfu"] = None if mfu is None else _read(mfu)
         for part, seconds in parts.items():
             found[f"time/{part}_sec"] = seconds
             found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
-        for key, value in self._extra.drain().items():
+        for key, value in (guard("counters").run(self._extra.drain) or {}).items():
             found[key] = _read(value)
         return {key: value for key, value in found.items() if value is not None}
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
-        """Send evaluation values; `eval_` is put in front of keys without it, and the smoothing stays as it is."""
-        named = {key if key.startswith(EVAL_PREFIX) else EVAL_PREFIX + key: _read(v) for key, v in metrics.items()}
-        self._emit("eval", step, named)
+        """Send evaluation values; the smoothing stays as it is.
+
+        `eval_` is put in front of plain keys without it (`loss`). A key with a namespace (`moe/aux_loss`) is the caller's.
+        """
+        self._emit("eval", step, {_eval_key(key): _read(value) for key, value in metrics.items()})
 
     def log_restart(self, step: int, **details: Any) -> None:
         """Say in every stream that the run goes on after this checkpointed step, so that steps may repeat."""
@@ -240,8 +260,8 @@ class MetricsTracker:
 
     def log_event(self, event: Mapping[str, Any]) -> None:
         """Send an event to the sinks; each takes those that it has a use for."""
-        for sink in self._sinks:
-            sink.event(event)
+        for sink, guard in self._sinks:
+            _call(guard, sink.event, event)
 
     def _emit(self, mode: Mode, step: int, metrics: dict[str, float]) -> None:
         for key in metrics.keys() - self._checked_keys:
@@ -249,21 +269,20 @@ class MetricsTracker:
         if not self._sinks or not metrics:
             return
         payload = build_payload(mode, step, metrics)
-        for sink in self._sinks:
-            sink.log(payload)
+        for sink, guard in self._sinks:
+            _call(guard, sink.log, payload)
 
     def _check_key(self, key: str) -> None:
-        if not is_known(key):
-            if self._strict_keys:
-                raise UnknownMetric(key)
-            logger.warning("%s", UnknownMetric(key))
+        if self._strict_keys and not is_known(key):
+            raise UnknownMetric(key)
+        lookup_or_gauge(key)
         self._checked_keys.add(key)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from: tokens seen and the smoothed values."""
         return {
             "tokens_seen": int(self._tokens_seen),
-            "smoothed": {name: average.read() for name, average in self._smoothed.items()},
+            "smoothed": self.diagnostics.best_effort("smoothing").run(self._read_smoothed) or dict.fromkeys(_SMOOTHED),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,7 +295,20 @@ class MetricsTracker:
         """Close the sinks, each of them even if one fails; the failure is raised then."""
         with ExitStack() as stack:
             while self._sinks:
-                stack.callback(self._sinks.pop(0).close)
+                sink, guard = self._sinks.pop(0)
+                stack.callback(_call, guard, sink.close)
+
+
+def _call(guard: BestEffort | None, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call a sink: an essential one as it is, any other one under its guard."""
+    if guard is None:
+        function(*args, **kwargs)
+    else:
+        guard.run(function, *args, **kwargs)
+
+
+def _eval_key(key: str) -> str:
+    return key if "/" in key or key.startswith(EVAL_PREFIX) else EVAL_PREFIX + key
 
 
 def _step_metrics(

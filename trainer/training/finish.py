@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.metrics.aggregate import Value
+from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.metrics.rank_reduction import Reporter, reduce_over_ranks
-from trainer.metrics.spikes import Spike
+from trainer.metrics.spikes import SpikeDetector
+from trainer.training.checkpointing.train_state import FoundSpike
 from trainer.training.run import Run, StepInFlight
 from trainer.training.step.optimizer import lr_at
 from trainer.training.step.step import StepOutcome
-from trainer.training.step.window import Window
 
 logger = get_logger(__name__)
+# A step's numbers are read once the next one is launched, the vote on them goes with the one after that, and is read later.
+KEPT_STEPS = 4
 
 
 class NonFiniteError(Exception):
@@ -34,16 +37,18 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     position, step, steps = run.position, taken.step, run.config.train.steps
     position.step, position.data_state = step, taken.window.data_state
     for metrics in taken.window.metrics:
-        position.unlogged.add(metrics)
+        run.diagnostics.best_effort("data metrics").run(position.unlogged.add, metrics)
     if outcome.is_finite:
         position.skipped_in_a_row = 0
         position.first_loss = outcome.loss if position.first_loss is None else position.first_loss
         position.last_loss = outcome.loss
-        if run.spikes is not None and (spike := run.spikes.update(outcome.loss)) is not None:
-            report_spike(run, spike, taken.window, outcome)
+        if run.spikes is not None:
+            look_for_spike(run, run.spikes, taken, outcome)
     else:
         reject(run, taken, outcome)
-    end_step(run, taken, outcome, run.reporters if run.logs(step) else ())
+    if outcome.has_spike:
+        report_spikes(run)
+    end_step(run, taken, outcome, run.reporters if run.logs(step) else {})
     if outcome.all_saved:
         run.saver.publish_pending()
     every = run.config.eval.every
@@ -58,22 +63,28 @@ def stopped_by(run: Run) -> str:
     return f"stopped by {run.stop.signal_name or 'a signal on another rank'}"
 
 
-def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Iterable[Reporter]) -> None:
+def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Mapping[str, Reporter]) -> None:
     """Hand the step to the tracker, which logs it if there are reporters: reduced over ranks, in one collective."""
     config, step, extra = run.config, taken.step, {}
     if reporters:
         run.at("logging", step)
-        unlogged = run.position.unlogged
-        unlogged.add({"non_finite_steps": 0.0})  # reported as 0, not left out
+        run.count({"non_finite_steps": 0.0})  # reported as 0, not left out
         if run.info.world_size > 1:
             ready_after = taken.launched.ready_at - run.tracker.step_start
-            unlogged.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
+            run.count({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
         local: dict[str, Value] = {}
-        for reporter in reporters:
-            local.update(reporter.drain_metrics())
-        extra = reduce_over_ranks(local, run.metric_keys, device=run.device, world_size=run.info.world_size)
+        guard = run.diagnostics.best_effort
+        for name, reporter in reporters.items():
+            local.update(guard(name).run(drain, reporter) or {})
+        extra = reduce_over_ranks(
+            local,
+            run.metric_keys,
+            device=run.device,
+            world_size=run.info.world_size,
+            guard=guard("reduction"),
+        )
         extra.pop("loss", None)  # the outcome has it, from the step's own reduction
-    with run.progress.paused() if reporters else nullcontext():
+    with run.paused() if reporters else nullcontext():
         run.tracker.end_step(
             step,
             loss=outcome.loss,
@@ -83,9 +94,21 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Ite
             extra=extra,
             force_log=bool(reporters),
         )
-    run.progress.update(step, outcome.loss)
+    run.diagnostics.best_effort("progress").run(run.progress.update, step, outcome.loss)
     if reporters and run.status is not None:
-        run.status(step)
+        run.diagnostics.best_effort("status.json").run(run.status, step)
+
+
+def drain(reporter: Reporter) -> Mapping[str, Value]:
+    """What a reporter has, once it is known to fit into the reduction.
+
+    Raises:
+        KeyError: a key that it does not list.
+    """
+    values = reporter.drain_metrics()
+    if unlisted := sorted(values.keys() - set(reporter.metric_keys)):
+        raise KeyError(f"not among its metric_keys: {', '.join(unlisted)}")
+    return values
 
 
 def at_boundary(run: Run, *, is_last: bool) -> bool:
@@ -94,12 +117,13 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     if position.evaluation_is_due and not evaluate(run):
         return False
     if run.sampler is not None and (position.step % config.sample.every == 0 or is_last):
-        with run.progress.paused():
-            run.sampler.run(position.step)
+        with run.paused():
+            run.diagnostics.best_effort("sample").run(run.sampler.run, position.step)
     every = config.checkpoint.every
     if every and position.step % every == 0 and not is_last:  # after the last step the loop saves
         run.at("checkpoint", position.step)
-        with run.progress.paused():
+        report_spikes(run)
+        with run.paused():
             run.saver.save(position, in_background=config.checkpoint.background)
     return True
 
@@ -114,19 +138,44 @@ def evaluate(run: Run) -> bool:
     if found is None:
         return False
     position.last_eval = found
-    with run.progress.paused():
-        run.tracker.log_eval(found, position.step)
+    with run.paused():
+        run.tracker.log_eval({EVAL_PREFIX + key: value for key, value in found.items()}, position.step)
     return True
 
 
-def report_spike(run: Run, spike: Spike, window: Window, outcome: StepOutcome) -> None:
-    """Record which batches made the loss spike. The loss is the same on all ranks, and so is what is found."""
-    metas = gather_from_ranks([micro.meta for micro in window.micros], world_size=run.info.world_size)
-    text = "step %d: loss spike: %.4f, %.1f standard deviations above its average of %.4f"
-    logger.warning(text, run.position.step, spike.loss, spike.num_sigma, spike.mean)
-    if run.events is not None:
-        found = {"loss": spike.loss, "mean": spike.mean, "sigma": spike.sigma, "grad_norm": outcome.grad_norm}
-        run.events.write({"event": "loss_spike", "global_step": run.position.step, **found, "batches": metas})
+def look_for_spike(run: Run, spikes: SpikeDetector, taken: StepInFlight, outcome: StepOutcome) -> None:
+    """Remember the step's batches, and the spike if its loss is one.
+
+    The loss is the same on all ranks and so is what they find, but finding it is a diagnostic, which may fail on one of them:
+    whether the ranks exchange the batches is decided by a vote in the next step's reduction.
+    """
+    position = run.position
+    recent = {step: batches for step, batches in position.recent_batches.items() if step > taken.step - KEPT_STEPS}
+    position.recent_batches = {**recent, taken.step: [micro.meta for micro in taken.window.micros]}
+    spike = run.diagnostics.best_effort("spikes").run(spikes.update, outcome.loss)
+    if spike is not None:
+        position.found_spikes.append(FoundSpike(taken.step, spike, outcome.grad_norm))
+
+
+def report_spikes(run: Run) -> None:
+    """Record which batches made the loss spike. Every rank must call it at the same step."""
+    if run.spikes is None:
+        return
+    position = run.position
+    by_rank = gather_from_ranks((position.found_spikes, position.recent_batches), world_size=run.info.world_size)
+    position.found_spikes = []
+    write_spikes(run, by_rank)
+
+
+def write_spikes(run: Run, by_rank: Sequence[tuple[Sequence[FoundSpike], Mapping[int, Sequence[str]]]]) -> None:
+    """Write the spikes that any rank has found, with the batches of all."""
+    for found in sorted({found for spikes, _ in by_rank for found in spikes}):
+        step, spike = found.step, found.spike
+        text = "step %d: loss spike: %.4f, %.1f standard deviations above its average of %.4f"
+        logger.warning(text, step, spike.loss, spike.num_sigma, spike.mean)
+        values = {"loss": spike.loss, "mean": spike.mean, "sigma": spike.sigma, "grad_norm": found.grad_norm}
+        batches = [recent.get(step) for _, recent in by_rank]
+        run.event({"event": "loss_spike", "global_step": step, **values, "batches": batches})
 
 
 def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
@@ -137,17 +186,17 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
     """
     position, table = run.position, run.config.train
     position.skipped_in_a_row += 1
-    position.unlogged.add({"non_finite_steps": 1.0})
+    run.count({"non_finite_steps": 1.0})
     metas = gather_from_ranks([micro.meta for micro in taken.window.micros], world_size=run.info.world_size)
-    if run.events is not None:
-        run.events.write({"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas})
+    run.event({"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas})
     what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
     if (
         table.on_non_finite == "stop" and table.precision != "fp16"
     ):  # fp16 overflows in the normal course of loss scaling
+        report_spikes(run)
         # The record ends with this step. If it is not a logged one, the next step is in flight and the ledger already counts
         # in it, so that the row holds the host's values alone.
-        end_step(run, taken, outcome, run.reporters if run.logs(taken.step) else (position.unlogged,))
+        end_step(run, taken, outcome, run.reporters if run.logs(taken.step) else {"counters": position.unlogged})
         raise NonFiniteError(f'{what}; its batches are in events.jsonl; train.on_non_finite = "skip" would continue')
     if position.skipped_in_a_row > table.max_skips:
         raise NonFiniteError(f"{what}; {position.skipped_in_a_row} steps in a row were skipped (train.max_skips)")

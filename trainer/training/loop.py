@@ -8,7 +8,7 @@ saves is read at once.
 from __future__ import annotations
 
 from trainer.distributed.agree import gather_from_ranks
-from trainer.training.finish import evaluate, finish, stopped_by
+from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
 from trainer.training.run import Run, StepInFlight
 from trainer.training.step.optimizer import lr_at
 
@@ -25,9 +25,10 @@ def run_loop(run: Run) -> str:
         reason = stopped_by(run)
     while reason is None and position.step < steps:
         reason, in_flight = take_step(run, in_flight)
-    run.progress.close()
+    report_spikes(run)
     if run.saver.last_saved != position.step and position.step > 0:
-        run.saver.save(position, in_background=False)
+        with run.paused():
+            run.saver.save(position, in_background=False)
     return reason or "all steps are done"
 
 
@@ -53,7 +54,12 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     run.at("optimizer", step)
     with run.tracker.section("optimizer"):
         lr = lr_at(step, steps=config.train.steps, peak=config.optimizer.lr, table=config.scheduler)
-        launched = run.train_step.launch(lr=lr, stop=run.stop.requested, saved=run.saver.is_written)
+        launched = run.train_step.launch(
+            lr=lr,
+            stop=run.stop.requested,
+            saved=run.saver.is_written,
+            spiked=bool(run.position.found_spikes),
+        )
     current = StepInFlight(step, window, launched)
     reason = None if previous is None else finish(run, previous)
     if at_once or reason is not None:

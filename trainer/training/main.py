@@ -17,13 +17,14 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
 from trainer.errors import UserError
-from trainer.metrics.logger import add_log_file, get_logger
+from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
+from trainer.metrics.sinks.stdout import Output, kept_for_payloads
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.checkpointing.train_state import Position, TrainState
-from trainer.training.finish import NonFiniteError
+from trainer.training.finish import NonFiniteError, write_spikes
 from trainer.training.loop import run_loop
 from trainer.training.messages import summarize
 from trainer.training.run import Run
@@ -73,17 +74,20 @@ def train(
     if stop is None:
         stop = StopRequest(say_stopping)
         stop.install()
-    info = rank_info()
-    device = pick_device(config.train.device, info)
-    plan = make_plan(config, config_path, info.world_size)
-    refuse_unmet(plan.unmet_needs(device))
-    backend = pick_backend(config.distributed.backend, device)
-    timeout = config.distributed.timeout_sec
-    try:
-        with process_group(info, backend=backend, timeout_sec=timeout, device=device):
-            return _train_in_group(plan, config_path, given_run_dir, info, device, stop, verdict_of, data_policy)
-    except RunFailed:
-        return EXIT_FAILED
+    with kept_for_payloads() as stdout:
+        info = rank_info()
+        device = pick_device(config.train.device, info)
+        plan = make_plan(config, config_path, info.world_size)
+        refuse_unmet(plan.unmet_needs(device))
+        backend = pick_backend(config.distributed.backend, device)
+        timeout = config.distributed.timeout_sec
+        try:
+            with process_group(info, backend=backend, timeout_sec=timeout, device=device):
+                return _train_in_group(
+                    plan, config_path, given_run_dir, info, device, stop, stdout, verdict_of, data_policy
+                )
+        except RunFailed:
+            return EXIT_FAILED
 
 
 def _train_in_group(
@@ -93,6 +97,7 @@ def _train_in_group(
     info: RankInfo,
     device: torch.device,
     stop: StopRequest,
+    stdout: Output,
     verdict_of: VerdictMaker | None,
     data_policy: DataPolicy,
 ) -> int:
@@ -103,7 +108,7 @@ def _train_in_group(
         with raise_on_all_ranks(world_size=info.world_size):
             state = make_state(plan, info, device)
             if state.gns is not None:
-                stack.callback(state.gns.close)
+                stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
             held_out = holdout_batches(plan, info, device)
             position = _start(plan, state) if found is None else restore(*found, state, config, info, device, data)
         if position.step >= config.train.steps and not position.evaluation_is_due:
@@ -119,7 +124,7 @@ def _train_in_group(
                 for path in checkpoint.set_aside_after(run_dir.checkpoints, position.step):
                     logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
         handler = add_log_file(run_dir.log_file(info.rank))
-        stack.callback(handler.close)
+        stack.callback(remove_log_file, handler)
         run = open_run(
             plan,
             state,
@@ -132,6 +137,7 @@ def _train_in_group(
             source=found[0].name if found is not None else None,
             wandb_run_id=found[1].get("wandb_run_id") if found is not None else None,
             stop=stop,
+            stdout=stdout,
             verdict=verdict_of(run_dir.path) if verdict_of is not None else None,
             stack=stack,
         )
@@ -205,12 +211,17 @@ def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
             every_rank_logger.error("%s", broken)
         raise RunFailed from error
     finally:
-        run.progress.close()
+        guard = run.diagnostics.best_effort
+        guard("end of the progress bar").run(run.progress.hide)
         if run.info.is_main:
-            # The sinks first: who sees the state `done` may read the record.
-            run.tracker.close()
+            # A run that failed: what this rank knows, since the others cannot be asked any more.
+            write_spikes(run, [(run.position.found_spikes, run.position.recent_batches)])
+            # Before the sinks are closed, one of which may take its time. The record is written at every step.
             run_dir.leave_status(run.info, state, reason=reason, step=run.position.step)
-            summarize(run, run_dir, state, reason)
+            run.tracker.close()
+            guard("summary").run(summarize, run, run_dir, state, reason)
+        for line in run.diagnostics.summary():
+            every_rank_logger.warning("%s", line)
     return code
 
 

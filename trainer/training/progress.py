@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from trainer.metrics.best_effort import BestEffort
@@ -59,19 +58,12 @@ class Progress:
             verdict = self._guard.run(self._verdict) or ""
             self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", verdict=verdict, refresh=True)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Take the bar off the screen while a line is written there."""
-        if self._bar is None:
-            yield
-            return
-        self._bar.stop()
-        try:
-            yield
-        finally:
-            self._bar.start()
-
-    def close(self) -> None:
-        """Take the bar off the screen for good."""
+    def hide(self) -> None:
+        """Take the bar off the screen."""
         if self._bar is not None:
             self._bar.stop()
+
+    def show(self) -> None:
+        """Put the bar back on the screen."""
+        if self._bar is not None:
+            self._bar.start()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Watchdog
+from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import Reporter
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.spikes import SpikeDetector
@@ -45,10 +49,12 @@ class Run:
     windows: WindowReader
     train_step: TrainStep
     details: StepDetails
-    reporters: tuple[Reporter, ...]
-    """What a logged step reports beside its loss, `position.unlogged` and `details` among them."""
+    reporters: Mapping[str, Reporter]
+    """What a logged step reports beside its loss, by the name of its guard; `position.unlogged` and `details` among them."""
     metric_keys: tuple[str, ...]
     """Every key that a reporter of any rank can have."""
+    diagnostics: Diagnostics
+    """Guards of everything that only measures or shows: its failure costs one warning, never the run."""
     tracker: MetricsTracker
     spikes: SpikeDetector | None
     """None: not looked for."""
@@ -69,6 +75,25 @@ class Run:
         """Record the current phase for the watchdog."""
         if self.watchdog is not None:
             self.watchdog.at(what, step)
+
+    def count(self, values: Mapping[str, float]) -> None:
+        """Count on this rank until the next logged step."""
+        self.diagnostics.best_effort("counters").run(self.position.unlogged.add, values)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Write to events.jsonl (rank 0; other ranks do nothing)."""
+        if self.events is not None:
+            self.diagnostics.best_effort("events.jsonl").run(self.events.write, event)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the progress bar off the screen while something is written there."""
+        guard = self.diagnostics.best_effort("progress")
+        guard.run(self.progress.hide)
+        try:
+            yield
+        finally:
+            guard.run(self.progress.show)
 
     def logs(self, step: int) -> bool:
         """Whether `step` is logged; the same on all ranks."""

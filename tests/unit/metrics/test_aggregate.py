@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from trainer.metrics.aggregate import SumCount, UnloggedCounters, WindowAggregator
-from trainer.metrics.catalog.lookup import UnknownMetric
 
 
 def test_a_gauge_present_on_one_of_32_micro_steps_keeps_its_value() -> None:
@@ -69,10 +68,23 @@ def test_nan_is_a_value_and_not_an_absence(tensor: bool) -> None:
 
 
 def test_keys_and_pairs_are_checked() -> None:
-    with pytest.raises(UnknownMetric, match="'grad_nrom' is not in the catalog"):
-        WindowAggregator().add({"grad_nrom": 1.0})
+    with pytest.raises(KeyError, match="not among the metric_keys: lr"):
+        WindowAggregator(["loss"]).add({"lr": 1.0})
+    with pytest.raises(TypeError, match="lr: must be a number, got 'high'"):
+        WindowAggregator().add({"lr": "high"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="grad_norm: a \\(sum, count\\) pair, but its window reduction is mean"):
         WindowAggregator().add({"grad_norm": (1.0, 2.0)})
+
+
+def test_a_key_outside_the_catalog_is_a_gauge() -> None:
+    window = WindowAggregator()
+    for value in (1.0, 3.0):
+        window.add({"my/thing": value})
+    assert window.result() == {"my/thing": 2.0}
+    counters = UnloggedCounters()
+    for value in (1.0, 3.0):
+        counters.add({"my/thing": value})
+    assert counters.drain() == {"my/thing": 3.0}
 
 
 def test_what_was_counted_on_silent_steps_is_in_the_next_drain() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from trainer.metrics.catalog.docs import render_catalog_markdown
-from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, family, is_known, lookup
+from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, family, is_known, lookup, lookup_or_gauge, register
 
 KEY_LIST = """
 loss accuracy grad_norm lr tokens_per_sec tokens_in_step tokens_seen mfu step_time_sec perplexity bits_per_byte
@@ -131,6 +132,24 @@ def test_the_page_has_one_row_for_each_key_and_is_reproducible() -> None:
 )
 def test_the_family_of_a_key_is_its_row_and_what_the_row_leaves_open(key, found):
     assert family(key) == found
+
+
+def test_registered_rows_are_found_like_the_catalog_s():
+    row = replace(lookup("loss"), name="moe/aux_loss", ranks="max")
+    pattern = replace(row, name="moe/<expert>/load", kind="counter", ranks="sum_and_worst")
+    register(row, pattern)
+    register(row, pattern)  # a module that is imported again
+    assert lookup("moe/aux_loss") == row
+    assert family("moe/7/load") == ("moe/<expert>/load", "7")
+    assert lookup_or_gauge("moe/7/load_max").ranks == "max"
+    with pytest.raises(ValueError, match="'loss' is in the catalog already, with another row"):
+        register(replace(row, name="loss"))
+
+
+def test_an_unknown_key_is_a_gauge_with_one_warning(capsys):
+    for _ in range(2):
+        assert lookup_or_gauge("my/unheard_of").kind == "gauge"
+    assert capsys.readouterr().err.count("'my/unheard_of' is not in the catalog") == 1
 
 
 def test_an_unknown_key_has_no_family():

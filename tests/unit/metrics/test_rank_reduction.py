@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
 from trainer.metrics.aggregate import SumCount, Value
-from trainer.metrics.catalog.lookup import UnknownMetric
+from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.rank_reduction import rank_operations, reduce_loss_metrics, reduce_over_ranks
 
 PLAN = rank_operations(
@@ -148,8 +148,14 @@ def test_the_plan_is_the_same_however_the_keys_are_collected() -> None:
     # The order too: it is the order of the numbers in the collective.
     assert list(rank_operations(reversed(list(PLAN))).items()) == list(PLAN.items())
     assert list(rank_operations([*PLAN, "loss"]).items()) == list(PLAN.items())
-    with pytest.raises(UnknownMetric, match="'nope'"):
-        rank_operations(["nope"])
+    assert rank_operations(["my/thing"]) == {"my/thing": "mean"}, "a key outside the catalog is a gauge"
+
+
+def test_with_a_guard_what_cannot_be_packed_costs_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    guard = BestEffort("reduction")
+    for _ in range(2):
+        assert reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1, guard=guard) == {}
+    assert capsys.readouterr().err.count("reduction failed and is off") == 1
 
 
 def test_a_key_outside_the_plan_is_refused() -> None:

@@ -188,27 +188,33 @@ def test_a_step_in_no_time_has_no_speed() -> None:
 
 
 def test_evaluation_is_prefixed_and_leaves_the_smoothing_alone() -> None:
-    run = Run()
+    run = Run(strict_keys=False)
     run.step(1, loss=2.0)
-    run.tracker.log_eval({"loss": torch.tensor(9.0), "eval_accuracy": 0.5, "token_type/letter/loss": (6.0, 3.0)}, 1)
+    run.tracker.log_eval({"loss": torch.tensor(9.0), "eval_accuracy": 0.5, "moe/aux_loss": (6.0, 3.0)}, 1)
     payload = run.sink.payloads[-1]
     assert (payload["mode"], payload["global_step"]) == ("eval", 1)
-    assert payload["metrics"] == {"eval_loss": 9.0, "eval_accuracy": 0.5, "eval_token_type/letter/loss": 2.0}
+    assert payload["metrics"] == {"eval_loss": 9.0, "eval_accuracy": 0.5, "moe/aux_loss": 2.0}, (
+        "a key's own namespace is kept"
+    )
     run.step(10, loss=2.0)
     assert run.metrics()["smoothed/loss"] == 2.0
 
 
 def test_an_unknown_key_raises_when_strict() -> None:
-    with pytest.raises(UnknownMetric, match="'eval_ledger/colds' is not in the catalog"):
+    with pytest.raises(UnknownMetric, match="'ledger/colds' is not in the catalog"):
         Run().tracker.log_eval({"ledger/colds": 1.0}, 1)
 
 
 def test_an_unknown_key_warns_once_and_is_still_logged(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(strict_keys=False)
     for step in (1, 2):
-        run.tracker.log_eval({"my/own": 1.0}, step)
-    assert run.metrics() == {"eval_my/own": 1.0}
-    assert capsys.readouterr().err.count("'eval_my/own' is not in the catalog") == 1
+        run.tracker.log_eval({"my/own_one": 1.0}, step)
+    assert run.metrics() == {"my/own_one": 1.0}
+    for step in (3, 10):
+        run.step(step, extra={"my/own_two": float(step)})
+    assert run.metrics()["my/own_two"] == 10.0
+    warnings = capsys.readouterr().err
+    assert warnings.count("'my/own_one' is not in the catalog") == warnings.count("'my/own_two' is not in the") == 1
 
 
 def test_step_metrics_cannot_be_changed() -> None:
@@ -264,6 +270,8 @@ def test_the_interval_must_be_positive() -> None:
 
 def test_close_reaches_every_sink_even_if_one_fails() -> None:
     class Broken(Recorder):
+        is_essential = True
+
         def close(self) -> None:
             raise OSError("disk gone")
 
@@ -278,11 +286,28 @@ def test_close_reaches_every_sink_even_if_one_fails() -> None:
 
 def test_what_an_essential_sink_cannot_write_stops_the_run() -> None:
     class Full(Recorder):
+        is_essential = True
+
         def log(self, payload: Mapping[str, Any]) -> None:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
         Run(sinks=[Full()]).step(1)
+
+
+def test_any_other_sink_that_fails_costs_one_warning_and_the_others_get_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Broken(Recorder):
+        def log(self, payload: Mapping[str, Any]) -> None:
+            raise OSError(32, "Broken pipe")
+
+    last = Recorder()
+    run = Run(sinks=[Broken(), last], log_interval=1)
+    for step in (1, 2):
+        run.step(step)
+    assert [payload["global_step"] for payload in last.payloads] == [1, 2]
+    assert capsys.readouterr().err.count("sink Broken failed and is off") == 1
 
 
 def test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from numbers import Real
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +15,8 @@ from trainer.data.blending.weights import WeightSpec, positions
 from trainer.data.keyed import BLOCK, KeyedUniforms
 from trainer.data.mixing.collate import Batch
 from trainer.errors import UserError
-from trainer.metrics.catalog.lookup import lookup
+from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.catalog.lookup import lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
 
 if TYPE_CHECKING:
@@ -51,7 +54,8 @@ class BlendDataset:
 
     A source needs only `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: it can be trained
     on, but resuming after it gave a batch raises a UserError, since its position is unknown. A source takes part in the
-    metrics if it has `drain_step_metrics` and `metric_keys`, all of them in the catalog.
+    metrics if it has `drain_step_metrics` and `metric_keys`; a key that is not in the catalog is a gauge. Its metrics are
+    diagnostics: if they fail, they are absent from then on, with one warning.
 
     `metric_keys` lists every key that `drain_step_metrics` can return.
 
@@ -93,16 +97,17 @@ class BlendDataset:
         ]  # expected batches of each source before each choice, and after the last
         self._errors = [0.0]  # the largest difference between those and the actual batches, likewise
         keys = [MAX_SHARE_ERROR]
-        self._drains: dict[int, Callable[[], dict[str, float]]] = {}  # of the sources that report metrics
+        self._drains: dict[int, Callable[[], dict[str, float] | None]] = {}  # of the sources that report metrics
         for index, source in enumerate(sources):
             own_keys = getattr(source.dataset, "metric_keys", None)
             drain = getattr(source.dataset, "drain_step_metrics", None)
             if own_keys is not None and drain is not None:
-                self._drains[index] = drain
+                guard = BestEffort(f"metrics of the source {source.name}")
+                self._drains[index] = partial(guard.run, _drain_source, drain, frozenset(own_keys))
                 keys += own_keys
         keys += [SHARE_PREFIX + name for name in names] if per_source else []
         self.metric_keys = tuple(dict.fromkeys(keys))
-        specs = {key: lookup(key) for key in self.metric_keys}
+        specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = [key for key, spec in specs.items() if spec.kind == "counter"]
         self._latest: dict[int, dict[str, float]] = {}  # what each source reported last
@@ -200,7 +205,7 @@ class BlendDataset:
             return {}
         counters, latest = self._counters, self._latest
         for index in self._undrained & self._drains.keys():
-            drained = self._drains[index]()
+            drained = self._drains[index]() or {}
             # An exhausted source has no readers left, so no gauges: only what it counted since the last drain.
             latest[index] = {k: drained[k] for k in counters if k in drained} if self._ended[index] else drained
         by_key: dict[str, list[float]] = {}
@@ -285,3 +290,13 @@ class BlendDataset:
                 f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed",
                 "give its dataset state_dict and load_state_dict, or start without this checkpoint",
             )
+
+
+def _drain_source(drain: Callable[[], dict[str, Any]], keys: frozenset[str]) -> dict[str, float]:
+    """A source's metrics, once they are known to fit into the merge."""
+    drained = drain()
+    if not keys.issuperset(drained):
+        raise KeyError(f"not among its metric_keys: {', '.join(sorted(drained.keys() - keys))}")
+    if wrong := sorted(key for key, value in drained.items() if not isinstance(value, Real)):
+        raise TypeError(f"not a number: {', '.join(wrong)}")
+    return drained

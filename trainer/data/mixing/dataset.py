@@ -23,6 +23,7 @@ from trainer.data.streams.layout import Stream
 from trainer.data.streams.open_stream import CutOptions, open_stream
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
+from trainer.metrics.best_effort import BestEffort
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +130,7 @@ class StreamMixingDataset:
         self._pick_mode: PickMode = pick_mode
         self._shared = batching_mode == "per_stream"
         self._repeat = repeat
+        self._guard = BestEffort(f"pool metrics of {name} ({split})")
         self._batch_sizes = BatchSizes(batch_size, sizes)
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         options = ReadOptions(tokenizer, dtype, eod, text_split)
@@ -156,7 +158,7 @@ class StreamMixingDataset:
             rank=rank,
             world_size=world_size,
         )
-        self._pool: ActivePool[StreamReader] = ActivePool(self.modalities, pick_mode)
+        self._pool: ActivePool[StreamReader] = ActivePool(self.modalities, pick_mode, self._guard)
         self._batch_index = 0
         self._exhaust_events = 0
         self._has_no_cells = False  # a whole epoch had none for this rank
@@ -268,7 +270,7 @@ class StreamMixingDataset:
         mixing_state.check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
         self._keep_deal(own["version"])
-        self._pool = ActivePool(self.modalities, self._pick_mode)
+        self._pool = ActivePool(self.modalities, self._pick_mode, self._guard)
         self._has_no_cells = False
         self._exhaust_events = 0
         if mixing_state.is_same_layout(own, self._fixed_state):

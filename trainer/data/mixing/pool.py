@@ -8,6 +8,8 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from trainer.metrics.best_effort import BestEffort
+
 PickMode: TypeAlias = Literal["weighted", "uniform", "round_robin"]
 PICK_MODES: tuple[PickMode, ...] = ("weighted", "uniform", "round_robin")
 
@@ -58,9 +60,10 @@ class ActivePool(Generic[Reader]):
     Args:
         modalities: all that can occur; each is reported at every pick, zeros included.
         pick_mode: `weighted` (in proportion to remaining picks), `uniform`, or `round_robin` (slots in turn).
+        guard: of the metrics: without them, `seen` is empty and picks are the same.
     """
 
-    def __init__(self, modalities: Sequence[str], pick_mode: PickMode) -> None:
+    def __init__(self, modalities: Sequence[str], pick_mode: PickMode, guard: BestEffort | None = None) -> None:
         self.readers: list[Reader] = []
         self.seen: dict[str, float] = {}
         self.turn = 0  # the slot that round_robin picks next
@@ -68,6 +71,7 @@ class ActivePool(Generic[Reader]):
         self._stats = np.zeros((6, 0))
         self._counts: dict[str, float] = dict.fromkeys((MODALITY_PREFIX + m for m in sorted(modalities)), 0.0)
         self._num_picks = 0
+        self._guard = guard or BestEffort("pool metrics")
 
     def add(self, reader: Reader) -> None:
         """Append a slot with this reader."""
@@ -119,8 +123,13 @@ class ActivePool(Generic[Reader]):
         self._num_picks += 1
         stats[_NEG_LAST_PICK, slot] = -self._num_picks
         stats[_SURPRISE, slot] = 0.0
-        peaks: list[float] = np.maximum.reduce(stats, axis=1).tolist()
-        self.seen = {
+        self.seen = self._guard.run(self.snapshot) or {}
+        return slot
+
+    def snapshot(self) -> dict[str, float]:
+        """The metrics of the pool as it is."""
+        peaks: list[float] = np.maximum.reduce(self._stats, axis=1).tolist()
+        return {
             REMAINING_MIN: -peaks[_NEG_REMAINING],
             REMAINING_MAX: peaks[_REMAINING],
             FRACTION_MIN: 0.0 - peaks[_NEG_FRACTION],  # not a negative zero
@@ -129,7 +138,6 @@ class ActivePool(Generic[Reader]):
             PICK_SURPRISE_MAX: peaks[_SURPRISE],
             **self._counts,
         }
-        return slot
 
     def observed(self) -> dict[str, Any]:
         """What was observed so far, as plain Python: for `restore`, so that waits continue after a resume.

@@ -6,13 +6,13 @@ keep their past reads, so nothing of them is read twice or lost; the others have
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trainer.data.keyed import keyed_generator
 from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.mixing.epochs import QueueKey, RankCursor, ReshardPoint
+from trainer.data.mixing.epochs import EpochOrder, QueueKey, RankCursor, ReshardPoint
 from trainer.data.mixing.state import State, points_to_state, reshard
 
 
@@ -33,14 +33,16 @@ def restart_streams(
     saved, fresh = states[0], dataset.state_dict()
     fingerprint = saved["fingerprint"]
     shared = fingerprint["batching_mode"] == "per_stream"
-    key = QueueKey(fingerprint["namespace"], fingerprint["seed"], len(before), shared)
+    in_turns = saved["version"] > 2
+    old = QueueKey(fingerprint["namespace"], fingerprint["seed"], len(before), shared, in_turns)
+    new = replace(old, num_streams=len(dataset.streams))
     epoch, points = reshard(states, len(before), shared=shared)
     kept = {path: old for old, path in enumerate(before) if path not in restarted}
     old_ids = [kept.get(stream.relative_path) for stream in dataset.streams]
-    generator = keyed_generator("restart", key.name, key.seed, epoch, len(points[epoch]))
+    generator = keyed_generator("restart", old.name, old.seed, epoch, len(points[epoch]))
     order: list[int] = generator.permutation(len(old_ids)).tolist()
     rewritten = {
-        at: [_with_ids(key, at, parts[: number + 1], old_ids, order) for number in range(len(parts))]
+        at: [_with_ids(old, new, at, parts[: number + 1], old_ids, order) for number in range(len(parts))]
         for at, parts in points.items()
     }
     common = {
@@ -58,7 +60,12 @@ def restart_streams(
 
 
 def _with_ids(
-    key: QueueKey, epoch: int, points: Sequence[ReshardPoint], old_ids: Sequence[int | None], order: Sequence[int]
+    old: QueueKey,
+    new: QueueKey,
+    epoch: int,
+    points: Sequence[ReshardPoint],
+    old_ids: Sequence[int | None],
+    order: Sequence[int],
 ) -> ReshardPoint:
     """The last of `points` for other stream ids, with every unfinished stream listed as active.
 
@@ -67,19 +74,26 @@ def _with_ids(
 
     Args:
         old_ids: the old id of each stream; None: it begins anew.
-        order: the new ids in the order in which unread streams follow.
+        order: the new ids in the order in which streams follow.
     """
+    past, world_size = points[-1].cursors, len(points[-1].cursors)
+    before = EpochOrder(old, epoch, points[:-1])
+    waiting = [set(before.of_rank(rank)[cursor.queue_index :]) for rank, cursor in enumerate(past)]
+    active = [dict(cursor.active) for cursor in past]
     cursors = []
-    for rank, cursor in enumerate(points[-1].cursors):
-        waiting = set(key.order(epoch, rank, points[:-1])[cursor.queue_index :])
-        picks: Mapping[int, int] = {**dict.fromkeys(waiting, 0), **dict(cursor.active)}
-        new_ids = {old: new for new, old in enumerate(old_ids) if old is not None}
-        begun = [(new_ids[old], count) for old, count in cursor.active if old in new_ids]
-        is_begun = {new for new, _ in begun}
-        unread = [
-            (new, 0)
-            for new in order
-            if new not in is_begun and ((old := old_ids[new]) is None or picks.get(old, -1) == 0)
-        ]
+    for rank in range(world_size):
+        begun: list[tuple[int, int]] = []
+        unread: list[tuple[int, int]] = []
+        for stream in order:
+            known = old_ids[stream]
+            if known is None:
+                unread.append((stream, 0))
+                continue
+            # Which rank reads a slice depends on the stream's id: this rank goes on with what another one began.
+            reader = (rank - new.turns[stream] + old.turns[known]) % world_size
+            if known in active[reader]:
+                begun.append((stream, active[reader][known]))
+            elif known in waiting[reader]:
+                unread.append((stream, 0))
         cursors.append(RankCursor(len(old_ids), (*begun, *unread)))
     return replace(points[-1], cursors=tuple(cursors))

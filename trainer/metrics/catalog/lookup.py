@@ -1,6 +1,7 @@
 """The catalog: one row for every metric key that can be emitted, and the lookup of a key.
 
-Reductions, the generated documentation, charts and the first filter of diagnosis are derived from these rows.
+Reductions, the generated documentation, charts and the first filter of diagnosis are derived from these rows. `register`
+adds rows for metrics of one's own.
 Only the standard library is used, so that a dashboard can import the catalog without torch.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
 from trainer.metrics.catalog import rows_data, rows_gns, rows_ledger, rows_speed, rows_training
 from trainer.metrics.catalog.spec import MetricSpec
+from trainer.metrics.logger import get_logger
 
 CATALOG: Final[tuple[MetricSpec, ...]] = (
     *rows_training.ROWS,
@@ -22,18 +24,35 @@ CATALOG: Final[tuple[MetricSpec, ...]] = (
     *rows_ledger.ROWS,
     *rows_gns.ROWS,
 )
+logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"
 WORST_SUFFIX: Final = "_max"
 
-_BY_NAME: Final = {spec.name: spec for spec in CATALOG if not spec.is_pattern}
+# The catalog's rows and registered ones. The latter are process-wide, as an imported module is: a metric is declared
+# where it is defined, and every part that reduces or shows a key has to know it.
+_BY_NAME: Final[dict[str, MetricSpec]] = {}
+_PATTERNS: Final[list[tuple[re.Pattern[str], MetricSpec]]] = []
 
 
-# A part in angle brackets matches one segment between slashes.
-_PATTERNS: Final = tuple(
-    (re.compile("([^/]+)".join(map(re.escape, re.split(r"<\w+>", spec.name)))), spec)
-    for spec in CATALOG
-    if spec.is_pattern
-)
+def register(*specs: MetricSpec) -> None:
+    """Add rows for metrics of one's own; call it on every rank, before a key is used: in the module that reports them.
+
+    Raises:
+        ValueError: a name has another row already.
+    """
+    for spec in specs:
+        known = _BY_NAME.get(spec.name) or next((row for _, row in _PATTERNS if row.name == spec.name), None)
+        if known == spec:
+            continue
+        if known is not None:
+            raise ValueError(f"metric {spec.name!r} is in the catalog already, with another row")
+        if spec.is_pattern:
+            # A part in angle brackets matches one segment between slashes.
+            _PATTERNS.append((re.compile("([^/]+)".join(map(re.escape, re.split(r"<\w+>", spec.name)))), spec))
+        else:
+            _BY_NAME[spec.name] = spec
+    _find.cache_clear()
+    _gauge.cache_clear()
 
 
 class UnknownMetric(KeyError):
@@ -92,6 +111,18 @@ def lookup(key: str) -> MetricSpec:
     return spec
 
 
+def lookup_or_gauge(key: str) -> MetricSpec:
+    """The row of a key; a key that is not in the catalog is a gauge, with one warning in each process."""
+    return _find(key) or _gauge(key)
+
+
+@cache
+def _gauge(key: str) -> MetricSpec:
+    logger.warning("%s: it is logged as a gauge; trainer.metrics.register gives it a row", UnknownMetric(key))
+    text = "Not in the catalog."
+    return MetricSpec(name=key, unit="", description=text, healthy="", pathological="", group="Other", title=key)
+
+
 def family(key: str) -> tuple[str, str]:
     """(name of the key's row, the part of the key that stands for the row's angle brackets).
 
@@ -115,3 +146,6 @@ def family(key: str) -> tuple[str, str]:
 def is_known(key: str) -> bool:
     """Whether the key matches a row of the catalog."""
     return _find(key) is not None
+
+
+register(*CATALOG)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._micro = -1  # counts micro-batches over the object's life
         self._window_fires: set[int] = set()
         self._is_active = self._has_warned = False
+        self._failure: Exception | None = None  # of a hook
         self.begin_window()
         self._handles: list[Any] = []
         # torch stores hooks where the garbage collector does not look. A strong reference to the owner, and through it to
@@ -78,8 +79,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         owner = weakref.ref(self)
         for index, parameter in enumerate(self._leaves.hooked):
             leaf: Any = parameter  # torch does not type these two methods
-            self._handles.append(leaf.register_hook(partial(self._measure, owner, index)))
-            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(self._accumulated, owner)))
+            self._handles.append(leaf.register_hook(partial(self._hook, owner, self._measure, index)))
+            accumulated = partial(self._hook, owner, self._accumulated)
+            self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
     def begin_window(self, num_micros: int | None = None) -> None:
         """Start a window; an unfinished one is discarded.
@@ -118,6 +120,8 @@ class GradientNoiseScale(NoiseScaleAverage):
             example_weights: [B] weight of each example in the mean (its tokens; zero for a masked row), or the number
                 of examples if all weigh the same.
         """
+        if self._failure is not None:
+            raise self._failure
         assert self._is_active, "end_micro without begin_micro"
         self._is_active = False
         factor = torch.as_tensor(kappa, dtype=torch.float64, device=self._sums.device)
@@ -202,11 +206,24 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._handles.clear()
 
     @staticmethod
-    def _measure(owner: weakref.ref[GradientNoiseScale], index: int, grad: Tensor) -> None:
-        """The leaf's hook. It must return None: a hook's return value replaces the gradient."""
+    def _hook(owner: weakref.ref[GradientNoiseScale], measure: Callable[..., None], *args: Any) -> None:
+        """Call a hook between `begin_micro` and `end_micro`. It must return None: a return value replaces the gradient.
+
+        An exception would end the backward in its midst; `end_micro` raises it instead.
+        """
         gns = owner()
         if gns is None or not gns._is_active:
             return
+        try:
+            measure(owner, *args)
+        except Exception as error:  # noqa: BLE001 - raised by end_micro
+            gns._is_active, gns._failure = False, error
+
+    @staticmethod
+    def _measure(owner: weakref.ref[GradientNoiseScale], index: int, grad: Tensor) -> None:
+        """The leaf's hook."""
+        gns = owner()
+        assert gns is not None
         if gns._fired_in[index] == gns._micro:
             gns._repeats += 1
         gns._fired_in[index] = gns._micro
@@ -221,7 +238,8 @@ class GradientNoiseScale(NoiseScaleAverage):
     def _accumulated(owner: weakref.ref[GradientNoiseScale], parameter: Tensor) -> None:
         """The hook after accumulation, which measures the sum over the middle group."""
         gns = owner()
-        if gns is None or not gns._is_active or not gns._is_middle or gns._is_first or parameter.grad is None:
+        assert gns is not None
+        if not gns._is_middle or gns._is_first or parameter.grad is None:
             return
         gns._middle_fires += 1
         gns._middle_square += square_norm(parameter.grad).to(gns._sums.device)

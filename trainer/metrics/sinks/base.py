@@ -11,7 +11,7 @@ from trainer.metrics.catalog.lookup import EVAL_PREFIX
 class Sink(Protocol):
     """Receives payloads, one per call, in step order.
 
-    An exception from `log` stops the run, so a non-essential sink guards itself with `BestEffort`.
+    An exception costs that sink alone, with one warning. Of a sink with the attribute `is_essential = True` it ends the run.
     """
 
     def log(self, payload: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ from trainer.metrics.sinks.line_file import LineFile
 class JsonlSink:
     """Appends each payload and restart event as one line; write failures raise, since a run needs its record."""
 
+    is_essential = True
+
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path)
 

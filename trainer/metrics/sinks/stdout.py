@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any, Final, Literal, TextIO
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, Final, Literal, Protocol
 
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger
 from trainer.metrics.payload_contract import RESTART, all_values, encode_payload
@@ -15,13 +16,80 @@ StdoutMode = Literal["json", "line", "off"]
 STDOUT_MODES: Final = ("json", "line", "off")
 
 
-def resolve_stdout_mode(mode: str, stream: TextIO | None = None) -> StdoutMode:
+def resolve_stdout_mode(mode: str, stream: Output | None = None) -> StdoutMode:
     """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes are returned unchanged."""
     if mode == "auto":
         return "line" if (stream or sys.stdout).isatty() else "json"
     if mode not in STDOUT_MODES:
         raise ValueError(f"stdout mode must be one of auto, {', '.join(STDOUT_MODES)}, got {mode!r}")
     return mode  # type: ignore[return-value]
+
+
+class PayloadStream:
+    """A file descriptor to which lines are written as they are.
+
+    Without a buffer: one that cannot be flushed, because nobody reads, would block the interpreter at exit.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        """Write all of it, however long that takes."""
+        data = text.encode("utf-8")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return os.isatty(self._descriptor)
+
+
+class Output(Protocol):
+    """What payloads are written to."""
+
+    def write(self, text: str, /) -> int:
+        """Write it."""
+
+    def flush(self) -> None:
+        """Pass it on at once."""
+
+    def fileno(self) -> int:
+        """The descriptor, where there is one."""
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+
+
+@contextmanager
+def kept_for_payloads() -> Iterator[Output]:
+    """What stdout was, for payloads alone: whatever else writes to it meanwhile (a model's `print`) goes to stderr.
+
+    That is done to the file descriptor, so that it holds for libraries in C and for child processes too.
+    """
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):
+        try:
+            stdout.flush()
+            descriptor, stderr = stdout.fileno(), sys.stderr.fileno()
+        except (OSError, ValueError, AttributeError):  # closed, absent, or replaced by something in memory
+            yield stdout
+            return
+        # Never closed: a thread may still wait in a write to it, which must not go to another file of the same number.
+        own = os.dup(descriptor)
+        os.dup2(stderr, descriptor)
+        try:
+            yield PayloadStream(own)
+        finally:
+            os.dup2(own, descriptor)
 
 
 def render_line(payload: Mapping[str, Any]) -> str:
@@ -37,9 +105,9 @@ class StdoutSink:
     If the reader goes away (`| head`) or the stream fails, the output ends with one warning and the run continues.
     """
 
-    def __init__(self, mode: StdoutMode, *, stream: TextIO | None = None) -> None:
+    def __init__(self, mode: StdoutMode, *, stream: Output | None = None) -> None:
         self._mode: StdoutMode = mode
-        self._stream = stream or sys.stdout
+        self._stream: Output = stream or sys.stdout
 
     def log(self, payload: Mapping[str, Any]) -> None:
         """Write one payload."""

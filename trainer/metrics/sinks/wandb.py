@@ -24,6 +24,9 @@ logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
+FINISH_TIMEOUT_SEC = 60.0
+CLOSE_SEC = FINISH_TIMEOUT_SEC + 2 * _GRACE_SEC
+"""What `close` may take if the service does not answer: its timeout, the grace period and the service's teardown."""
 
 
 class _Messages:
@@ -71,7 +74,7 @@ class WandbSink:
         entity: str | None = None,
         base_url: str | None = None,
         init_timeout_sec: float = 60.0,
-        finish_timeout_sec: float = 60.0,
+        finish_timeout_sec: float = FINISH_TIMEOUT_SEC,
         on_event: EventCallback | None = None,
     ) -> None:
         """Open the run.
@@ -164,13 +167,14 @@ class WandbSink:
         # wandb enforces the timeout itself while its service is alive; the grace period covers a dead service.
         finisher.join(self._finish_timeout_sec + _GRACE_SEC)
         if finisher.is_alive() or not self._guard.enabled:
-            self._messages.is_quiet = True
-            self._abandon()
+            self.abandon()
         self._run = None
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Keep wandb from blocking the interpreter's exit if its service does not respond."""
         import wandb
+
+        self._messages.is_quiet = True
 
         def leave() -> None:
             with self._guard:  # silent if the failure has been reported already

@@ -16,6 +16,7 @@ import torch
 from trainer.config.schema import CheckpointTable
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.env import RankInfo
+from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import BackgroundWriter
@@ -35,6 +36,7 @@ class Saver:
     Args:
         state: what has a state.
         shared: further values that are the same on all ranks and fit JSON (config, versions, the wandb run).
+        diagnostics: guards what is counted about saving.
         last_saved: step of the checkpoint that the run continues from; -1 without one.
     """
 
@@ -47,6 +49,7 @@ class Saver:
         state: TrainState,
         device: torch.device,
         shared: Mapping[str, Any],
+        diagnostics: Diagnostics,
         last_saved: int = -1,
     ) -> None:
         self._directory = directory
@@ -55,6 +58,7 @@ class Saver:
         self._state = state
         self._device = device
         self._shared = shared
+        self._diagnostics = diagnostics
         self._writer = BackgroundWriter()
         self._pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
@@ -96,7 +100,8 @@ class Saver:
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
             self.publish_pending()
-        position.unlogged.add({"checkpoint/save_sec": time.monotonic() - started})
+        counted = {"checkpoint/save_sec": time.monotonic() - started}
+        self._diagnostics.best_effort("counters").run(position.unlogged.add, counted)
 
     def publish_pending(self) -> None:
         """Turn a pending save's files into a checkpoint, if there is one; every rank must call it at the same step.

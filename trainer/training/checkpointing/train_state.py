@@ -13,7 +13,7 @@ from trainer.data.blending.blend import BlendDataset
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import WindowAggregator
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.spikes import SpikeDetector
+from trainer.metrics.spikes import Spike, SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 
 
@@ -60,6 +60,15 @@ HOST_KEYS = (
 )
 
 
+@dataclass(frozen=True, order=True)
+class FoundSpike:
+    """A loss spike, and the gradient norm of its step."""
+
+    step: int
+    spike: Spike
+    grad_norm: float
+
+
 @dataclass
 class Position:
     """Where a run is, and what it has counted on the way."""
@@ -78,6 +87,10 @@ class Position:
     first_loss: float | None = None
     last_loss: float | None = None
     last_eval: dict[str, float] = field(default_factory=dict)
+    found_spikes: list[FoundSpike] = field(default_factory=list)
+    """Loss spikes that this rank has found and the ranks have not reported yet."""
+    recent_batches: dict[int, list[str]] = field(default_factory=dict)
+    """Step -> what identifies this rank's micro-batches, of the last few steps: a spike's are asked for later."""
 
     @classmethod
     def of(cls, state: TrainState, step: int = 0) -> Self:

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.objective.compose import Objective
 from trainer.training.step.details import StepDetails
@@ -28,6 +29,7 @@ class Evaluator:
         batches: makes an iterator of this rank's held-out micro-batches, on the device, always the same ones.
         make_ledger: an empty ledger for one evaluation; None for a model without state.
         details: collects the sums.
+        guard: of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run.
         autocast: the precision's context.
         is_bytes: the tokens are bytes, so that bits per byte are known.
     """
@@ -41,6 +43,7 @@ class Evaluator:
         batches: Callable[[], Iterator[dict[str, Any]]],
         make_ledger: Callable[[], Ledger] | None,
         details: StepDetails,
+        guard: BestEffort,
         autocast: Callable[[], AbstractContextManager[None]],
         is_bytes: bool,
         world_size: int,
@@ -52,6 +55,8 @@ class Evaluator:
         self._batches = batches
         self._make_ledger = make_ledger
         self._details = details
+        self._guard = guard
+        self._is_off = False  # the same on all ranks
         self._autocast = autocast
         self._is_bytes = is_bytes
         self._world_size = world_size
@@ -59,13 +64,16 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """Evaluate; the same numbers on every rank, without the prefix `eval_`. Empty if no rank had a document.
+        """Evaluate; the same numbers on every rank, without the prefix `eval_`. Empty if no rank had a document, and
+        if the details have failed on any rank: what is left of the sums would be of a part of the documents.
 
         None on all ranks when `should_stop` says so on any of them: each asks it between micro-batches, which hold no
         collective, and they agree at the end.
         """
-        details = self._details
-        details.drain_metrics()
+        details, guard = self._details, self._guard
+        if self._is_off:
+            return {}
+        guard.run(details.drain_metrics)
         ledger = self._make_ledger() if self._make_ledger is not None else None
         was_training = self._model.training
         self._model.eval()
@@ -76,10 +84,15 @@ class Evaluator:
                 self._evaluate(step, batch, ledger)
         finally:
             self._model.train(was_training)
-        if any(gather_from_ranks(should_stop(), world_size=self._world_size)):
+        local = guard.run(details.drain_metrics) or {}
+        told = gather_from_ranks((should_stop(), guard.enabled), world_size=self._world_size)
+        if any(stops for stops, _ in told):
             return None
+        self._is_off = not all(works for _, works in told)
+        if self._is_off:
+            return {}
         reduced = reduce_over_ranks(
-            details.drain_metrics(), details.metric_keys, device=self._device, world_size=self._world_size
+            local, details.metric_keys, device=self._device, world_size=self._world_size, guard=guard
         )
         return self._named(reduced)
 
@@ -95,7 +108,7 @@ class Evaluator:
         if ledger is not None and micro.carry is not None and output.state is not None:
             carry = micro.carry
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
-        self._details.add(micro, result)
+        self._guard.run(self._details.add, micro, result)
 
     def _named(self, reduced: dict[str, float]) -> dict[str, float]:
         cross_entropy = reduced.get("objective/token_ce")

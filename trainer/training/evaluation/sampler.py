@@ -13,7 +13,6 @@ from torch import nn
 from trainer.config.schema import SampleTable
 from trainer.data.text_stream import TextStream, prompt_ids
 from trainer.data.tokenizer import Tokenizer
-from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.sinks.events import SAMPLE
 from trainer.model.generate import Draw, generate
 
@@ -22,12 +21,11 @@ class Sampler:
     """Writes samples. Training is the same with and without it.
 
     It has a generator of its own, puts torch's generators and the model's mode back, keeps no gradient, and does not run
-    the compiled model, whose shapes it would change. A failure costs the samples, never the run.
+    the compiled model, whose shapes it would change.
 
     Args:
         model: the model itself, without DDP: no other rank takes part.
         cell: tokens that a model without state sees, and in which a long prompt is read.
-        guard: turns the samples off after a failure.
         send: what gets each sample, as an event.
     """
 
@@ -41,7 +39,6 @@ class Sampler:
         cell: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
-        guard: BestEffort,
         send: Sequence[Callable[[dict[str, Any]], None]],
     ) -> None:
         self._model = model
@@ -50,16 +47,13 @@ class Sampler:
         self._cell = cell
         self._device = device
         self._autocast = autocast
-        self._guard = guard
         self._send = send
         self._draw = Draw(table.temperature, table.top_k, seed)
         self._prompt = prompt_ids(tokenizer, table.prompt, "sample.prompt")
 
     def run(self, step: int) -> None:
         """Generate, and send the text."""
-        text = self._guard.run(self._text)
-        if text is None:
-            return
+        text = self._text()
         event: Mapping[str, Any] = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": text}
         for send in self._send:
             send(dict(event))

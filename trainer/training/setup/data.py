@@ -109,7 +109,8 @@ def holdout_batches(plan: Plan, info: RankInfo, device: torch.device) -> HeldOut
     def batches() -> Iterator[dict[str, Any]]:
         for dataset, beginning in zip(datasets, beginnings, strict=True):
             dataset.load_state_dict(beginning)
-        loaders = [iter(Loader(dataset, device=device, prefetch=0)) for dataset in datasets]
+        # Generators, which have neither state nor metrics: an evaluation needs none.
+        loaders = [iter(Loader((batch for batch in each), device=device, prefetch=0)) for each in datasets]
         for turn in itertools.count():
             alive = [loaded for loader in loaders if (loaded := next(loader, None)) is not None]
             for position, loaded in enumerate(alive):

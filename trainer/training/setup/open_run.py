@@ -15,6 +15,7 @@ from trainer.distributed.watchdog import start_watchdog
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import Reporter
 from trainer.metrics.sinks.events import EventWriter
+from trainer.metrics.sinks.stdout import Output
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluation.evaluator import Evaluator
@@ -45,6 +46,7 @@ def open_run(
     stop: StopRequest,
     stack: ExitStack,
     fingerprint: Fingerprint,
+    stdout: Output | None = None,
     held_out: HeldOut | None = None,
     source: str | None = None,
     wandb_run_id: str | None = None,
@@ -55,6 +57,7 @@ def open_run(
     Args:
         stack: closes what is opened here.
         fingerprint: of the data, for the checkpoints.
+        stdout: for payloads; None: the standard output as it is.
         held_out: makes the micro-batches of an evaluation; None: no evaluations.
         source: name of the checkpoint that it continues from; None without one.
         wandb_run_id: of the wandb run that goes on; None for a new one.
@@ -64,14 +67,24 @@ def open_run(
     events: EventWriter | None = None
     if info.is_main:
         events = EventWriter(run_dir.events)
-        stack.callback(events.close)
-        wandb_run_id = _open_record(plan, state, position, run_dir, events, source=source, wandb_run_id=wandb_run_id)
+        stack.callback(state.tracker.diagnostics.best_effort("end of events.jsonl").run, events.close)
+        state.tracker.diagnostics.on_event = events.write
+        wandb_run_id = _open_record(
+            plan,
+            state,
+            position,
+            run_dir,
+            events,
+            stdout=stdout or sys.stdout,
+            source=source,
+            wandb_run_id=wandb_run_id,
+        )
         announce(plan, state.model, device, run_dir)
     stack.callback(state.tracker.close)
-    diagnostics = Diagnostics(on_event=None if events is None else events.write)
+    diagnostics = state.tracker.diagnostics
     if config.train.compile:
         state.model.compile()
-    train_step = _train_step(plan, state, info, device)
+    train_step = _train_step(plan, state, info, device, diagnostics)
     saver = Saver(
         directory=run_dir.checkpoints,
         table=config.checkpoint,
@@ -85,6 +98,7 @@ def open_run(
             FINGERPRINT_KEY: fingerprint.to_state(),
         },
         last_saved=position.step if source is not None else -1,
+        diagnostics=diagnostics,
     )
     watchdog = start_watchdog(
         info,
@@ -95,9 +109,19 @@ def open_run(
     if watchdog is not None:
         stack.callback(watchdog.close)
     details = _details(plan, diagnostics)
-    parts: tuple[Reporter | None, ...] = (position.unlogged, details, state.ledger, state.gns)
-    reporters = tuple(part for part in parts if part is not None)
-    loader = Loader(state.dataset, device=device, prefetch=config.data.prefetch)
+    parts: dict[str, Reporter | None] = {
+        "counters": position.unlogged,
+        "step_details": details,
+        "ledger metrics": state.ledger,
+        "gns": state.gns,
+    }
+    reporters = {name: part for name, part in parts.items() if part is not None}
+    loader = Loader(
+        state.dataset,
+        device=device,
+        prefetch=config.data.prefetch,
+        guard=diagnostics.best_effort("data metrics"),
+    )
     stack.callback(loader.close)
     progress = Progress(
         is_shown=info.is_main and sys.stderr.isatty(),
@@ -106,7 +130,8 @@ def open_run(
         name=config.run.name,
         verdict=verdict,
     )
-    stack.callback(progress.close)
+    # A guard of its own: a bar that failed is taken off the screen all the same.
+    stack.callback(diagnostics.best_effort("end of the progress bar").run, progress.hide)
     return Run(
         config=config,
         info=info,
@@ -124,11 +149,12 @@ def open_run(
         train_step=train_step,
         details=details,
         reporters=reporters,
-        metric_keys=tuple(key for reporter in reporters for key in reporter.metric_keys),
+        metric_keys=tuple(key for reporter in reporters.values() for key in reporter.metric_keys),
+        diagnostics=diagnostics,
         tracker=state.tracker,
         spikes=state.spikes,
         evaluator=_evaluator(plan, state, info, device, diagnostics, held_out) if held_out is not None else None,
-        sampler=_sampler(plan, state, device, diagnostics, events) if config.sample.every and events else None,
+        sampler=_sampler(plan, state, device, events) if config.sample.every and events else None,
         saver=saver,
         stop=stop,
         watchdog=watchdog,
@@ -145,6 +171,7 @@ def _open_record(
     run_dir: RunDir,
     events: EventWriter,
     *,
+    stdout: Output,
     source: str | None,
     wandb_run_id: str | None,
 ) -> str | None:
@@ -155,7 +182,14 @@ def _open_record(
     """
     # Without a checkpoint too: the record of an earlier attempt goes on, and its steps come again.
     is_restart = run_dir.metrics.exists() or source is not None
-    sinks = make_sinks(plan.config, run_dir, wandb_run_id=wandb_run_id, on_event=events.write)
+    sinks = make_sinks(
+        plan.config,
+        run_dir,
+        stdout=stdout,
+        wandb_run_id=wandb_run_id,
+        diagnostics=state.tracker.diagnostics,
+        on_event=events.write,
+    )
     state.tracker.init_backends(sinks)
     if is_restart:
         state.tracker.log_restart(position.step, checkpoint=source)
@@ -164,7 +198,9 @@ def _open_record(
     return wandb_id(sinks)
 
 
-def _train_step(plan: Plan, state: TrainState, info: RankInfo, device: torch.device) -> TrainStep:
+def _train_step(
+    plan: Plan, state: TrainState, info: RankInfo, device: torch.device, diagnostics: Diagnostics
+) -> TrainStep:
     table = plan.config.train
     return TrainStep(
         model=wrap_ddp(state.model, info, device),
@@ -181,6 +217,7 @@ def _train_step(plan: Plan, state: TrainState, info: RankInfo, device: torch.dev
         world_size=info.world_size,
         device=device,
         autocast=autocast_context(plan.config, device),
+        diagnostics=diagnostics,
     )
 
 
@@ -206,6 +243,7 @@ def _evaluator(
         batches=held_out,
         make_ledger=make_eval_ledger(plan, state.model, device),
         details=_details(plan, diagnostics),
+        guard=diagnostics.best_effort("evaluation"),
         autocast=autocast_context(plan.config, device),
         is_bytes=plan.config.data.tokenizer == "bytes",
         world_size=info.world_size,
@@ -213,9 +251,7 @@ def _evaluator(
     )
 
 
-def _sampler(
-    plan: Plan, state: TrainState, device: torch.device, diagnostics: Diagnostics, events: EventWriter
-) -> Sampler:
+def _sampler(plan: Plan, state: TrainState, device: torch.device, events: EventWriter) -> Sampler:
     return Sampler(
         model=state.model,
         tokenizer=plan.tokenizer,
@@ -224,6 +260,5 @@ def _sampler(
         cell=plan.config.data.seq_len,
         device=device,
         autocast=autocast_context(plan.config, device),
-        guard=diagnostics.best_effort("sample"),
         send=[events.write, state.tracker.log_event],
     )

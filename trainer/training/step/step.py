@@ -6,8 +6,8 @@ after a collective. To save that one, each micro-batch is scaled by the same con
 window can hold), DDP averages over the W ranks, and the gradient is divided by c = kappa N / W when it is clipped, in the
 multiplication that clipping needs anyway.
 
-Collectives. Beside DDP's own there is one all-reduce per step: token and loss sums, the votes (stop, background save written)
-and the noise scale's sums travel together. A NaN on one rank is a NaN in the sum, so all ranks see it.
+Collectives. Beside DDP's own there is one all-reduce per step: token and loss sums, the votes (stop, background save written,
+loss spike found) and the noise scale's sums travel together. A NaN on one rank is a NaN in the sum, so all ranks see it.
 
 Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
 loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
@@ -30,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.arrays import IGNORED
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Objective
@@ -39,8 +41,8 @@ from trainer.training.step.on_device import HostCopy, scale_gradients, step_unle
 from trainer.training.step.optimizer import set_lr
 
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
-TOKENS, LOSS_SUM, STOP, SAVED = range(4)
-HEAD = 4
+TOKENS, LOSS_SUM, STOP, SAVED, SPIKED = range(5)
+HEAD = 5
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class StepOutcome:
     """Some rank was asked to stop."""
     all_saved: bool
     """The background save of every rank is written."""
+    has_spike: bool
+    """Some rank has found a loss spike that is not reported."""
 
 
 class TrainStep:
@@ -92,6 +96,7 @@ class TrainStep:
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
         autocast: makes the context in which forward and loss run.
+        diagnostics: guards of the noise scale and of a step's details: their failure costs them, never the step.
         clock: monotonic seconds.
     """
 
@@ -108,6 +113,7 @@ class TrainStep:
         world_size: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
+        diagnostics: Diagnostics | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
@@ -120,6 +126,9 @@ class TrainStep:
         self._world_size = world_size
         self._device = device
         self._autocast = autocast
+        diagnostics = diagnostics or Diagnostics()
+        self._gns_guard = diagnostics.best_effort("gns")
+        self._details_guard = diagnostics.best_effort("step_details")
         self._clock = clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
@@ -137,7 +146,7 @@ class TrainStep:
         if self._ledger is not None:
             self._ledger.begin_step(step)
         if self._gns is not None:
-            self._gns.begin_window(len(window))
+            self._gns_guard.run(self._gns.begin_window, len(window))
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros_like(self._loss_sum)
         exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
@@ -158,7 +167,7 @@ class TrainStep:
             if self._ledger is not None and carry is not None and output.state is not None:
                 self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
             if details is not None:
-                details.add(micro, result)
+                self._details_guard.run(details.add, micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
 
@@ -170,28 +179,31 @@ class TrainStep:
 
     def _backward(self, micro: MicroBatch, loss_sum: Tensor, *, is_last: bool) -> None:
         scaled: Any = self._scaler.scale(loss_sum * self._kappa)  # torch leaves backward without types
-        if self._gns is None:
+        if self._gns is None or not self._gns_guard.enabled:
             scaled.backward()
             return
         row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
         scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
-        self._gns.begin_micro(is_last)
+        self._gns_guard.run(self._gns.begin_micro, is_last)
         scaled.backward()
         # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
-        self._gns.end_micro(row_tokens.sum().double() * (self._kappa * scale), row_tokens)
+        kappa = row_tokens.sum().double() * (self._kappa * scale)
+        self._gns_guard.run(self._gns.end_micro, kappa, row_tokens)
 
-    def launch(self, *, lr: float, stop: bool, saved: bool) -> Launched:
+    def launch(self, *, lr: float, stop: bool, saved: bool, spiked: bool = False) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and step the optimizer, or leave the weights as they were.
 
         Args:
             stop: this rank was asked to stop.
             saved: this rank's background save is written.
+            spiked: this rank has found a loss spike that is not reported.
         """
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
-        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved)]
+        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, spiked)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self._gns is not None:
-            packed = torch.cat([packed, self._gns.local_sums()])
+            sums = self._gns_guard.run(self._gns.local_sums)
+            packed = torch.cat([packed, packed.new_zeros(NUM_SUMS) if sums is None else sums])
         if self._world_size > 1:
             dist.all_reduce(packed)
         if self._scaler.is_enabled():
@@ -220,7 +232,11 @@ class TrainStep:
         factor = self._kappa * tokens / self._world_size
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
         if self._gns is not None and tokens > 0:
-            self._gns.finish(reduced[HEAD:], grad_sq, grad_factor=factor)
+            if reduced[HEAD + RANKS] == self._world_size:
+                self._gns_guard.run(self._gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
+            else:
+                # On some rank it has failed: its averages would stand still from here on, and look like measurements.
+                self._gns_guard.enabled = False
         return StepOutcome(
             is_empty=tokens == 0,
             is_finite=is_finite,
@@ -229,4 +245,5 @@ class TrainStep:
             grad_norm=math.sqrt(grad_sq) / factor if is_finite and tokens else grad_sq,
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self._world_size,
+            has_spike=reduced[SPIKED] > 0,
         )

@@ -1,0 +1,163 @@
+"""Every function that only measures or shows may fail: one warning, and the run computes what it would have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.broken_diagnostics import find_diagnostics, losses, train_with_broken
+from tests.support.runs import read_rows, write_tiny_config
+
+pytestmark = pytest.mark.distributed
+
+EXTRA = """
+per_source = true
+peak_tflops = 1.0
+tensorboard = true
+stdout = "line"
+
+[objective]
+token_types = true
+
+[gns]
+enabled = true
+
+[eval]
+every = 3
+batches = 2
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 4
+
+[sample]
+every = 3
+tokens = 4
+
+[distributed]
+timeout_sec = 20
+"""
+# Each must be among what is found and is called, or the walk is blind.
+NAMED = [
+    "trainer.data.mixing.pool.ActivePool.snapshot",
+    "trainer.data.blending.blend.BlendDataset.drain_step_metrics",
+    "trainer.data.mixing.dataset.StreamMixingDataset.drain_step_metrics",
+    "trainer.ledger.ledger.Ledger.drain_metrics",
+    "trainer.metrics.noise_scale.hooks.GradientNoiseScale.finish",
+    "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure",
+    "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics",
+    "trainer.metrics.spikes.SpikeDetector.update",
+    "trainer.metrics.memory.get_memory_stats",
+    "trainer.metrics.mfu.compute_mfu",
+    "trainer.metrics.smoothing.Ema.update",
+    "trainer.training.step.details.StepDetails.add",
+    "trainer.training.step.details.StepDetails.drain_metrics",
+    "trainer.metrics.sinks.stdout.StdoutSink.log",
+    "trainer.training.progress.Progress.update",
+]
+# What is absent from the last row, and not 0, where a function is broken.
+ABSENT = {
+    "trainer.ledger.ledger.Ledger.drain_metrics": "ledger",
+    "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
+    "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
+    "trainer.metrics.mfu.compute_mfu": ("mfu", "smoothed/mfu"),
+    "trainer.metrics.smoothing.Ema.update": "smoothed/",
+    "trainer.training.step.details.StepDetails.drain_metrics": (
+        *("accuracy", "objective/", "token_type/", "source/", "modality/"),
+    ),
+}
+NEEDED = [
+    "trainer.ledger.ledger.Ledger.lookup",
+    "trainer.ledger.ledger.Ledger.store",
+    "trainer.training.step.optimizer.set_lr",
+    "trainer.data.blending.blend.BlendDataset.__next__",
+    "trainer.data.mixing.dataset.StreamMixingDataset.__next__",
+    "trainer.objective.compose.Objective.__call__",
+    "trainer.metrics.noise_scale.square_norm.square_norm",
+    "trainer.metrics.sinks.jsonl.JsonlSink.log",
+    "trainer.metrics.rank_reduction._gather",
+]
+
+
+ALL = "all of them"
+
+
+def last_row(directory, name):
+    rows = read_rows(directory / f"run {name}" / "metrics.jsonl")
+    return rows[max(place for place in rows if place[0] == "train")]
+
+
+def make_config(directory):
+    config = write_tiny_config(directory, EXTRA)
+    config.write_text(config.read_text().replace("log_interval = 1", "log_interval = 2"))
+    return config
+
+
+def check(directory, outcomes, breaks_on):
+    """Every run ends well, with the losses of the one that nothing was broken in.
+
+    Where something was broken, each part that it belongs to (each source's pool, say) is off with one warning.
+    """
+    expected = losses(directory, "")
+    problems = []
+    for name, told in outcomes.items():
+        if any(each.code != 0 for each in told):
+            problems.append(f"{name}: {[each.code for each in told]}")
+            continue
+        if losses(directory, name) != expected:
+            problems.append(f"{name}: other losses")
+        for rank, each in enumerate(told):
+            off = re.findall(r"WARNING (.*) failed and is off", each.said)
+            if len(off) != len(set(off)) or (rank not in breaks_on and off):
+                problems.append(f"{name}: rank {rank} warns of {off}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
+)
+def test_all_of_them_may_fail_at_once(tmp_path, world_size, breaks_on):
+    cases = {ALL: list(find_diagnostics())}
+    outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=world_size, breaks_on=breaks_on)
+    check(tmp_path, outcomes, breaks_on)
+    assert ALL in outcomes
+
+
+def test_each_that_is_named_in_an_issue_may_fail_alone(tmp_path):
+    assert find_diagnostics().keys() >= set(NAMED)
+    cases = {name: [name] for name in NAMED}
+    outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=1, breaks_on=[0])
+    assert outcomes.keys() == {"", *NAMED}, "all of them are called"
+    check(tmp_path, outcomes, [0])
+    whole = last_row(tmp_path, "")
+    for name, prefix in ABSENT.items():
+        missing = {key for key in whole if key.startswith(prefix)}
+        assert missing, prefix
+        assert last_row(tmp_path, name).keys() == whole.keys() - missing, name
+
+
+def test_a_noise_scale_that_fails_on_one_rank_is_absent_on_all(tmp_path):
+    name = "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure"
+    outcomes = train_with_broken(tmp_path, make_config(tmp_path), {name: [name]}, world_size=2, breaks_on=[1])
+    check(tmp_path, outcomes, [1])
+    assert any(key.startswith("gns/") for key in last_row(tmp_path, ""))
+    assert not any(key.startswith("gns/") for key in last_row(tmp_path, name))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
+)
+def test_each_of_them_may_fail_alone(tmp_path, world_size, breaks_on):
+    cases = {name: [name] for name in find_diagnostics()}
+    outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=world_size, breaks_on=breaks_on)
+    check(tmp_path, outcomes, breaks_on)
+
+
+def test_what_is_no_diagnostic_ends_the_run(tmp_path):
+    cases = {name: [name] for name in NEEDED}
+    outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=1, breaks_on=[0])
+    assert outcomes.keys() == {"", *NEEDED}
+    assert [name for name, (told,) in outcomes.items() if told.code == 0] == [""]

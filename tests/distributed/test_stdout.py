@@ -1,0 +1,93 @@
+"""stdout belongs to the payloads, and nobody has to read it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.runs import (
+    PROGRAM,
+    TIMEOUT_SEC,
+    environment,
+    free_port,
+    losses,
+    rank_environment,
+    run,
+    write_tiny_config,
+)
+from trainer.metrics.payload_contract import validate_stream
+
+pytestmark = pytest.mark.distributed
+MODULE = """
+import os, sys
+from trainer.model.build import build as build_ours
+
+def build(vocab_size, dim, num_layers):
+    model = build_ours(vocab_size, dim=dim, num_layers=num_layers)
+    print("a print while the model is made")
+    def say(*_):
+        print("a print in a step")
+        os.write(1, b"a library in C\\n")
+        os.system("echo a child process")
+    model.register_forward_hook(say)
+    return model
+"""
+
+
+def test_what_a_model_prints_goes_to_stderr_on_every_rank(tmp_path):
+    (tmp_path / "talks.py").write_text(MODULE)
+    config = write_tiny_config(tmp_path)
+    done = run(
+        "--config",
+        config,
+        "--steps",
+        3,
+        "--set",
+        "model.target=talks:build",
+        nproc=2,
+        extra={"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(validate_stream(done.stdout.splitlines())) == []
+    assert len(done.stdout.splitlines()) == 3
+    assert done.stderr.count("a print while the model is made") >= 2
+    for said in ("a print in a step", "a library in C", "a child process"):
+        assert done.stderr.count(said) >= 2 * 3, said
+
+
+def start(config, *arguments, world_size, stdout):
+    """Fresh processes of the program, which share their stdout."""
+    port = free_port()
+    line = [sys.executable, str(PROGRAM), "--config", str(config), *map(str, arguments)]
+    processes = []
+    for rank in range(world_size):
+        own = environment(rank_environment(rank, world_size, port) if world_size > 1 else {})
+        processes.append(subprocess.Popen(line, env=own, stdout=stdout, stderr=subprocess.PIPE, text=True))
+    return processes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_pipe_that_nobody_reads_holds_up_no_step(tmp_path, world_size):
+    config, steps, run_dir = write_tiny_config(tmp_path), 40, tmp_path / "run"
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # a few rows
+    processes = start(config, "--run-dir", run_dir, "--steps", steps, world_size=world_size, stdout=writing)
+    os.close(writing)
+    try:
+        said = [process.communicate(timeout=TIMEOUT_SEC)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world_size, said
+    assert len(losses(run_dir / "metrics.jsonl")) == steps
+    dropped = re.search(r"stdout: (\d+) rows were dropped", said[0])
+    assert dropped is not None, said[0]
+    got = os.read(reading, 1 << 20).count(b"\n")
+    os.close(reading)
+    assert 0 < got < steps
+    assert int(dropped[1]) == steps - got

@@ -1,0 +1,311 @@
+"""Finds every function of a run that only measures or shows, and trains with one of them broken at a time.
+
+A function counts as a diagnostic by where it is defined, so that a new one is found without being listed: everything in
+`trainer.metrics` but `NOT_DIAGNOSTIC`, the modules of `SHOWN`, and the draining methods of every class that reports metrics,
+wherever it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer
+from tests.support.forks import fork_server
+from tests.support.runs import environment, free_port, rank_environment, read_rows
+
+NOT_DIAGNOSTIC = {
+    "trainer.metrics.catalog": "tables",
+    "trainer.metrics.payload_contract": "the format of the record",
+    "trainer.metrics.payload_schema": "the format of the record",
+    "trainer.metrics.batch_extras": "takes batches apart for the model",
+    "trainer.metrics.best_effort": "the guards themselves",
+    "trainer.metrics.logger": "what warns of a failure",
+    "trainer.metrics.tracker": "holds the guards, and writes the record",
+    "trainer.metrics.sinks.jsonl": "the record",
+    "trainer.metrics.sinks.line_file": "writes the record",
+    "trainer.metrics.noise_scale.square_norm": "clipping needs the norm",
+    "trainer.metrics.rank_reduction.reduce_over_ranks": "a collective",
+    "trainer.metrics.rank_reduction._reduce": "a collective",
+    "trainer.metrics.rank_reduction._gather": "a collective",
+    "trainer.metrics.rank_reduction.rank_operations": "which keys are reduced; the same on all ranks",
+    "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
+    "trainer.metrics.sinks.background.BackgroundSink._run": "holds a guard",
+}
+SHOWN = (
+    "trainer.cli.diagnosis",
+    "trainer.objective.token_types",
+    "trainer.training.evaluation.sampler",
+    "trainer.training.messages.summarize",
+    "trainer.training.progress",
+    "trainer.training.run_dir.StatusKeeper",
+    "trainer.training.step.details",
+    "trainer.data.mixing.pool.ActivePool.snapshot",
+)
+DRAINS = ("drain_metrics", "drain_step_metrics")
+# What a checkpoint holds is no diagnostic: a state that cannot be saved or restored must not pass for one.
+STATES = ("state_dict", "load_state_dict", "load")
+TIMEOUT_SEC = 1500
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function, and where it is bound."""
+
+    name: str
+    holder: Any
+    attribute: str
+
+
+def find_diagnostics() -> dict[str, Target]:
+    """All of them, by name."""
+    found: dict[str, Target] = {}
+    for module in _modules():
+        for target in _functions(module):
+            is_shown = _is_below(target.name, ("trainer.metrics", *SHOWN))
+            if target.attribute in DRAINS or (is_shown and not _is_below(target.name, NOT_DIAGNOSTIC)):
+                found[target.name] = target
+    return dict(sorted(found.items()))
+
+
+def _modules() -> Iterator[types.ModuleType]:
+    for info in pkgutil.walk_packages(trainer.__path__, "trainer."):
+        if not info.name.endswith("__main__"):
+            yield importlib.import_module(info.name)
+
+
+def _is_below(name: str, places: Sequence[str] | Mapping[str, str]) -> bool:
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def _functions(module: types.ModuleType) -> Iterator[Target]:
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == module.__name__:
+            yield Target(f"{module.__name__}.{name}", module, name)
+        elif inspect.isclass(value) and value.__module__ == module.__name__:
+            if getattr(value, "_is_protocol", False):
+                continue
+            for attribute, member in vars(value).items():
+                is_ours = attribute == "__call__" or not attribute.startswith("__")
+                is_function = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
+                if is_ours and is_function and attribute not in STATES:
+                    yield Target(f"{module.__name__}.{name}.{attribute}", value, attribute)
+
+
+@contextmanager
+def replaced(target: Target, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """The function, wrapped, wherever it is bound."""
+    member = vars(target.holder)[target.attribute]
+    if isinstance(member, staticmethod | classmethod):
+        new: Any = type(member)(wrap(member.__func__))
+    elif isinstance(member, property):
+        new = property(wrap(member.fget))  # type: ignore[arg-type]
+    else:
+        new = wrap(member)
+    holders = [target.holder]
+    if inspect.ismodule(target.holder):
+        ours = [module for name, module in sys.modules.items() if name.startswith("trainer.")]
+        holders = [module for module in ours if vars(module).get(target.attribute) is member]
+    for holder in holders:
+        setattr(holder, target.attribute, new)
+    try:
+        yield
+    finally:
+        for holder in holders:
+            setattr(holder, target.attribute, member)
+
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Begun:
+    """Whether the run that is going on has begun its first step: before that, everything may refuse to start."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def mark(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what a step begins with."""
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            self.is_set = True
+            return function(*args, **options)
+
+        return call
+
+
+def counting(calls: list[int], begun: Begun) -> Wrap:
+    """Counts the calls of a run that has begun."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            calls[0] += begun.is_set
+            return function(*args, **options)
+
+        return call
+
+    return wrap
+
+
+def failing(first: int, begun: Begun) -> Wrap:
+    """Raises from call number `first` of a run that has begun."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += begun.is_set
+            if begun.is_set and calls >= first:
+                raise ArithmeticError("broken on purpose")
+            return function(*args, **options)
+
+        return call
+
+    return wrap
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run on one rank with a function broken."""
+
+    code: int | str
+    """What `train` returned, or what it raised."""
+    said: str
+    """stderr."""
+
+
+def train_with_broken(
+    directory: Path, config: Path, cases: Mapping[str, Sequence[str]], *, world_size: int, breaks_on: Sequence[int]
+) -> dict[str, list[Outcome]]:
+    """Name of a case ("" for a run with nothing broken) -> outcomes by rank. Its run directory is `directory / run <name>`.
+
+    A function that a run calls but once after it has begun raises at that call, any other from its second.
+    calls are left out.
+
+    Args:
+        cases: name -> the functions that are broken at once.
+        breaks_on: ranks on which they are broken.
+    """
+    port = free_port()
+    context = fork_server()
+    processes = []
+    for rank in range(world_size):
+        environ = environment(rank_environment(rank, world_size, port) if world_size > 1 else {})
+        args = (rank, directory, config, environ, dict(cases), rank in breaks_on)
+        processes.append(context.Process(target=_train_all, args=args, daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(TIMEOUT_SEC)
+        if process.is_alive():
+            for each in processes:
+                each.kill()
+            raise AssertionError(f"a rank hangs; the last run is {max(directory.glob('*.0'), key=os.path.getmtime)}")
+    by_rank = [json.loads((directory / f"outcomes_{rank}.json").read_text()) for rank in range(world_size)]
+    return {name: [Outcome(*told[name]) for told in by_rank] for name in by_rank[0]}
+
+
+def _train_all(
+    rank: int,
+    directory: Path,
+    config: Path,
+    environ: Mapping[str, str],
+    cases: Mapping[str, Sequence[str]],
+    breaks: bool,
+) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    names = sorted({name for case in cases.values() for name in case})
+    targets = _all_targets(names)
+    calls: dict[str, list[int]] = {name: [0] for name in names}
+    outcomes, begun = {}, Begun()
+    with _nested([(targets[name], counting(calls[name], begun)) for name in names]):
+        outcomes[""] = _train_once(directory, config, "", rank, begun)
+    told = directory / f".calls_{rank}"
+    told.write_text(json.dumps({name: count for name, (count,) in calls.items()}))
+    told.rename(directory / f"calls_{rank}.json")
+    called = _called(directory, int(environ.get("WORLD_SIZE", "1")))
+    for case, broken in cases.items():
+        if any(called[name] for name in broken):
+            wrapped = [(targets[name], failing(min(2, max(calls[name][0], 1)), begun)) for name in broken]
+            with _nested(wrapped if breaks else []):
+                outcomes[case] = _train_once(directory, config, case, rank, begun)
+    (directory / f"outcomes_{rank}.json").write_text(json.dumps(outcomes))
+
+
+def _all_targets(names: Sequence[str]) -> dict[str, Target]:
+    found = {target.name: target for module in _modules() for target in _functions(module)}
+    for name in set(names) - found.keys():
+        holder_name, _, attribute = name.rpartition(".")
+        module, _, cls = holder_name.rpartition(".")
+        found[name] = Target(name, getattr(importlib.import_module(module), cls), attribute)
+    return found
+
+
+@contextmanager
+def _nested(wrapped: Sequence[tuple[Target, Any]]) -> Iterator[None]:
+    if not wrapped:
+        yield
+        return
+    target, wrap = wrapped[0]
+    with replaced(target, wrap), _nested(wrapped[1:]):
+        yield
+
+
+def _called(directory: Path, world_size: int) -> dict[str, int]:
+    """Calls of each function on the rank that called it most, once all ranks have told."""
+    while len(paths := list(directory.glob("calls_*.json"))) < world_size:
+        time.sleep(0.01)
+    counts = [json.loads(path.read_text()) for path in paths]
+    return {name: max(count[name] for count in counts) for name in counts[0]}
+
+
+def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begun) -> tuple[int | str, str]:
+    from trainer.cli.diagnosis import LiveVerdict
+    from trainer.config.load import load_config
+    from trainer.training.main import train
+    from trainer.training.step.step import TrainStep
+
+    said = directory / f"{name}.{rank}"
+    target = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(target, 2)
+    os.close(target)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # a progress bar, if only into a file
+    code: int | str
+    begun.is_set = False
+    try:
+        loaded = load_config(str(config), [])
+        with replaced(Target("", TrainStep, "accumulate"), begun.mark):
+            code = train(loaded, config, str(directory / f"run {name}"), verdict_of=LiveVerdict)
+    except BaseException:  # noqa: BLE001 - the outcome is compared
+        code = traceback.format_exc()
+    sys.stderr.flush()
+    return code, said.read_text(errors="replace")
+
+
+def losses(directory: Path, name: str) -> dict[int, float]:
+    """Step -> loss of a run's record."""
+    rows = read_rows(directory / f"run {name}" / "metrics.jsonl")
+    return {step: row["loss"] for (mode, step), row in rows.items() if mode == "train"}
