@@ -10,12 +10,14 @@ from trainer.diagnostics.facts import lower_lr, micro_batches, ranks, readers_of
 from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
+from trainer.metrics.catalog.lookup import keys_under
 from trainer.runs.load import RunRecord
 from trainer.runs.wording import counted, number_text
 
 COLD_STARTS = "ledger/cold_starts"
-FALSE_EVICTIONS = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
-EVICTIONS = {mode: f"ledger/evictions/{mode}" for mode in ("lru", "stale")}
+# By mode.
+FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/false_evictions/")}
+EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
 LIVE = "ledger/live_groups"
