@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, Final
 
 from trainer.config.compare import flatten
-from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.runs.load import RunRecord
 from trainer.runs.wording import number_text
 
@@ -157,9 +157,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         SummaryRow("Speed", statistics.median(speeds) if speeds else None, "tokens/s", "median of logged steps"),
         _noise_scale(run),
         SummaryRow("Cold starts", _total(run, "ledger/cold_starts"), "cells"),
-        SummaryRow(
-            "False evictions", _total(run, "ledger/false_evictions/lru", "ledger/false_evictions/stale"), "groups"
-        ),
+        SummaryRow("False evictions", _total(run, *keys_under("ledger/false_evictions/")), "groups"),
         SummaryRow("Rejected steps", _total(run, "non_finite_steps"), "steps"),
         SummaryRow("Restarts", float(len(run.restarts))),
     ]

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from trainer.metrics.catalog.lookup import family, lookup
+from trainer.metrics.catalog.lookup import family, keys_under, lookup
 from trainer.report.charts import Chart, Columns, Line, Reference, Style, family_of, make_facts, variant_of
 from trainer.report.curves import Curve, make_curve, running_total
 
@@ -123,7 +123,7 @@ VIEWS: Final = (
     ),
     View(
         title="Ledger: lost state, running total",
-        rows=("ledger/false_evictions/lru", "ledger/false_evictions/stale", "ledger/cold_starts"),
+        rows=(*keys_under("ledger/false_evictions/"), "ledger/cold_starts"),
         what="Groups that continued after their state was evicted, and cells that started from zero state, since the start.",
         healthy="0 throughout.",
         trouble="A rising line: recurrent state is lost while it is needed.",
@@ -132,7 +132,7 @@ VIEWS: Final = (
     ),
     View(
         title="Ledger: evictions, running total",
-        rows=("ledger/evictions/lru", "ledger/evictions/stale"),
+        rows=keys_under("ledger/evictions/"),
         what="Groups whose state was evicted since the start, whether still needed or not.",
         is_total=True,
         max_keys=2,
