@@ -100,6 +100,14 @@ def test_draining_twice_keeps_the_snapshot_and_clears_the_count(write_streams: W
     assert set(first) | {"stream_mixing/refill/exhaust_events"} == set(dataset.metric_keys)
 
 
+def test_without_data_left_no_reader_is_active(write_streams: Write, mixing: Make) -> None:
+    dataset = mixing(write_streams({"a": [[9, 4]], "b": [[4], [4]]}), repeat=False)
+    whole = list(dataset)
+    assert whole
+    expected = {PREFIX + "modalities/a": 0.0, PREFIX + "modalities/b": 0.0, "stream_mixing/refill/exhaust_events": 3.0}
+    assert dataset.drain_step_metrics() == expected
+
+
 def test_weighted_picks_follow_the_remaining_batches(write_streams: Write, mixing: Make) -> None:
     """Chi-square over seeds of the first pick; 3 streams with 6, 3 and 1 batches."""
     streams = write_streams({"a": [[4] * 12], "b": [[4] * 6], "c": [[4] * 2]})
