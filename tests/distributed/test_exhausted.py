@@ -74,7 +74,7 @@ def test_an_exhausted_run_continues_with_another_epoch(uninterrupted, tmp_path):
 
 
 def test_a_rank_without_documents_runs_masked_from_the_start(uninterrupted, tmp_path):
-    config, before = uninterrupted
+    config, _ = uninterrupted
     one = tmp_path / "corpus" / "a" / "one.txt"
     one.parent.mkdir(parents=True)
     one.write_text("abcdefghij" * 30, encoding="utf-8")

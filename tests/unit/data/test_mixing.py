@@ -258,6 +258,21 @@ def test_states_of_the_wrong_ranks_are_refused(write_streams: Write, mixing: Mak
         fresh.load_state_dict({"a": 1})
 
 
+def test_a_list_of_states_on_the_same_world_gives_each_rank_its_own(write_streams: Write, mixing: Make) -> None:
+    """Also where ranks have taken different numbers of batches, on which their picks depend."""
+    streams = write_streams({"a": [[4] * 40, [4] * 40], "b": [[4] * 40]})
+    alone = {"batching_mode": "device_per_stream", "world_size": 2, "pick_mode": "uniform", "num_streams_mixed": 3}
+    ranks = [mixing(streams, rank=rank, **alone) for rank in (0, 1)]
+    for rank, count in zip(ranks, (3, 8), strict=True):
+        list(itertools.islice(rank, count))
+    states = [rank.state_dict() for rank in ranks]
+    for number, rank in enumerate(ranks):
+        resumed = mixing(streams, rank=number, **alone)
+        resumed.load_state_dict(states)
+        assert resumed.state_dict() == states[number]
+        assert [meta(next(resumed)) for _ in range(20)] == [meta(next(rank)) for _ in range(20)]
+
+
 def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
     write_streams: Write, mixing: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

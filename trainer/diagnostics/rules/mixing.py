@@ -341,8 +341,8 @@ RULES = (
         needs=(MASKED,),
         threshold=f"over the second half of the rows, the worst rank had no target in more than {MASKED_LIMIT:.0%} of its "
         f"micro-batches, and in more than the worst of as many ranks has that are each masked in {HEALTHY_MASKED:.0%}",
-        why="With a shared pool, a rank waits while others read the rest of a stream: briefly, unless streams have fewer groups "
-        "than there are ranks. A row holds the worst rank of its steps alone, which grows with the number of ranks.",
+        why="With a shared pool, a rank waits while others read the rest of a stream: briefly, unless streams have fewer "
+        "groups than there are ranks. A row holds the worst rank of its steps alone, which grows with the number of ranks.",
         knob='`data.mixing.batching_mode`: "device_per_stream", if `train preview` shows even ranks; a smaller '
         "`data.max_group_cells`; or longer streams",
         severity="warning",
