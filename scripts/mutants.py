@@ -257,7 +257,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "trainer/data/blending/blend.py",
             "if self._ended[index] else drained",
             "if False else drained",
-            "tests/unit/data/test_aggregate.py::test_an_exhausted_source_reports_its_last_events_and_no_gauges",
+            "tests/unit/data/test_aggregate.py::test_an_exhausted_source_reports_its_last_events_and_no_readers",
         ),
         Mutant(
             "trainer/data/blending/blend.py",
@@ -363,9 +363,39 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/mixing/epochs.py",
-            "return begun + [stream for stream in before if stream in rest]",
-            "return [stream for stream in before if stream in rest] + begun",
+            "np.concatenate([begun, before[is_next[before]]])",
+            "np.concatenate([before[is_next[before]], begun])",
             "tests/unit/data/test_mixing.py::test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first",
+        ),
+        Mutant(
+            "trainer/data/mixing/epochs.py",
+            "return (rank - self.turns[stream_id]) % world_size",
+            "return rank",
+            "tests/properties/test_data_deal.py::test_streams_of_one_group_are_read_by_all_ranks",
+        ),
+        Mutant(
+            "trainer/data/mixing/epochs.py",
+            "(*by_rank[turn:], *by_rank[:turn])",
+            "tuple(by_rank)",
+            "tests/properties/test_data_mixing.py::test_resuming_on_other_worlds_loses_and_repeats_nothing",
+        ),
+        Mutant(
+            "trainer/data/mixing/dataset.py",
+            'self._batch_index = state["batch_index"]',
+            "self._batch_index = 0",
+            "tests/unit/data/test_mixing.py::test_a_list_of_states_on_the_same_world_gives_each_rank_its_own",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            "for i, source in enumerate(self.sources):\n            weights",
+            "for i, source in enumerate(self.sources):\n          if not self._ended[i]:\n            weights",
+            "tests/unit/data/test_blend.py::test_an_ended_source_keeps_its_configured_share_and_is_counted",
+        ),
+        Mutant(
+            "trainer/training/step/window.py",
+            "self._loader = itertools.chain([first], self._loader)",
+            "pass",
+            "tests/unit/training/test_one_step_late.py::test_a_rank_without_data_keeps_the_cursor_of_its_last_batch",
         ),
         Mutant(
             "trainer/data/mixing/state.py",

@@ -181,9 +181,7 @@ class _Rank:
             weights = [ConstantWeight(1.0), ConstantWeight(1.0)]
         named = zip(_names(scenario), self.sources, weights, strict=False)
         blend = [BlendSource(name, source, weight) for name, source, weight in named]
-        self.blend = BlendDataset(
-            blend, seed=scenario.seed, micro_batches=scenario.micro_batches, per_source=not scenario.repeat
-        )
+        self.blend = BlendDataset(blend, seed=scenario.seed, micro_batches=scenario.micro_batches)
         self.ledger = Ledger(
             state_width=2,
             capacity=scenario.capacity,

@@ -15,7 +15,7 @@ from trainer.data.keyed import KeyedUniforms
 from trainer.data.mixing import state as mixing_state
 from trainer.data.mixing.collate import Batch, Collator
 from trainer.data.mixing.epochs import BatchSizes, QueueKey
-from trainer.data.mixing.pool import PICK_MODES, ActivePool, PickMode, pool_metric_keys
+from trainer.data.mixing.pool import PICK_MODES, ActivePool, PickMode, modality_keys, pool_metric_keys
 from trainer.data.mixing.reader import StreamReader
 from trainer.data.mixing.reader_queue import ReaderQueue
 from trainer.data.streams.holdout import Split, check_split
@@ -221,10 +221,15 @@ class StreamMixingDataset:
         return counts
 
     def drain_step_metrics(self) -> dict[str, float]:
-        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick."""
+        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
+
+        Once all data are read, only the counts: no reader is active, of any modality.
+        """
         if not self._pool.seen:
             return {}
-        metrics = {**self._pool.seen, EXHAUST_EVENTS: float(self._exhaust_events)}
+        is_over = not self._repeat and not self._pool.readers and self._queue.is_empty
+        gauges = dict.fromkeys(modality_keys(self.modalities), 0.0) if is_over else self._pool.seen
+        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
         self._exhaust_events = 0
         return metrics
 

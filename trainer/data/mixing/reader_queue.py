@@ -66,6 +66,11 @@ class ReaderQueue:
         """Nothing has been taken from this epoch yet, by any world."""
         return self.index == 0 and not self.points.get(self.epoch)
 
+    @property
+    def is_empty(self) -> bool:
+        """Every stream of this epoch has been taken."""
+        return self.index >= len(self._order)
+
     def next_reader(self) -> StreamReader | None:
         """A reader of the next stream with cells for this rank; None at the end of the epoch."""
         while self.index < len(self._order):

@@ -28,6 +28,7 @@ REMAINING_MAX = "stream_mixing/active/remaining_max"
 FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
 FRACTION_MAX = "stream_mixing/active/remaining_fraction_max"
 EXHAUSTED = "stream_mixing/refill/exhaust_events"
+ENDED_SOURCES = "blend/ended_sources"
 MASKED = "stream_mixing/masked_share"
 
 ALPHA = 1e-3  # false alarm probability of a statistical rule, per run
@@ -141,11 +142,15 @@ def _spread_limit(run: RunRecord, picks: float) -> float:
 
 def check_starved_modality(run: RunRecord) -> Outcome:
     """A modality without an active reader for longer than the shuffled queue of streams explains."""
-    ended, *columns = aligned(series(run, EXHAUSTED), *modality_columns(run))
+    ended, *columns = aligned(
+        *(_while_all_last(run, each) for each in (series(run, EXHAUSTED), *modality_columns(run)))
+    )
     if not columns:
         return not_measured(f"the run does not log {MODALITIES}<modality>")
     if len(columns) == 1:
         return healthy("there is only one modality")
+    if not ended:
+        return not_measured("a source was exhausted before the first row")
     pools = 1 if has_own_pools(run) else ranks(run)
     refills = [events / pools for events in ended.values]
     counts = [column.values for column in columns]
@@ -164,6 +169,13 @@ def check_starved_modality(run: RunRecord) -> Outcome:
         evidence=[column.evidence(range(max(gap.first - 1, 0), gap.last + 1))],
         knob=Knob("data.mixing.num_streams_mixed", readers, more),
     )
+
+
+def _while_all_last(run: RunRecord, column: Series) -> Series:
+    """The rows before a source of the blend is exhausted: its modalities are absent from then on, which `shares` reports."""
+    sources = series(run, ENDED_SOURCES)
+    stop = sources.steps[sources.positive[0]] if sources.positive else math.inf
+    return column.at(index for index, step in enumerate(column.steps) if step < stop)
 
 
 @dataclass(frozen=True)
