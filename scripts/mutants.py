@@ -249,6 +249,42 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/tokenizer.py",
+            "self._tokenizer.no_truncation()",
+            "pass",
+            "tests/unit/data/test_tokenizer_json.py::test_a_document_is_neither_cut_nor_padded_nor_marked",
+        ),
+        Mutant(
+            "trainer/data/tokenizer.py",
+            "self.bos_id = int(max(ids)) + 1",
+            "self.bos_id = len(ids)",
+            "tests/unit/data/test_tokenizer_json.py::test_ids_with_gaps_come_back_from_a_stream_as_they_are",
+        ),
+        Mutant(
+            "trainer/data/streams/globs.py",
+            "if (status.st_dev, status.st_ino) in seen:",
+            "if False:",
+            "tests/unit/data/test_globs.py::test_a_link_to_an_ancestor_ends_and_one_to_elsewhere_is_followed_once",
+        ),
+        Mutant(
+            "trainer/data/mixing/restart.py",
+            " if path not in restarted}",
+            "}",
+            "tests/properties/test_data_change.py::test_streams_that_did_not_change_go_on_and_the_others_begin_anew",
+        ),
+        Mutant(
+            "trainer/data/mixing/restart.py",
+            "(old := old_ids[new]) is None or ",
+            "(old := old_ids[new]) is not None and ",
+            "tests/properties/test_data_change.py::test_streams_that_did_not_change_go_on_and_the_others_begin_anew",
+        ),
+        Mutant(
+            "trainer/data/inspection/fingerprint.py",
+            "if path in before and not _agree(before[path], after[path])",
+            "if False",
+            "tests/distributed/test_data_change.py::test_a_change_is_refused_by_name_and_accepted_on_purpose",
+        ),
+        Mutant(
+            "trainer/data/tokenizer.py",
             "add_special_tokens=False",
             "add_special_tokens=True",
             "tests/unit/data/test_formats.py::test_a_tokenizer_json_encodes_text_and_begins_documents_with_an_id_of_its_own",
@@ -1110,7 +1146,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/restore.py",
-            'state.dataset.load_state_dict(own["data"])',
+            'state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])',
             "pass",
             "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
         ),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.data.formats import documents
 from trainer.data.formats.documents import table_from_pieces
 from trainer.data.formats.registry import open_documents
 from trainer.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
@@ -119,3 +120,24 @@ def test_a_special_token_that_is_written_in_a_text_is_that_token(tmp_path):
     added[0] |= {"normalized": False, "special": True}
     tokenizer = make(tmp_path / "tokenizer.json", post_processor=POST_PROCESSOR, added_tokens=added)
     assert tokenizer.encode("b [CLS] a").tolist() == [1, 3, 0]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=12),
+    chunk=st.integers(1, 12),
+    wrong=st.none() | st.tuples(st.integers(0, 99), st.sampled_from([-1, 100, 300])),
+)
+def test_a_table_holds_every_piece_and_names_the_document_of_a_wrong_id(lengths, chunk, wrong):
+    ids = np.arange(sum(lengths)) % 100
+    pieces = np.split(ids, np.cumsum(lengths))[:-1] if lengths else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "CHUNK", chunk)
+        if wrong is None or wrong[0] >= len(ids):
+            table = table_from_pieces(pieces, 100)
+            read = [table.read(d, 0, int(n)).tolist() for d, n in enumerate(table.lengths)]
+            assert read == [piece.tolist() for piece in pieces]
+            return
+        ids[wrong[0]] = wrong[1]
+        document = next(d for d, piece in enumerate(pieces) if wrong[1] in piece)
+        with pytest.raises(UserError, match=f"document {document}: token id {wrong[1]} is outside"):
+            table_from_pieces(pieces, 100)
