@@ -40,12 +40,13 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         position.first_loss = outcome.loss if position.first_loss is None else position.first_loss
         position.last_loss = outcome.loss
         if run.spikes is not None and (spike := run.spikes.update(outcome.loss)) is not None:
+            position.unlogged.add({"loss_spike": 1.0})
             report_spike(run, spike, taken.window, outcome)
     else:
         reject(run, taken, outcome)
     end_step(run, taken, outcome, run.reporters if run.logs(step) else ())
     if outcome.all_saved:
-        run.saver.publish_pending()
+        run.saver.publish_pending(position)
     every = run.config.eval.every
     position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or step == steps)
     if outcome.should_stop or not at_boundary(run, is_last=step == steps):
@@ -65,6 +66,10 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Ite
         run.at("logging", step)
         unlogged = run.position.unlogged
         unlogged.add({"non_finite_steps": 0.0})  # reported as 0, not left out
+        if run.spikes is not None:
+            unlogged.add({"loss_spike": 0.0})
+        if (grad_scale := run.train_step.grad_scale) is not None:
+            unlogged.add({"grad_scale": grad_scale})
         if run.info.world_size > 1:
             ready_after = taken.launched.ready_at - run.tracker.step_start
             unlogged.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
