@@ -141,6 +141,15 @@ def test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled():
     assert noise_scale(50)["gns/tr_sigma"] != 0.0
 
 
+def test_the_scale_of_the_losses_is_known_with_a_scaler_alone():
+    model = build(VOCABULARY, dim=8, num_layers=2)
+    ledger = Ledger(state_width=16, capacity=32, wipe_mode="none")
+    step = make_step(model, model, micros=1, world=1, ledger=ledger)
+    assert step.grad_scale is None
+    step._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert step.grad_scale == 1024.0
+
+
 def test_a_step_without_tokens_changes_nothing(monkeypatch):
     tokens, targets = rows()
     monkeypatch.setitem(globals(), "rows", lambda: (tokens, torch.full_like(targets, -100)))

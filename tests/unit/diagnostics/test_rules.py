@@ -271,6 +271,23 @@ def test_a_spike_in_a_loss_that_falls_steeply_is_found() -> None:
     assert "23" in outcome.sentence
 
 
+def test_a_spike_between_two_rows_is_found_by_its_flag_unless_flags_return() -> None:
+    """A source that is rarely drawn, and whose losses differ, is flagged again and again."""
+
+    def flagged(*rows: int, every: int = 10) -> Outcome:
+        steps = range(every, 41 * every, every)
+        losses, flags = noisy(2.0, 40, 0.001), [float(row in rows) for row in range(40)]
+        columns = {"loss": dict(zip(steps, losses, strict=True)), "loss_spike": dict(zip(steps, flags, strict=True))}
+        return check("loss_spikes", make_run(columns))
+
+    assert flagged().verdict == "healthy"
+    outcome = flagged(30)
+    assert outcome.verdict == "finding"
+    assert "1 flagged between two rows" in outcome.sentence
+    assert flagged(*range(4, 40, 4)).verdict == "healthy"
+    assert flagged(30, every=1).verdict == "healthy", "the row's own loss says more than the flag"
+
+
 def test_neighboring_spikes_are_found_and_a_lasting_level_is_not_one_spike_per_row() -> None:
     two = [*noisy(2.0, 40, 0.001), 4.0, 4.0, *noisy(2.0, 9, 0.001)]
     assert {41, 42} <= set(check("loss_spikes", make_run({"loss": two})).evidence[0].steps)

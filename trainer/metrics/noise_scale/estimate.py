@@ -107,7 +107,10 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         )
     spread = v_small - v_big
     between = within = None
-    if sums[MIDDLE_KAPPA] > 0.0:
+    # On several ranks the middle groups are whole windows, and all of them must be there: a rank has none where a parameter is
+    # not used in its last micro-batch, and what the others measured would pass for all.
+    has_middle = sums[MIDDLE_KAPPA] > (0.0 if sums[RANKS] == 1.0 else kappa * (1.0 - 1e-9))
+    if has_middle:
         q_middle, v_middle = sums[MIDDLE_SQUARE] / sums[MIDDLE_KAPPA], sums[MIDDLE_NOISE] / sums[MIDDLE_KAPPA]
         # The middle must differ from both ends, or one of the two differences below is rounding.
         if 1.0 - v_middle / v_small >= MIN_SPREAD and 1.0 - v_big / v_middle >= MIN_SPREAD:

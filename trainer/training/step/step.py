@@ -136,6 +136,11 @@ class TrainStep:
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=device)
         self._ready_at = 0.0
 
+    @property
+    def grad_scale(self) -> float | None:
+        """Factor of the loss scaling; None without it. Waits for the device."""
+        return self._scaler.get_scale() if self._scaler.is_enabled() else None
+
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, details: StepDetails | None) -> None:
         """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
 
