@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, make_config, row_differences, whole_run
-from tests.support.ranks import Ranks, checkpoint_differences
+from tests.support.ranks import Ranks, checkpoint_differences, last_logged
 from tests.support.runs import command, environment
 from trainer.metrics.payload_contract import validate_stream
 
@@ -91,3 +94,57 @@ def test_a_closed_stdout_ends_nothing(tmp_path):
     Injected(
         6, "stdout closed after its first line (`| head -1`)", 1, "0", "the run went on to its end; the record is whole"
     ).keep("closed_stdout")
+
+
+def test_a_wandb_service_that_is_stopped_holds_up_no_step(tmp_path):
+    config = make_config(tmp_path, 'wandb = { mode = "offline", project = "trainer-test" }\n')
+    run_dir = tmp_path / "run"
+    arguments = ("--config", config, "--run-dir", run_dir, *ARGUMENTS, "--steps", 300)
+    services: list[int] = []
+    with Ranks(arguments, logs=tmp_path / "logs", is_fresh=True) as ranks:
+        try:
+            assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 3), ranks.said()
+            services = descendants(ranks.processes[0].pid)
+            for service in services:
+                os.kill(service, signal.SIGSTOP)
+            assert ranks.wait() == [0, 0], ranks.said()
+        finally:
+            for service in services:
+                with suppress(ProcessLookupError):
+                    os.kill(service, signal.SIGKILL)
+        said = ranks.said(0)
+    assert services
+    assert last_logged(run_dir / "metrics.jsonl") == 300
+    assert "wandb: " in said
+    assert "rows were dropped" in said
+    outcome = "the run went on to its end, which said how many rows wandb did not get; the record is whole"
+    Injected(6, "SIGSTOP of wandb's service", 1, "wandb's rows since then", outcome).keep("stopped_wandb")
+
+
+def test_a_stdout_that_nobody_reads_holds_up_no_step(tmp_path):
+    config = make_config(tmp_path, "")
+    reading, writing = os.pipe()
+    line = command(["--config", config, "--run-dir", tmp_path / "run", "--stdout", "json", "--steps", 150], nproc=2)
+    env = environment({"PYTHONPATH": str(Path(__file__).parents[2])})
+    process = subprocess.Popen(line, env=env, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    try:
+        _, stderr = process.communicate(timeout=240)
+    finally:
+        process.kill()
+        os.close(reading)
+    assert process.returncode == 0, stderr
+    assert "rows were dropped" in stderr
+    assert last_logged(tmp_path / "run" / "metrics.jsonl") == 150
+    outcome = "the run went on to its end, which said how many rows were dropped; the record is whole"
+    Injected(6, "a stdout that nobody reads (a full pipe)", 1, "rows on stdout", outcome).keep("unread_stdout")
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below a process (Linux)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found += [int(path.name), *descendants(int(path.name))]
+    return found
