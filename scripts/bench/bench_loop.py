@@ -34,7 +34,6 @@ from trainer.arrays import IGNORED
 from trainer.config.load import load_config
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
-from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.train_state import Position
 from trainer.training.loop import run_loop
 from trainer.training.run_dir import RunDir
@@ -215,15 +214,7 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, bare: BareLoop |
     ):
         state = make_state(plan, ALONE, device)
         run = open_run(
-            plan,
-            state,
-            Position.of(state),
-            ALONE,
-            device,
-            run_dir,
-            stop=StopRequest(lambda name: None),
-            stack=stack,
-            fingerprint=check_data(plan, None, ALONE, DataPolicy()).now,
+            plan, state, Position.of(state), ALONE, device, run_dir, stop=StopRequest(lambda name: None), stack=stack
         )
         alternating = Alternating(bare, device)
         run_loop(dataclasses.replace(run, progress=alternating))  # type: ignore[arg-type]

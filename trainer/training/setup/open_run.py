@@ -45,8 +45,8 @@ def open_run(
     *,
     stop: StopRequest,
     stack: ExitStack,
-    fingerprint: Fingerprint,
     stdout: Output | None = None,
+    fingerprint: Fingerprint | None = None,
     held_out: HeldOut | None = None,
     source: str | None = None,
     wandb_run_id: str | None = None,
@@ -56,8 +56,8 @@ def open_run(
 
     Args:
         stack: closes what is opened here.
-        fingerprint: of the data, for the checkpoints.
         stdout: for payloads; None: the standard output as it is.
+        fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
         held_out: makes the micro-batches of an evaluation; None: no evaluations.
         source: name of the checkpoint that it continues from; None without one.
         wandb_run_id: of the wandb run that goes on; None for a new one.
@@ -95,7 +95,7 @@ def open_run(
             "wandb_run_id": wandb_run_id,
             "config": config.model_dump(mode="json"),
             "environment": environment(info),
-            FINGERPRINT_KEY: fingerprint.to_state(),
+            FINGERPRINT_KEY: None if fingerprint is None else fingerprint.to_state(),
         },
         last_saved=position.step if source is not None else -1,
         diagnostics=diagnostics,
