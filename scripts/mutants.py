@@ -273,8 +273,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/mixing/restart.py",
-            "(old := old_ids[new]) is None or ",
-            "(old := old_ids[new]) is not None and ",
+            "reader = (rank - new.turns[stream] + old.turns[known]) % world_size",
+            "reader = rank",
             "tests/properties/test_data_change.py::test_streams_that_did_not_change_go_on_and_the_others_begin_anew",
         ),
         Mutant(
@@ -832,8 +832,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/step.py",
-            "for vote in (stop, saved)]",
-            "for vote in (saved, stop)]",
+            "for vote in (stop, saved, spiked)]",
+            "for vote in (saved, stop, spiked)]",
             "tests/unit/training/test_one_step_late.py::test_a_stop_takes_effect_one_step_later_unless_the_step_is_read_at_once",
         ),
         Mutant(
@@ -958,7 +958,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/finish.py",
-            '        unlogged.add({"non_finite_steps": 0.0})  # reported as 0, not left out\n',
+            '        run.count({"non_finite_steps": 0.0})  # reported as 0, not left out\n',
             "",
             "tests/unit/training/test_switches.py::test_a_step_with_a_bad_number_is_skipped_and_training_goes_on",
         ),

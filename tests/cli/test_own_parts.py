@@ -91,7 +91,9 @@ def test_a_model_without_state_and_data_of_one_s_own_train_on_two_ranks(tmp_path
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert rows["train", 20]["loss"] < 0.8 * rows["train", 1]["loss"]
-    assert not [key for key in rows["train", 20] if key.startswith(("stream_mixing/", "ledger/"))]
+    found = [key for key in rows["train", 20] if key.startswith(("stream_mixing/", "ledger/"))]
+    assert found == ["stream_mixing/masked_share"]  # which the trainer measures itself, of any data
+    assert rows["train", 20]["stream_mixing/masked_share"] == 0
     assert rows["train", 20]["tokens_in_step"] == 2 * 2 * 16
 
 
