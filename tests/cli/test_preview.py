@@ -74,6 +74,7 @@ def test_json_has_everything_and_says_where_a_source_ends(config: Path, previewe
     assert shares["first"][6:] == [0.0] * 6
     assert content["curves"]["lr"][1] == 1e-3
     assert content["ledger"]["groups_in_flight"] <= content["ledger"]["capacity"]
+    assert content["ledger"]["capacity_to_change_ranks"] == 3 * content["ledger"]["groups_in_flight"]
     picks = sum(view["picks"] for source in content["sources"] for view in source["modalities"])
     assert picks == 2 * 12
 

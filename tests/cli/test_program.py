@@ -76,6 +76,7 @@ def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     assert result.returncode == 0, result.stderr
     assert "#   tokens_per_step = 256" in result.stdout  # 4 cells * 16 tokens * 2 micro-batches * 2 ranks
     assert "#   groups_in_flight = 16" in result.stdout  # 2 sources * K 2 * 4 cells
+    assert "#   capacity_to_change_ranks = 48" in result.stdout  # of both ranks before, and of one after
     assert "#   ledger_capacity = 32" in result.stdout
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(result.stdout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -91,6 +92,26 @@ def test_a_run_goes_on_with_another_number_of_ranks(uninterrupted, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "resuming with another config: train.steps: 30 -> 34" in result.stderr
     assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [31, 32, 33, 34]
+
+
+def test_a_run_on_fewer_ranks_is_told_the_capacity_that_it_needs(uninterrupted, tmp_path):
+    """Of a checkpoint of two ranks, one rank keeps all groups, beside those that it has in flight itself."""
+    config, whole = uninterrupted
+
+    def resume(capacity):
+        run_dir = tmp_path / str(capacity)
+        more = ("--set", f"ledger.capacity={capacity}", "--set", "data.mixing.repeat=false")
+        arguments = ("--resume", whole / "checkpoints" / "latest", "--steps", "500", "--run-dir", run_dir, *more)
+        return run_dir / "metrics.jsonl", run("--config", config, *arguments)
+
+    _, tight = resume(16)  # what a rank has in flight, the least that a config may say
+    needed = int(re.search(r"ledger.capacity: .*16.*; set it to at least (\d+)", tight.stderr)[1])
+    assert 16 < needed <= 48
+    metrics, enough = resume(needed)
+    assert enough.returncode == 0, enough.stderr
+    assert "may be evicted" not in enough.stderr
+    rows = read_rows(metrics)
+    assert sum(row["ledger/cold_starts"] for (mode, _), row in rows.items() if mode == "train") == 0
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_by_path(uninterrupted, tmp_path):

@@ -22,6 +22,9 @@ class Facts:
     tokens_in_run: int
     groups_in_flight: int
     """Most groups whose state a rank has to hold at once."""
+    capacity_to_change_ranks: int
+    """The ledger's capacity that a resume on another number of ranks may need: a rank then keeps the groups that were in
+    flight on all ranks, beside its own."""
     ledger_capacity: int
     ledger_mode: str
     ownership: str
@@ -62,6 +65,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         tokens_per_step=cells * config.data.seq_len,
         tokens_in_run=cells * config.data.seq_len * config.train.steps,
         groups_in_flight=in_flight,
+        capacity_to_change_ranks=in_flight * (world_size + 1),
         ledger_capacity=config.ledger.capacity,
         ledger_mode=config.ledger.wipe_mode,
         ownership=ownership,

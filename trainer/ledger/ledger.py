@@ -180,6 +180,9 @@ class Ledger:
         is_last = np.ascontiguousarray(is_last, np.bool_)
         if states.shape != (group_ids.size, self._slab.width):
             raise ValueError(f"states must be [{group_ids.size}, {self._slab.width}], got {list(states.shape)}")
+        if not group_ids.shape == cell_index.shape == is_last.shape:
+            shapes = f"{list(group_ids.shape)}, {list(cell_index.shape)} and {list(is_last.shape)}"
+            raise ValueError(f"group_ids, cell_index and is_last must have the same shape, got {shapes}")
         if states.requires_grad:
             states = states.detach()
         if states.dtype != self._slab.dtype or states.device != self._slab.device:
@@ -188,9 +191,9 @@ class Ledger:
             distinct(group_ids)
             group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)
         is_kept = ~is_last & (group_ids >= 0)
+        slots = self._index.place(group_ids, cell_index, is_kept, self._step)  # raises before it changes anything
         if is_kept.any():
             self._stored_at = self._step
-        slots = self._index.place(group_ids, cell_index, is_kept, self._step)
         slots[~is_kept] = self._slab.waste_slot
         self._refused.add(self._slab.write(slots, states), is_kept)
 
@@ -238,7 +241,7 @@ class Ledger:
         return save_shard(self._index, self._slab, layout=self._layout, step=self._step)
 
     def load_state_dict(
-        self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None
+        self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None, room: int = 0
     ) -> None:
         """Replace the contents by those of a checkpoint; counters start at zero.
 
@@ -253,12 +256,14 @@ class Ledger:
         Args:
             shards: the `state_dict()` of every saving rank, in order of rank.
             owned: which groups this rank will read; only used with `reader`, when the world size changed.
+            room: groups that this rank will have in flight beside those of the shards. A capacity that holds the shards' but
+                not both is warned about: states that are still needed may be evicted.
 
         Raises:
-            UserError: the states are of another width, or do not fit the capacity.
+            UserError: the states are of another width, or do not fit the capacity. Nothing is changed.
         """
         keeps = self._is_mine if self._layout.ownership == "exchange" else owned
-        self._step = load_shards(self._index, self._slab, shards, layout=self._layout, keeps=keeps)
+        self._step = load_shards(self._index, self._slab, shards, layout=self._layout, keeps=keeps, room=room)
         self._stored_at = int(self._index.last_step.max(initial=-1))
         self.load_undrained({})
 

@@ -14,7 +14,9 @@ from trainer.errors import UserError
 from trainer.ledger.eviction import EVICTION_MODES, Evicted
 from trainer.ledger.index import GroupIndex
 from trainer.ledger.slab import Slab
+from trainer.metrics.logger import get_logger
 
+logger = get_logger(__name__)
 Shard = Mapping[str, Any]
 
 FORMAT = 1
@@ -58,6 +60,7 @@ def load_shards(
     *,
     layout: Layout,
     keeps: Callable[[Ints], Flags] | None,
+    room: int,
 ) -> int | None:
     """Fill index and slab from the shards of a checkpoint, see `Ledger.load_state_dict`; returns the step."""
     for shard in saved:
@@ -75,7 +78,7 @@ def load_shards(
     if own is not None and is_same and (own["ownership"], own["world_size"]) == (layout.ownership, layout.world_size):
         _fill_exactly(index, slab, own)
     else:
-        _fill_anew(index, slab, saved, keeps)
+        _fill_anew(index, slab, saved, keeps, room)
     return max((int(shard["step"]) for shard in saved if shard["step"] >= 0), default=None)
 
 
@@ -87,7 +90,9 @@ def _fill_exactly(index: GroupIndex, slab: Slab, own: Shard) -> None:
     slab.restore(slots, own["rows"], _valid(own))
 
 
-def _fill_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], keeps: Callable[[Ints], Flags] | None) -> None:
+def _fill_anew(
+    index: GroupIndex, slab: Slab, saved: Sequence[Shard], keeps: Callable[[Ints], Flags] | None, room: int
+) -> None:
     groups = torch.cat([shard["groups"] for shard in saved]).numpy()
     last_step = torch.cat([shard["last_step"] for shard in saved]).numpy()
     # Oldest first, and of a group that several shards hold only the newest entry.
@@ -96,11 +101,18 @@ def _fill_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], keeps: Cal
     order = order[np.sort(order.size - 1 - from_end)]
     if keeps is not None:
         order = order[keeps(groups[order])]
+    needed = order.size + room
+    held = f"the checkpoint's {order.size} groups"
     if order.size > slab.capacity:
-        raise UserError(
-            "ledger.capacity",
-            f"must hold the checkpoint's {order.size} groups, got {slab.capacity}",
-            f"set it to at least {order.size}",
+        raise UserError("ledger.capacity", f"must hold {held}, got {slab.capacity}", f"set it to at least {needed}")
+    if needed > slab.capacity:
+        logger.warning(
+            "ledger.capacity: %d holds %s, but not the %d that may be in flight beside them: states that are still needed "
+            "may be evicted; set it to at least %d",
+            slab.capacity,
+            held,
+            room,
+            needed,
         )
     groups, slots = groups[order], np.arange(order.size)
     free_slots = np.arange(slab.capacity - 1, order.size - 1, -1)

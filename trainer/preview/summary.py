@@ -80,6 +80,7 @@ class LedgerView:
 
     Attributes:
         groups_in_flight: K x batch size over the sources: upper bound of the states needed at once.
+        capacity_to_change_ranks: states that a resume on another number of ranks may need at once.
         counted_in_flight: most states needed at once, as counted.
         waits_beyond_threshold: number of counted waits longer than the stale threshold.
     """
@@ -87,6 +88,7 @@ class LedgerView:
     mode: str
     capacity: int
     groups_in_flight: int
+    capacity_to_change_ranks: int
     counted_in_flight: int
     megabytes: float
     stale_threshold: int | None
@@ -283,6 +285,7 @@ def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) 
         mode=table.wipe_mode,
         capacity=table.capacity,
         groups_in_flight=plan.facts.groups_in_flight,
+        capacity_to_change_ranks=plan.facts.capacity_to_change_ranks,
         counted_in_flight=forecast.in_flight,
         megabytes=(table.capacity + 1) * width * 4 / 1e6,
         stale_threshold=threshold,

@@ -143,6 +143,8 @@ def _ledger_table(ledger: LedgerView) -> Table:
         "groups in flight",
         f"at most {ledger.groups_in_flight:,} (K x batch size); {ledger.counted_in_flight:,} counted",
     )
+    enough = "enough" if ledger.capacity >= ledger.capacity_to_change_ranks else "more than the capacity"
+    table.add_row("to change ranks", f"up to {ledger.capacity_to_change_ranks:,} groups after a resume: {enough}")
     if ledger.stale_threshold is not None:
         beyond = f"{ledger.waits_beyond_threshold:,} waits are longer"
         table.add_row("stale threshold", f"{ledger.stale_threshold:,} steps; {beyond}")

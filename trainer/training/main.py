@@ -110,7 +110,11 @@ def _train_in_group(
             if state.gns is not None:
                 stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
             held_out = holdout_batches(plan, info, device)
-            position = _start(plan, state) if found is None else restore(*found, state, config, info, device, data)
+            if found is None:
+                position = _start(plan, state)
+            else:
+                in_flight = plan.facts.groups_in_flight
+                position = restore(*found, state, config, info, device, data, groups_in_flight=in_flight)
         if position.step >= config.train.steps and not position.evaluation_is_due:
             text = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to continue"
             logger.info(text, run_dir.path, position.step, config.train.steps)

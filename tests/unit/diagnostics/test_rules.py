@@ -184,6 +184,17 @@ def test_cold_starts_caused_by_false_evictions_are_explained() -> None:
     assert check("cold_starts", run).verdict == "explained"
 
 
+def test_cold_starts_without_evictions_suggest_no_larger_capacity() -> None:
+    """After skipped steps, for one: states that were not finite explain them, and no capacity would have kept these."""
+    skipped = {"ledger/cold_starts": [0.0, 3.0], "ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
+    assert check("cold_starts", make_run(skipped)).verdict == "explained"
+    outcome = check("cold_starts", make_run({**skipped, "ledger/cold_starts": [0.0, 4.0]}))
+    assert (outcome.verdict, outcome.knob) == ("finding", None)
+    outcome = check("cold_starts", make_run({"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}))
+    assert outcome.knob is not None
+    assert outcome.knob.key == "ledger.capacity"
+
+
 def test_cold_starts_after_wipes_suggest_another_wipe_mode() -> None:
     run = make_run({"ledger/cold_starts": [0.0, 3.0], "ledger_wipe_count": [0.0, 1.0]})
     knob = check("cold_starts", run).knob

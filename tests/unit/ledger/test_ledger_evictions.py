@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.ranks import differences
 from tests.unit.ledger.test_ledger import lookup, new_ledger, store
 from trainer.errors import UserError
 from trainer.ledger import Ledger
-from trainer.ledger.eviction import EvictedGroups
+from trainer.ledger.eviction import EvictedGroups, WipeMode
 
 
 def evicting_ledger(mode: str) -> Ledger:
@@ -172,6 +174,36 @@ def test_a_refused_store_leaves_no_trace() -> None:
     # Group 1 is still known to have been evicted.
     store(ledger, [1])
     assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 1
+
+
+REFUSED = {
+    "groups": ([1, 7, 2], [0, 1, 2], [False] * 3, 3),
+    "twice": ([1, 1], [0, 1], [False] * 2, 2),
+    "width": ([1], [1], [False], 2),
+    "cells": ([1, 7], [1], [False] * 2, 2),
+    "ends": ([1, 7], [1, 1], [True], 2),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("mode", ["lru", "none", "periodic_stale", "full"])
+def test_a_refused_store_changes_nothing_in_any_mode(mode: WipeMode, kind: str) -> None:
+    """Not the step of the last store either, before which no step may begin again."""
+    settings = {"stale_threshold": 3, "wipe_every": 100}
+    ledger, other = (Ledger(state_width=2, capacity=2, wipe_mode=mode, **settings) for _ in range(2))
+    groups, cells, is_last, count = REFUSED[kind]
+    for one in (ledger, other):
+        one.begin_step(3)
+        one.store(np.array([5, 9]), np.array([0, 0]), np.array([False, kind == "twice"]), torch.ones(2, 2))
+        one.begin_step(4)
+    with pytest.raises((UserError, ValueError)):
+        ledger.store(np.array(groups), np.array(cells), np.array(is_last), torch.ones(count, 2))
+    assert differences(ledger.state_dict(), other.state_dict()) == []
+    assert ledger.undrained() == other.undrained()
+    for one in (ledger, other):
+        one.begin_step(3)
+        one.store(np.array([5, 9]), np.array([1, 1]), np.array([False, True]), torch.zeros(2, 2))
+    assert differences(ledger.state_dict(), other.state_dict()) == []
 
 
 def test_a_group_that_was_evicted_again_is_not_the_oldest() -> None:

@@ -89,14 +89,18 @@ def check_cold_starts(run: RunRecord) -> Outcome:
     sentence = f"{unexplained} that continue a group found no state, first logged at step {first}"
     evidence = [cold.evidence(cold.positive)]
     wipes = series(run, WIPES)
+    knob: Knob | None
     if wipes.total:
         sentence += f"; the ledger was wiped {counted(wipes.total, 'time')}"
         evidence.append(wipes.evidence(wipes.positive))
         knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
     elif any(restart.global_step < first for restart in run.restarts):
         knob = Knob("checkpoint.resume", run.setting("checkpoint.resume"), "a checkpoint that includes the ledger")
-    else:
+    elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
         knob = _larger_capacity(run)
+    else:
+        # Nothing was evicted, so no capacity would help: the data set continues groups that it has not begun.
+        knob, sentence = None, f"{sentence}; nothing was evicted: their first cells were never stored"
     return finding(sentence, evidence=evidence, knob=knob)
 
 
@@ -194,10 +198,11 @@ RULES = (
     Rule(
         name="cold_starts",
         needs=(COLD_STARTS,),
-        uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES),
+        uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()),
         threshold="more cold starts than false evictions and refused rows explain",
         why="Wipes, and resuming without the ledger, are not counted as false evictions; cold starts count every cause.",
-        knob="`ledger.wipe_mode`, the checkpoint, or `ledger.capacity`, depending on what happened before",
+        knob="`ledger.wipe_mode`, the checkpoint, or `ledger.capacity`, depending on what happened before; none "
+        "if nothing was wiped, resumed or evicted",
         severity="error",
         check=check_cold_starts,
     ),

@@ -30,6 +30,8 @@ def restore(
     info: RankInfo,
     device: torch.device,
     data: DataCheck,
+    *,
+    groups_in_flight: int,
 ) -> Position:
     """Load a checkpoint into the parts of a run, and return where the run continues.
 
@@ -37,6 +39,7 @@ def restore(
         path: of the checkpoint.
         saved: its state.json.
         data: how the data differs from the checkpoint's.
+        groups_in_flight: of this rank, which need room in the ledger beside those of a checkpoint of other ranks.
 
     Raises:
         UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
@@ -57,7 +60,8 @@ def restore(
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(whole["scaler"])
     if state.ledger is not None:
-        state.ledger.load_state_dict([part["ledger"] for part in parts])
+        room = groups_in_flight if saved_world_size != info.world_size else 0
+        state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)
     state.load_shared(saved)
     own = parts[info.rank] if saved_world_size == info.world_size else None
     if own is None:

@@ -1,0 +1,86 @@
+"""Skipped steps and recurrent state: nothing is behind, what is lost is counted, and `diagnose` names the cause."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import read_rows, run, write_tiny_config
+
+# In step 5, one micro-batch of rank 1 gives NaN: in its logits, or in the states as well.
+SPOILED = """
+import os
+import torch
+from torch import nn
+from trainer.model.build import build as build_ours
+from trainer.model.protocol import ModelOutput
+
+class Spoiled(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls, self.state_width = inner, 0, inner.state_width
+    def forward(self, tokens, state=None):
+        self.calls += self.training
+        output = self.inner(tokens, state=state)
+        if self.calls not in (9, 10) or os.environ["RANK"] != "1" or "SPOIL" not in os.environ:
+            return output
+        nan = float("nan")
+        return ModelOutput(output.logits * nan, output.state * nan if os.environ["SPOIL"] == "states" else output.state)
+
+def build(vocab_size, dim, num_layers):
+    return Spoiled(build_ours(vocab_size, dim=dim, num_layers=num_layers))
+"""
+# Weights that stay as they are, so that states depend on the data alone.
+FROZEN = ("optimizer.lr=1e-30", "optimizer.weight_decay=0.0")
+
+
+def trained(directory: Path, spoil: str | None) -> tuple[dict[int, dict[str, float]], list[dict[str, torch.Tensor]]]:
+    """The rows of 12 steps on two ranks, and the ledgers of both ranks at their end."""
+    (directory / "spoiled.py").write_text(SPOILED)
+    config, run_dir = write_tiny_config(directory), directory / f"run-{spoil}"
+    sets = ("model.target=spoiled:build", "train.on_non_finite=skip", *FROZEN)
+    arguments = [part for pair in sets for part in ("--set", pair)]
+    extra = {} if spoil is None else {"SPOIL": spoil}
+    arguments = ["--config", config, "--run-dir", run_dir, "--steps", "12", *arguments]
+    result = run(*arguments, nproc=2, cwd=directory, extra=extra)
+    assert result.returncode == 0, result.stderr
+    paths = sorted((run_dir / "checkpoints" / "latest").glob("rank_*.pt"))
+    rows = {step: row for (_, step), row in read_rows(run_dir / "metrics.jsonl").items()}
+    return rows, [torch.load(path, weights_only=True)["ledger"] for path in paths]
+
+
+def findings(run_dir: Path) -> dict[str, str]:
+    """Rule -> the key that it advises to change."""
+    rules = json.loads(run("diagnose", run_dir, "--json").stdout)["rules"]
+    return {
+        ruling["rule"]: str((ruling["knob"] or {}).get("key")) for ruling in rules if ruling["verdict"] == "finding"
+    }
+
+
+@pytest.mark.distributed
+def test_states_after_a_skipped_step_are_those_of_a_run_that_skipped_none(tmp_path: Path) -> None:
+    whole, expected = trained(tmp_path, None)
+    rows, ledgers = trained(tmp_path, "logits")
+    assert [step for step, row in rows.items() if row["non_finite_steps"]] == [5]
+    assert not any(row["non_finite_steps"] for row in whole.values())
+    for ledger, other in zip(ledgers, expected, strict=True):
+        assert torch.equal(ledger["groups"], other["groups"])
+        assert torch.equal(ledger["last_step"], other["last_step"])
+        torch.testing.assert_close(ledger["rows"], other["rows"])
+    assert [row["ledger/cold_starts"] for row in rows.values()] == [0.0] * 12
+    assert findings(tmp_path / "run-logits").keys() & {"cold_starts", "refused_rows", "non_finite"} == {"non_finite"}
+
+
+@pytest.mark.distributed
+def test_states_that_are_not_finite_are_counted_and_no_capacity_is_advised(tmp_path: Path) -> None:
+    rows, ledgers = trained(tmp_path, "states")
+    assert rows[5]["ledger/refused_rows"] > 0
+    lost = sum(row["ledger/cold_starts"] for row in rows.values())
+    assert 0 < lost <= sum(row["ledger/refused_rows"] for row in rows.values())
+    assert all(ledger["rows"].isfinite().all() for ledger in ledgers)
+    found = findings(tmp_path / "run-states")
+    assert {"non_finite", "refused_rows"} <= found.keys()
+    assert "ledger.capacity" not in found.values()
