@@ -65,7 +65,7 @@ $(MATRIX)/%/manifest.json: $(STAMP)
 	@touch $@
 
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not faults"
 
 test-slow: setup data $(MATRIX_CORPORA)
 	@$(BIN)/python -m pytest -n $(WORKERS) -m slow

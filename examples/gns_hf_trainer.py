@@ -128,9 +128,10 @@ def main() -> None:
     if trainer.is_world_process_zero():
         for row in trainer.state.log_history:
             if "gns/b_simple" in row:
-                print(
-                    f"step {row['step']}: noise scale {row['gns/b_simple']:.1f} +- {row['gns/b_simple_se']:.1f} sequences"
-                )
+                low, high = row["gns/b_simple_low"], row["gns/b_simple_high"]
+                print(f"step {row['step']}: noise scale {row['gns/b_simple']:.1f} ({low:.1f} to {high:.1f}) sequences")
+            elif "gns/b_simple_low" in row:
+                print(f"step {row['step']}: noise scale at least {row['gns/b_simple_low']:.1f} sequences")
 
 
 if __name__ == "__main__":

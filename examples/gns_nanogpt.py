@@ -79,9 +79,11 @@ def train(steps: int, micro_batches: int, batch_size: int) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if rank == 0 and step % 10 == 0:
-            # Unknown values are absent, never 0: the ratio is undefined until the signal exceeds its error.
-            b_simple, error = noise.get("gns/b_simple"), noise.get("gns/b_simple_se")
-            shown = "unknown yet" if b_simple is None else f"{b_simple:.1f} +- {error:.1f} sequences"
+            # Unknown values are absent, never 0: without an upper bound, only the lower one is known.
+            b_simple, low, high = (noise.get(f"gns/b_simple{end}") for end in ("", "_low", "_high"))
+            shown = "unknown yet" if low is None else f"at least {low:.1f} sequences"
+            if b_simple is not None:
+                shown = f"{b_simple:.1f} ({low:.1f} to {high:.1f}) sequences"
             print(f"step {step}: loss {loss.item():.3f}, noise scale {shown}", flush=True)
 
 

@@ -21,8 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.injected_faults import FAULTS, Fault, detected_after  # noqa: E402 - needs the path above
 from tests.support.metric_streams import healthy_scenario, write_run  # noqa: E402
-from tests.support.real_runs import REAL_RUNS, machine_rules  # noqa: E402
+from tests.support.real_runs import REAL_RUNS  # noqa: E402
 from trainer.diagnostics.diagnose import diagnose  # noqa: E402
+from trainer.diagnostics.smoke_matrix import SPEED_RULES  # noqa: E402
 from trainer.runs.load import load_run  # noqa: E402
 
 RESULT = ROOT / "docs" / "diagnosis_calibration.json"
@@ -44,7 +45,7 @@ def measure_real(directory: Path) -> dict[str, Any]:
     rows = []
     for name, start in REAL_RUNS.items():
         found = diagnose(load_run(start(directory / name)))
-        alarms = [r.rule.name for r in found.findings if r.rule.name not in machine_rules()]
+        alarms = [r.rule.name for r in found.findings if r.rule.name not in SPEED_RULES]
         rows.append({"run": name, "false_alarms": alarms, "advice": [r.rule.name for r in found.advice]})
     return {"runs": rows}
 

@@ -65,7 +65,6 @@ class Curve:
     held_out: list[float]
     """Nats per byte."""
     b_simple: list[float | None]
-    b_simple_se: list[float | None]
     seconds: float
 
     def steps_to(self, target: float) -> float | None:
@@ -124,7 +123,7 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
     gns = GradientNoiseScale(model, ema=1.0 - 1.0 / min(max(2 * every, 10), 100), weights_are_tokens=False)
     data_rng = torch.Generator().manual_seed(1000 + setting.seed)
     fixed = draw(held_out, HELD_OUT_SEQUENCES, torch.Generator().manual_seed(0))
-    curve = Curve([], [], [], [], 0.0)
+    curve = Curve([], [], [], 0.0)
     m = setting.micro_batches
     for step in range(1, num_steps + 1):
         for group in optimizer.param_groups:
@@ -144,7 +143,6 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
                 curve.held_out.append(float(loss_of(model, fixed)))
             curve.steps.append(step)
             curve.b_simple.append(metrics.get("gns/b_simple"))
-            curve.b_simple_se.append(metrics.get("gns/b_simple_se"))
             if curve.held_out[-1] <= setting.target:
                 break
     return Curve(**{**asdict(curve), "seconds": time.perf_counter() - began})

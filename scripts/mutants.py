@@ -249,6 +249,42 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/tokenizer.py",
+            "self._tokenizer.no_truncation()",
+            "pass",
+            "tests/unit/data/test_tokenizer_json.py::test_a_document_is_neither_cut_nor_padded_nor_marked",
+        ),
+        Mutant(
+            "trainer/data/tokenizer.py",
+            "self.bos_id = int(max(ids)) + 1",
+            "self.bos_id = len(ids)",
+            "tests/unit/data/test_tokenizer_json.py::test_ids_with_gaps_come_back_from_a_stream_as_they_are",
+        ),
+        Mutant(
+            "trainer/data/streams/globs.py",
+            "if (status.st_dev, status.st_ino) in seen:",
+            "if False:",
+            "tests/unit/data/test_globs.py::test_a_link_to_an_ancestor_ends_and_one_to_elsewhere_is_followed_once",
+        ),
+        Mutant(
+            "trainer/data/mixing/restart.py",
+            " if path not in restarted}",
+            "}",
+            "tests/properties/test_data_change.py::test_streams_that_did_not_change_go_on_and_the_others_begin_anew",
+        ),
+        Mutant(
+            "trainer/data/mixing/restart.py",
+            "(old := old_ids[new]) is None or ",
+            "(old := old_ids[new]) is not None and ",
+            "tests/properties/test_data_change.py::test_streams_that_did_not_change_go_on_and_the_others_begin_anew",
+        ),
+        Mutant(
+            "trainer/data/inspection/fingerprint.py",
+            "if path in before and not _agree(before[path], after[path])",
+            "if False",
+            "tests/distributed/test_data_change.py::test_a_change_is_refused_by_name_and_accepted_on_purpose",
+        ),
+        Mutant(
+            "trainer/data/tokenizer.py",
             "add_special_tokens=False",
             "add_special_tokens=True",
             "tests/unit/data/test_formats.py::test_a_tokenizer_json_encodes_text_and_begins_documents_with_an_id_of_its_own",
@@ -257,7 +293,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "trainer/data/blending/blend.py",
             "if self._ended[index] else drained",
             "if False else drained",
-            "tests/unit/data/test_aggregate.py::test_an_exhausted_source_reports_its_last_events_and_no_gauges",
+            "tests/unit/data/test_aggregate.py::test_an_exhausted_source_reports_its_last_events_and_no_readers",
         ),
         Mutant(
             "trainer/data/blending/blend.py",
@@ -363,9 +399,39 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/mixing/epochs.py",
-            "return begun + [stream for stream in before if stream in rest]",
-            "return [stream for stream in before if stream in rest] + begun",
+            "np.concatenate([begun, before[is_next[before]]])",
+            "np.concatenate([before[is_next[before]], begun])",
             "tests/unit/data/test_mixing.py::test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first",
+        ),
+        Mutant(
+            "trainer/data/mixing/epochs.py",
+            "return (rank - self.turns[stream_id]) % world_size",
+            "return rank",
+            "tests/properties/test_data_deal.py::test_streams_of_one_group_are_read_by_all_ranks",
+        ),
+        Mutant(
+            "trainer/data/mixing/epochs.py",
+            "(*by_rank[turn:], *by_rank[:turn])",
+            "tuple(by_rank)",
+            "tests/properties/test_data_mixing.py::test_resuming_on_other_worlds_loses_and_repeats_nothing",
+        ),
+        Mutant(
+            "trainer/data/mixing/dataset.py",
+            'self._batch_index = state["batch_index"]',
+            "self._batch_index = 0",
+            "tests/unit/data/test_mixing.py::test_a_list_of_states_on_the_same_world_gives_each_rank_its_own",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            "for i, source in enumerate(self.sources):\n            weights",
+            "for i, source in enumerate(self.sources):\n          if not self._ended[i]:\n            weights",
+            "tests/unit/data/test_blend.py::test_an_ended_source_keeps_its_configured_share_and_is_counted",
+        ),
+        Mutant(
+            "trainer/training/step/window.py",
+            "self._loader = itertools.chain([first], self._loader)",
+            "pass",
+            "tests/unit/training/test_one_step_late.py::test_a_rank_without_data_keeps_the_cursor_of_its_last_batch",
         ),
         Mutant(
             "trainer/data/mixing/state.py",
@@ -419,9 +485,16 @@ MUTANTS: dict[str, list[Mutant]] = {
     "gns": [
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
-            "MIN_ERRORS = 2.0",
-            "MIN_ERRORS = 1.0",
-            "tests/unit/metrics/test_noise_scale_average.py::test_b_simple_needs_an_average_of_two_standard_errors",
+            "HIGH_QUANTILE = 3.72",
+            "HIGH_QUANTILE = 1.96",
+            "tests/properties/test_noise_scale_coverage.py::test_lucky_windows_show_no_point_that_excludes_the_truth",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
+            "LOW_QUANTILE = 1.96",
+            "LOW_QUANTILE = 1.4",
+            "tests/properties/test_noise_scale_coverage.py::"
+            "test_the_interval_covers_the_truth_in_90_to_99_percent_everywhere",
         ),
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
@@ -467,7 +540,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
-            "- 2.0 * value * cov ",
+            "- 2.0 * x * y * cov ",
             "",
             "tests/unit/metrics/test_noise_scale_average.py::test_the_error_of_a_ratio_counts_the_covariance",
         ),
@@ -485,8 +558,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
-            "between > MIN_ERRORS * math.sqrt(moments[0]) and",
-            "between > 0.0 and",
+            "pair.is_positive(pair.mean_x, moments[0]) and",
+            "pair.mean_x > 0.0 and",
             "tests/unit/metrics/test_noise_scale_average.py::test_consistency_is_capped_only_where_the_noise_between_ranks_is_sure",
         ),
         Mutant(
@@ -1073,7 +1146,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/restore.py",
-            'state.dataset.load_state_dict(own["data"])',
+            'state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])',
             "pass",
             "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
         ),

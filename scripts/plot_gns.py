@@ -1,4 +1,4 @@
-"""Plots the noise scale of runs with its error band, their batch size, and the consistency, from metrics.jsonl.
+"""Plots the noise scale of runs between its bounds, their batch size, and the consistency, from metrics.jsonl.
 
 python scripts/plot_gns.py --out docs/images/gns_run.png runs/a/metrics.jsonl runs/b/metrics.jsonl --labels a b
 """
@@ -32,13 +32,10 @@ def read(path: Path) -> Series:
     return {"step": [float(s) for s in steps], **{key: [rows[s].get(key, math.nan) for s in steps] for key in keys}}
 
 
-def band(axes: Axes, series: Series, key: str, label: str) -> None:
-    """Plot the value with twice its standard error on either side."""
-    value, error = series[key], series[f"{key}_se"]
-    low = [v - 2 * e for v, e in zip(value, error, strict=True)]
-    high = [v + 2 * e for v, e in zip(value, error, strict=True)]
-    (line,) = axes.plot(series["step"], value, label=label, linewidth=1.2)
-    axes.fill_between(series["step"], low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+def band(axes: Axes, steps: list[float], value: list[float], low: list[float], high: list[float], label: str) -> None:
+    """Plot the value between its bounds."""
+    (line,) = axes.plot(steps, value, label=label, linewidth=1.2)
+    axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
 
 
 def median_of(values: list[float]) -> str:
@@ -58,10 +55,22 @@ def main() -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(7.0, 5.6), sharex=True, layout="constrained")
     runs = [read(path) for path in args.metrics]
     for series, label in zip(runs, labels, strict=True):
-        band(above, series, "gns/b_simple", label)
-        band(below, series, "gns/consistency", label)
+        steps, b_simple, low, high = (
+            series[key] for key in ("step", *(f"gns/b_simple{end}" for end in ("", "_low", "_high")))
+        )
+        band(above, steps, b_simple, low, high, label)
+        value, error = series["gns/consistency"], series["gns/consistency_se"]
+        lower, upper = ([v + sign * 2 * e for v, e in zip(value, error, strict=True)] for sign in (-1, 1))
+        band(below, steps, value, lower, upper, label)
         third = len(series["step"]) // 3
-        for key in ("gns/b_simple", "gns/b_simple_se", "gns/b_big", "gns/consistency", "gns/consistency_se"):
+        for key in (
+            "gns/b_simple",
+            "gns/b_simple_low",
+            "gns/b_simple_high",
+            "gns/b_big",
+            "gns/consistency",
+            "gns/consistency_se",
+        ):
             print(
                 f"{label} {key}: first third {median_of(series[key][:third])}, last {median_of(series[key][-third:])}"
             )

@@ -6,6 +6,8 @@ prints it once, on rank 0, without a traceback, and exits with code 2.
 
 from __future__ import annotations
 
+from trainer.names import printable
+
 
 class UserError(Exception):
     """A user's mistake: the problem and its fix.
@@ -17,6 +19,7 @@ class UserError(Exception):
         where: file and line (`x.toml:14`), empty if the mistake is not in a file or the key is the file.
 
     `str()` gives the message on one line: `x.toml:14: data.mixing.num_active: must be >= 1, got 0; set it to ...`.
+    Names in it may come from anywhere: the line is `printable`.
     """
 
     speaker: int | None = None
@@ -34,7 +37,7 @@ class UserError(Exception):
         """The message on one line."""
         head = f"{self.where}: {self.key}" if self.where else self.key
         tail = f"; {self.fix}" if self.fix else ""
-        return f"{head}: {self.problem}{tail}"
+        return printable(f"{head}: {self.problem}{tail}")
 
 
 class UserErrors(UserError):

@@ -147,10 +147,7 @@ def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path) -> Non
         (["verify", "."], ".: has no stream files"),
         (["inspect"], "Missing argument"),
         (["verify", "x.txt", "--tokenizer", "words"], "data.tokenizer: must be"),
-        (
-            ["inspect", "x.txt", "--format", "xml"],
-            "format: must be one of auto, text, jsonl, npy, megatron, bin, parquet",
-        ),
+        (["inspect", "x.txt", "--format", "xml"], "format: must be one of auto, text"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -186,3 +183,28 @@ def test_a_terminal_gets_a_progress_bar_on_stderr(corpus: Path) -> None:
     assert process.returncode == 0
     assert out.decode().count("\n") == 1
     assert b"4/4" in shown
+
+
+def test_skipped_files_are_a_count_and_three_examples(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for number in range(40):
+        (tmp_path / "in" / f"bad{number:02d}.txt").write_bytes(b"\xff")
+    (tmp_path / "in" / "good.txt").write_text("a text")
+    loop = tmp_path / "in" / "loop"
+    loop.symlink_to(tmp_path / "in")
+    ended = program(
+        ["data", "build", "text", "--out", tmp_path / "out", "--modality", f"m={tmp_path}/in/**/*.txt"], capsys
+    )
+    assert ended.returncode == 0
+    assert len(ended.stderr.splitlines()) == 3
+    assert ended.stderr.startswith("skipped 40 files: m/bad00.txt (not UTF-8: byte 0xff at offset 0), m/bad01.txt (")
+    assert "m/bad02.txt (not UTF-8: byte 0xff at offset 0) and 37 more; the manifest lists them all" in ended.stderr
+
+
+def test_blocks_of_a_text_file_are_documents_when_asked(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree\n")
+    for given, documents in ((), 1), (("--text-split", "blank_line"), 3):
+        ended = program(["data", "inspect", tmp_path / "a.txt", "--json", *given], capsys)
+        assert json.loads(ended.stdout)["totals"]["documents"] == documents
+        ended = program(["data", "verify", tmp_path / "a.txt", *given], capsys)
+        assert f"{documents} documents" in ended.stdout

@@ -15,6 +15,7 @@ from tests.support.runs import ROOT, losses, make_corpus, run
 from tests.unit.data.megatron_writer import write_megatron
 from trainer.cli.verbs.init import init
 from trainer.config.load import load_config
+from trainer.data.formats.registry import FORMATS
 from trainer.errors import UserError
 from trainer.training.setup.plan import make_plan
 
@@ -95,6 +96,10 @@ KINDS = {
     "nested": (nested, "nested", "bytes", 0),
 }
 QUICK = ("text", "jsonl_tokens", "nested")
+
+
+def test_every_format_is_tried():
+    assert FORMATS.keys() <= KINDS.keys()
 
 
 # Every kind is read, checked and trained on; the ones that differ most in what is written stand in the short suite.

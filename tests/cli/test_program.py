@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
+from trainer.cli.main import app
 from trainer.metrics.payload_contract import validate_stream
 
 
@@ -20,6 +21,14 @@ def test_help_names_the_verbs_and_options(capsys):
     assert shown.returncode == 0
     for word in ("--config", "--set", "--steps", "--run-dir", "--resume", "--nproc", "--stdout", "check", "data"):
         assert word in shown.stdout
+
+
+def test_every_verb_has_a_row_in_the_docs():
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    verbs = [*app.registered_commands, *app.registered_groups]
+    assert len(verbs) > 10
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `train ")]
+    assert [verb.name for verb in verbs if not any(f"`train {verb.name} " in row for row in rows)] == []
 
 
 @pytest.mark.parametrize(

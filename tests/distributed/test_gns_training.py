@@ -196,6 +196,34 @@ def window_without_no_sync(rank: int) -> noise_scale.Window | noise_scale.Absent
     return gns.finish(sums.tolist(), float(gns.grad_sq()))
 
 
+class Optional(Linear):
+    """A second parameter that an input may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: Tensor, is_whole: bool) -> Tensor:
+        return x @ (self.theta + self.second if is_whole else self.theta)
+
+
+def window_with_an_unused_parameter(rank: int) -> noise_scale.Window | noise_scale.Absent:
+    """Rank 1 does not use a parameter in its last micro-batch: the sum over its window is nowhere to be measured."""
+    ddp = DistributedDataParallel(Optional(), find_unused_parameters=True)
+    gns = GradientNoiseScale(ddp)
+    gns.begin_window(MICROS)
+    rng = torch.Generator().manual_seed(rank)
+    for k in range(MICROS):
+        is_last = k == MICROS - 1
+        with contextlib.nullcontext() if is_last else ddp.no_sync():
+            gns.begin_micro(last=is_last)
+            (ddp(torch.randn(ROWS, DIM, generator=rng), not (is_last and rank == 1)).mean() / MICROS).backward()
+            gns.end_micro(1 / MICROS, ROWS)
+    sums = gns.local_sums()
+    torch.distributed.all_reduce(sums)
+    return gns.finish(sums.tolist(), float(gns.grad_sq()))
+
+
 def everything(rank: int, world_size: int) -> dict[str, object]:
     """In one start of the processes, which costs more than all of it."""
     return {
@@ -207,6 +235,7 @@ def everything(rank: int, world_size: int) -> dict[str, object]:
         "weights": [trained_weights(rank, is_measured=is_measured) for is_measured in (False, True)],
         "nan": metrics_around_a_nan(rank),
         "without no_sync": window_without_no_sync(rank),
+        "unused": window_with_an_unused_parameter(rank),
     }
 
 
@@ -275,3 +304,12 @@ def test_without_no_sync_consistency_is_absent_and_not_wrong(results: list[dict[
     window = results[0]["without no_sync"]
     assert (window.between, window.within) == (None, None)
     assert window.tr_sigma > 0.0
+
+
+def test_a_parameter_unused_in_the_last_micro_batch_of_one_rank_leaves_consistency_absent(
+    results: list[dict[str, noise_scale.Window]],
+) -> None:
+    window = results[0]["unused"]
+    assert isinstance(window, noise_scale.Window)
+    assert window.between is window.within is None
+    assert math.isfinite(window.tr_sigma)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.ranks import Ranks, last_logged
 from tests.support.runs import TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
@@ -29,23 +30,8 @@ every = 10
 ARGUMENTS = ("--steps", "30", "--set", "gns.ema=0.9")
 
 
-def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SEC
-    while time.monotonic() < deadline:
-        if metrics.exists() and f'"global_step":{step},' in metrics.read_text():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} never came")
-
-
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def start(config: Path, run_dir: Path, *extra: str) -> subprocess.Popen[str]:
-    arguments = command(["--config", config, "--run-dir", run_dir, *ARGUMENTS, *extra], nproc=2)
-    return subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -75,17 +61,14 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_path, sign):
     config, whole = uninterrupted
-    process = start(config, tmp_path / "run")
-    wait_for_step(tmp_path / "run" / "metrics.jsonl", 14, process)
-    victims = children(process.pid)
-    assert len(victims) >= 2
-    if sign == signal.SIGKILL:
-        process.kill()
-        for victim in victims:
-            os.kill(victim, signal.SIGKILL)
-    else:
-        process.terminate()
-    _, stderr = process.communicate(timeout=TIMEOUT_SEC)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    line = ["--config", config, "--run-dir", tmp_path / "run", *ARGUMENTS]
+    with Ranks(line, logs=tmp_path / "logs") as ranks:
+        assert ranks.until(lambda: last_logged(metrics) >= 14), ranks.said()
+        ranks.signal(sign)
+        ranks.wait()
+        stderr = ranks.said()
+    assert last_logged(metrics) < 30, "it ended before the signal came"
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     if sign == signal.SIGTERM:
         assert status["state"] == "stopped", stderr
@@ -141,7 +124,11 @@ def test_elastic_restart_comes_back_by_itself(uninterrupted, tmp_path):
     line = command(["--config", config, "--run-dir", run_dir, *ARGUMENTS], nproc=2)
     line.insert(line.index("--standalone"), "--max-restarts=2")
     process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_step(run_dir / "metrics.jsonl", 13, process)
+    deadline = time.monotonic() + TIMEOUT_SEC
+    while last_logged(run_dir / "metrics.jsonl") < 13:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     (victim,) = [pid for pid in children(process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     os.kill(victim, signal.SIGKILL)
     stdout, stderr = process.communicate(timeout=TIMEOUT_SEC)
@@ -154,11 +141,12 @@ def test_elastic_restart_comes_back_by_itself(uninterrupted, tmp_path):
 def test_a_run_that_died_before_its_first_checkpoint_starts_again_in_its_directory(uninterrupted, tmp_path):
     config, whole = uninterrupted
     run_dir = tmp_path / "run"
-    process = start(config, run_dir)
-    wait_for_step(run_dir / "metrics.jsonl", 4, process)
-    for victim in children(process.pid):
-        os.kill(victim, signal.SIGKILL)
-    process.communicate(timeout=TIMEOUT_SEC)
+    line = ["--config", config, "--run-dir", run_dir, *ARGUMENTS]
+    with Ranks(line, logs=tmp_path / "logs") as ranks:
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 4), ranks.said()
+        ranks.signal(signal.SIGKILL)
+        ranks.wait()
+    assert not (run_dir / "checkpoints" / "latest").exists()
     again = run("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, nproc=2)
     assert again.returncode == 0, again.stderr
     assert losses(run_dir / "metrics.jsonl") == losses(whole / "metrics.jsonl")

@@ -136,8 +136,18 @@ def noise_scale(max_tokens: int) -> dict[str, float]:
 
 
 def test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled():
-    assert noise_scale(50) == pytest.approx(noise_scale(5000), rel=1e-4)
+    """To the rounding of float64, in which the factor of a micro-batch is computed."""
+    assert noise_scale(50) == pytest.approx(noise_scale(4999), rel=1e-11)
     assert noise_scale(50)["gns/tr_sigma"] != 0.0
+
+
+def test_the_scale_of_the_losses_is_known_with_a_scaler_alone():
+    model = build(VOCABULARY, dim=8, num_layers=2)
+    ledger = Ledger(state_width=16, capacity=32, wipe_mode="none")
+    step = make_step(model, model, micros=1, world=1, ledger=ledger)
+    assert step.grad_scale is None
+    step._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert step.grad_scale == 1024.0
 
 
 def test_a_step_without_tokens_changes_nothing(monkeypatch):

@@ -40,8 +40,8 @@ def run_example(
 
 
 def noise_scales(output: str) -> dict[int, float]:
-    """Step -> noise scale, from the lines that an example prints."""
-    found = re.findall(r"step (\d+): .*?noise scale ([\d.]+) \+-", output)
+    """Step -> noise scale or its lower bound, from the lines that an example prints."""
+    found = re.findall(r"step (\d+): .*?noise scale (?:at least )?([\d.]+)", output)
     assert len(found) == len({step for step, _ in found}), output
     return {int(step): float(value) for step, value in found}
 

@@ -9,10 +9,11 @@ import pytest
 
 from tests.support.injected_faults import FAULTS, Fault, detected_after
 from tests.support.metric_streams import healthy_scenario, write_run
-from tests.support.real_runs import REAL_RUNS, machine_rules
+from tests.support.real_runs import REAL_RUNS
 from tests.support.runs import ROOT
 from trainer.diagnostics.diagnose import diagnose
 from trainer.diagnostics.rules.all_rules import RULES
+from trainer.diagnostics.smoke_matrix import SPEED_RULES
 from trainer.runs.load import load_run
 
 HEALTHY_RUNS = 40
@@ -79,7 +80,7 @@ def test_a_fault_is_found_in_time_whatever_the_seed(fault: Fault, tmp_path: Path
 @pytest.mark.parametrize("name", REAL_RUNS)
 def test_a_real_run_that_nothing_is_wrong_with_raises_no_alarm(name: str, tmp_path: Path) -> None:
     diagnosis = diagnose(load_run(REAL_RUNS[name](tmp_path)))
-    alarms = [ruling for ruling in diagnosis.findings if ruling.rule.name not in machine_rules()]
+    alarms = [ruling for ruling in diagnosis.findings if ruling.rule.name not in SPEED_RULES]
     assert alarms == []
     verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in diagnosis.rulings}
     for measured in ("cold_starts", "stuck_reader", "starved_modality", "shares", "non_finite", "loss_spikes"):

@@ -137,10 +137,10 @@ def test_with_its_state_the_model_learns_to_answer(corpus: Path, tmp_path: Path)
 
 
 def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Path, tmp_path: Path) -> None:
-    stale = train(corpus, tmp_path, *STALE, steps=1000)
+    stale = train(corpus, tmp_path, *STALE, steps=500)
     assert stale.loss > 0.5
     assert stale.false_by_step == stale.expected_by_step
-    assert sum(stale.expected_by_step) > 1000
+    assert sum(stale.expected_by_step) > 500
     assert stale.counts[COLD] == stale.counts[FALSE]
 
 
@@ -159,10 +159,10 @@ def test_without_state_nothing_is_learned(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_wipes_are_seen_as_cold_starts_alone(corpus: Path, tmp_path: Path) -> None:
-    wiped = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=50", steps=500)
-    assert wiped.counts["ledger_wipe_count"] == 10
+    wiped = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=50", steps=250)
+    assert wiped.counts["ledger_wipe_count"] == 5
     assert wiped.counts[FALSE] == wiped.counts["ledger/false_evictions/lru"] == 0
-    assert wiped.counts[COLD] > 500
+    assert wiped.counts[COLD] > 250
 
 
 def test_the_shipped_config_runs_on_what_the_program_synthesises(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Where the start of a process itself matters, tests start a fresh one.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
 # What a run imports; torch._dynamo where it has several ranks.
 PRELOAD = ["torch._dynamo", "trainer.training.main", "trainer.cli.main"]
 
@@ -109,6 +111,7 @@ def _run_program(
     arguments: list[str], environ: Mapping[str, str], cwd: Path, out: Path, err: Path, max_file_bytes: int | None
 ) -> None:
     """In the fork: become what a fresh process of the program would be."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # tests that are killed leave no process behind (Linux)
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)

@@ -273,6 +273,15 @@ FAULTS = (
         80,
     ),
     Fault(
+        "masked_ranks",
+        "streams of one group, shared by two ranks",
+        _scenario(
+            num_sources=1, world_size=2, batching_mode="per_stream", documents=1, max_group_cells=64, log_interval=5
+        ),
+        0,
+        60,
+    ),
+    Fault(
         "shares",
         "a source that ends early",
         _scenario(

@@ -181,9 +181,7 @@ class _Rank:
             weights = [ConstantWeight(1.0), ConstantWeight(1.0)]
         named = zip(_names(scenario), self.sources, weights, strict=False)
         blend = [BlendSource(name, source, weight) for name, source, weight in named]
-        self.blend = BlendDataset(
-            blend, seed=scenario.seed, micro_batches=scenario.micro_batches, per_source=not scenario.repeat
-        )
+        self.blend = BlendDataset(blend, seed=scenario.seed, micro_batches=scenario.micro_batches)
         self.ledger = Ledger(
             state_width=2,
             capacity=scenario.capacity,
@@ -192,6 +190,7 @@ class _Rank:
             wipe_every=scenario.wipe_every,
         )
         self.exhausted = 0.0
+        self.masked: list[float] = []  # by micro-batch since the last drain: whether it had no target
 
     def step(self, scenario: Scenario, step: int) -> tuple[dict[str, float], int]:
         """One optimizer step: the pool's metrics, and the tokens."""
@@ -200,8 +199,9 @@ class _Rank:
         tokens = 0
         for _ in range(scenario.micro_batches):
             batch = next(self.blend, None)
+            self.masked.append(float(batch is None or not (batch["targets"] != -100).any()))
             if batch is None:
-                break
+                continue
             metrics = self.blend.drain_step_metrics()
             self.exhausted += metrics.get("stream_mixing/refill/exhaust_events", 0.0)
             tokens += int((batch["targets"] != -100).sum())
@@ -215,8 +215,13 @@ class _Rank:
 
     def drain(self, metrics: dict[str, float]) -> dict[str, float]:
         """What this rank reports on a logging step."""
-        own = {**metrics, "stream_mixing/refill/exhaust_events": self.exhausted, **self.ledger.drain_metrics()}
-        self.exhausted = 0.0
+        own = {
+            **metrics,
+            "stream_mixing/refill/exhaust_events": self.exhausted,
+            "stream_mixing/masked_share": math.fsum(self.masked) / len(self.masked),
+            **self.ledger.drain_metrics(),
+        }
+        self.exhausted, self.masked = 0.0, []
         return own
 
 

@@ -8,13 +8,6 @@ from pathlib import Path
 
 from tests.support.runs import run, write_tiny_config
 
-SPEED_RULES = frozenset({"throughput_regression", "data_bound", "straggling_rank"})
-
-
-def machine_rules() -> frozenset[str]:
-    """Rules about the machine: on one that others use too, what they find is so, and no false alarm."""
-    return SPEED_RULES
-
 
 def start(directory: Path, *, overrides: tuple[str, ...], nproc: int | None = None) -> Path:
     """Train for 120 steps; gives the run's directory.

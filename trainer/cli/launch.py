@@ -18,7 +18,15 @@ from trainer.training.signals import StopRequest, say_stopping
 EXIT_CODE_FILE = "TRAINER_EXIT_CODE_FILE"
 
 
-def run_training(config_path: str, overrides: list[str], *, run_dir: str | None, nproc: int | None) -> int:
+def run_training(
+    config_path: str,
+    overrides: list[str],
+    *,
+    run_dir: str | None,
+    nproc: int | None,
+    verify_data: bool,
+    accept_data_change: bool,
+) -> int:
     """Train in this process, or in `nproc` new ones; returns the run's exit code.
 
     Raises:
@@ -32,10 +40,12 @@ def run_training(config_path: str, overrides: list[str], *, run_dir: str | None,
     stop = StopRequest(say_stopping)
     stop.install()
     from trainer.cli.diagnosis import LiveVerdict
+    from trainer.training.checkpointing.data_changes import DataPolicy
     from trainer.training.main import train
 
+    policy = DataPolicy(verify_whole=verify_data, accept_change=accept_data_change)
     try:
-        code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=LiveVerdict)
+        code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=LiveVerdict, data_policy=policy)
     except UserError as error:
         refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
     report_exit_code(code)

@@ -72,6 +72,12 @@ def train(
         str | None,
         typer.Option(help="Format of stdout: json, line or off (metrics.stdout).", metavar="json|line|off"),
     ] = None,
+    verify_data: Annotated[
+        bool, typer.Option("--verify-data", help="Hash the whole content of the data, and compare it on a resume.")
+    ] = False,
+    accept_data_change: Annotated[
+        bool, typer.Option("--accept-data-change", help="Resume on changed data: read changed streams anew.")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Train recurrent-state sequence models on mixed data streams, from a TOML config."""
@@ -88,7 +94,15 @@ def train(
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     from trainer.cli.launch import run_training
 
-    raise typer.Exit(run_training(config_path, [*(overrides or []), *given], run_dir=run_dir, nproc=nproc))
+    code = run_training(
+        config_path,
+        [*(overrides or []), *given],
+        run_dir=run_dir,
+        nproc=nproc,
+        verify_data=verify_data,
+        accept_data_change=accept_data_change,
+    )
+    raise typer.Exit(code)
 
 
 def _print_versions() -> None:

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from trainer.errors import UserError
 from trainer.files import write_file
+from trainer.names import printable
 
 PIPE_WIDTH = 120  # characters of a line where stdout is no terminal
 COLOURS = {
@@ -43,7 +44,9 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("reading")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=escape(printable(what))
+        )
 
 
 def put_text(text: str, out: str | None) -> None:

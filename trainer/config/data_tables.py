@@ -77,6 +77,9 @@ class SourceTable(Table):
     """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
     eod: int | None = None
     """Token id that ends a document in `.npy` and `.bin` files; absent: each file is one document."""
+    text_split: Literal["file", "blank_line"] = "file"
+    """Documents of raw text files (`.txt`, `.md`, `.py`). file: each file is one; blank_line: one per block of text
+    between blank lines."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceTable:

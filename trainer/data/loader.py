@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from trainer.arrays import IGNORED
 from trainer.metrics.best_effort import BestEffort
 
 TENSOR_KEYS = ("tokens", "targets", "resets", "token_types")
@@ -24,11 +26,13 @@ class LoadedBatch:
         state: the dataset's state after this batch: resuming from it gives the next one, however far the loader has
             read ahead. None if the dataset has no `state_dict`.
         metrics: drained from the dataset right after this batch; {} if it has no `drain_step_metrics`.
+        is_masked: no row has a target; None if that is unknown without waiting for a device.
     """
 
     batch: dict[str, Any]
     state: dict[str, Any] | None
     metrics: dict[str, float]
+    is_masked: bool | None = None
 
 
 class Loader:
@@ -112,9 +116,18 @@ class Loader:
         batch = next(self._iterator)
         state = None if self._state_dict is None else self._state_dict()
         metrics = {} if self._drain is None else self._guard.run(self._drain) or {}
+        is_masked = _is_masked(batch.get("targets"))
         is_cuda = self._device.type == "cuda"
         for key in TENSOR_KEYS:
             if key in batch:
                 tensor = torch.as_tensor(batch[key])
                 batch[key] = (tensor.pin_memory() if is_cuda else tensor).to(self._device, non_blocking=is_cuda)
-        return LoadedBatch(batch, state, metrics)
+        return LoadedBatch(batch, state, metrics, is_masked)
+
+
+def _is_masked(targets: Any) -> bool | None:
+    if targets is None or (isinstance(targets, torch.Tensor) and targets.device.type != "cpu"):
+        return None
+    array = np.asarray(targets)
+    # Nearly every batch has a target at its very first position: look there before comparing all.
+    return not (array.size and array.flat[0] != IGNORED) and bool((array == IGNORED).all())

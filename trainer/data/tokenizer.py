@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +11,8 @@ import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.errors import UserError
+
+logger = logging.getLogger("trainer.data")
 
 
 class Tokenizer(Protocol):
@@ -74,7 +77,10 @@ class BytesTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. One id beyond its vocabulary is added to begin documents.
+    """A `tokenizer.json`. One id beyond its largest is added to begin documents.
+
+    Truncation and padding that were saved in the file are switched off: a document is never cut or filled up. Its
+    post-processor is not applied, so it adds no special tokens.
 
     Raises:
         UserError: the package is not installed, or the file cannot be read as a tokenizer.
@@ -95,12 +101,28 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:
             raise UserError(path, f"is not a readable tokenizer.json ({error})", "save it again") from error
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise UserError(path, "has an empty vocabulary", "save it after training it")
         self.name = Path(path).name
-        self.bos_id = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        self.bos_id = int(max(ids)) + 1  # not their number: ids may have gaps
         self.vocab_size = self.bos_id + 1
+        self._switch_off_batching(path)
+
+    def _switch_off_batching(self, path: str) -> None:
+        """Switch off the settings that prepare fixed-length batches: they would drop or invent tokens."""
+        saved = {"truncation": self._tokenizer.truncation, "padding": self._tokenizer.padding}
+        found = [name for name, settings in saved.items() if settings is not None]
+        if found:
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            logger.warning("%s: switched off the %s saved in it: documents stay whole", path, " and ".join(found))
 
     def encode(self, text: str) -> Ints:
-        """The ids, without special tokens: a mark of the tokenizer's own would stand in the middle of a packed row."""
+        """The ids, without the special tokens of the post-processor.
+
+        A document already begins with `bos_id`, and a mark of the tokenizer's own would be one more target in each.
+        """
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: Ints) -> str:

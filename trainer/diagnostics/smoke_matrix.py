@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final
 
+from trainer.diagnostics.rules import speed
 from trainer.diagnostics.series import series
 from trainer.runs.load import RunRecord
 
 RECALL_LOSS: Final = "modality/recall/loss"
-SPEED_RULES: Final = frozenset({"throughput_regression", "data_bound", "straggling_rank"})
+SPEED_RULES: Final = frozenset(rule.name for rule in speed.RULES)
 """Displayed but not judged: in a run of half a minute they report what else the machine was doing."""
 
 

@@ -19,6 +19,7 @@ from trainer.errors import UserError
 WipeMode = Literal["none", "full", "lru", "periodic_stale"]
 WIPE_MODES: tuple[WipeMode, ...] = get_args(WipeMode)
 
+# Checkpoints store the position of a mode here: append a new one.
 EvictionMode = Literal["lru", "stale"]
 EVICTION_MODES: tuple[EvictionMode, ...] = get_args(EvictionMode)
 

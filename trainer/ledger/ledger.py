@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import Evicted, WipeMode, check_settings, is_due
+from trainer.ledger.eviction import EVICTION_MODES, Evicted, WipeMode, check_settings, is_due
 from trainer.ledger.exchange import OwnerExchange, owner_of
 from trainer.ledger.index import GroupIndex, distinct
 from trainer.ledger.slab import InvalidCount, Native, Slab, to_device
@@ -35,10 +35,7 @@ from trainer.ledger.snapshot import Layout, load_shards, save_shard
 Ownership = Literal["reader", "exchange"]
 
 COUNTER_KEYS = (
-    "ledger/evictions/lru",
-    "ledger/evictions/stale",
-    "ledger/false_evictions/lru",
-    "ledger/false_evictions/stale",
+    *(f"ledger/{what}/{mode}" for what in ("evictions", "false_evictions") for mode in EVICTION_MODES),
     "ledger/cold_starts",
     "ledger/refused_rows",
     "ledger_wipe_count",

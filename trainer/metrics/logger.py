@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TextIO
 
+from trainer.names import printable
+
 ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 _COLOUR_INFO: Final = "\033[32m"
@@ -31,7 +33,9 @@ class _RankFormatter(logging.Formatter):
         level = record.levelname
         if self._colour:
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
-        return f"[rank {_rank()}] {level} {super().format(record)}"
+        # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
+        lines = super().format(record).split("\n")
+        return f"[rank {_rank()}] {level} " + "\n".join(map(printable, lines))
 
 
 class _RankFilter(logging.Filter):

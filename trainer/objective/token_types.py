@@ -20,7 +20,9 @@ class TokenTypeSums(NamedTuple):
     num_tokens: Tensor
 
 
-def token_type_sums(token_loss: Tensor, is_correct: Tensor, token_types: Tensor, num_types: int) -> TokenTypeSums:
+def token_type_sums(
+    token_loss: Tensor, is_correct: Tensor, token_types: Tensor, num_types: int, *, mask: Tensor | None = None
+) -> TokenTypeSums:
     """Sum loss, correct predictions and targets by the type of the target.
 
     Args:
@@ -28,6 +30,8 @@ def token_type_sums(token_loss: Tensor, is_correct: Tensor, token_types: Tensor,
         is_correct: bool [B, T].
         token_types: type of each target, integers [B, T]; values outside 0..num_types-1 (such as -1) are not counted.
         num_types: number of types.
+        mask: bool [B, T], False where the target is masked: such a position has no loss and must not count, whatever its
+            type. None: the types say it, as -1.
 
     Raises:
         TokenTypeMismatch: the shapes differ.
@@ -38,5 +42,7 @@ def token_type_sums(token_loss: Tensor, is_correct: Tensor, token_types: Tensor,
     types = torch.arange(num_types, device=token_types.device)
     # A masked sum, not a scatter: its order of additions is fixed on every device.
     belongs = token_types.reshape(-1, 1) == types  # [B * T, num_types]
+    if mask is not None:
+        belongs &= mask.reshape(-1, 1)
     loss = token_loss.detach().reshape(-1, 1).masked_fill(~belongs, 0.0).sum(0)
     return TokenTypeSums(loss, (belongs & is_correct.reshape(-1, 1)).sum(0), belongs.sum(0))

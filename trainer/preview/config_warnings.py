@@ -21,7 +21,8 @@ BATCH_RATIO = 8  # largest over smallest batch size of a pool
 SOFT_BATCH_RATIO = 4
 ABSENT = 0.05  # share of the picks of a pool without a reader of a modality
 MAX_EPOCHS = 4.0
-IDLE = 0.1  # share of a shared pass in which a rank has no rows
+IDLE = 0.1  # share of the micro-batches in which a rank has no rows, over all ranks
+UNEVEN_RANKS = 2.0  # most over fewest tokens of a rank
 PADDING = 0.3  # share of the tokens of all cells
 LANE_FILL = 0.5  # rows of the average batch over the batch size
 LONG_WARMUP = 0.5  # share of the run
@@ -106,17 +107,35 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
         problem = f"{largest} exceeds the number of groups in the slices: the average batch has {rows:.1f} rows"
         fix = f"set it to {max(int(rows), 1)}, or lower data.max_group_cells"
         yield ConfigWarning(key, problem, fix, settable=False)
-    if view.idle_share > IDLE:
-        problem = (
-            f'"per_stream" leaves ranks without rows in {view.idle_share:.0%} of their micro-batches, '
-            "because the slices of a stream differ in length"
-        )
-        fix = 'set it to "device_per_stream", or make the streams of the source longer'
-        yield ConfigWarning(f"source {view.name}: mixing.batching_mode", problem, fix, settable=False)
+    yield from _rank_warnings(view, config.data.max_group_cells)
     if view.padding_share > PADDING and not config.data.pack:
         problem = f"{config.data.seq_len} pads {view.padding_share:.0%} of the tokens of source {view.name}"
         shorter = int(config.data.seq_len * (1 - view.padding_share) / 2)
         yield ConfigWarning("data.seq_len", problem, str(max(shorter, 1)))
+
+
+def _rank_warnings(view: SourceView, max_group_cells: int) -> Iterator[ConfigWarning]:
+    """Ranks without rows, and ranks with far fewer tokens than others."""
+    key = f"source {view.name}: mixing.batching_mode"
+    least, most = min(view.rank_token_shares), max(view.rank_token_shares)
+    is_even = most <= UNEVEN_RANKS * least
+    smaller = f"lower data.max_group_cells ({max_group_cells}), " if max_group_cells > 1 else ""
+    fix = f"{smaller}merge files into longer streams, or use fewer ranks"
+    if view.idle_share > IDLE:
+        problem = (
+            f'"{view.batching_mode}" leaves ranks without rows in {view.idle_share:.0%} of their micro-batches '
+            f"({view.masked_share[view.batching_mode]:.0%} on the worst rank), because streams have too few groups for "
+            f"{len(view.rank_token_shares)} slices"
+        )
+        if is_even and view.masked_share["device_per_stream"] < view.idle_share / 2:
+            fix = f'set it to "device_per_stream" (then {view.masked_share["device_per_stream"]:.0%}), or {fix}'
+        yield ConfigWarning(key, problem, fix, settable=False)
+    elif view.batching_mode == "device_per_stream" and not is_even:
+        problem = (
+            f"gives the ranks between {least:.1%} and {most:.1%} of the tokens: documents of a rank with few tokens are "
+            "repeated more often"
+        )
+        yield ConfigWarning(key, problem, fix, settable=False)
 
 
 def _pool_warnings(view: SourceView) -> Iterator[ConfigWarning]:

@@ -152,7 +152,7 @@ class CountedMixing:
                 self._has_no_cells = not self._epoch_has_cells
             self._epoch += 1
             self._epoch_has_cells = False
-            self._queue = iter(self._key.order(self._epoch, self._rank, []))
+            self._queue = iter(self._key.permutation(self._epoch, self._rank, 0).tolist())
         return False
 
     def _next_reader(self) -> CountedReader | None:

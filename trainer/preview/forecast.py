@@ -26,7 +26,7 @@ class Forecast:
 
     Attributes:
         is_whole: these are all batches of the run.
-        ended_at: the batch at which a source without `repeat` runs out of data, which ends the run; None: never.
+        ended_at: the batch at which no rank has data left, which ends the run; None: never.
         tallies: for each source, one tally per rank, or a single one if all ranks share a pool; none for a custom `target`,
             whose batches cannot be counted.
         cells_per_step: over all ranks and countable sources, int64 [steps].
@@ -73,7 +73,8 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
         for part in parts:
             if isinstance(part, CountedMixing) and (rank == 0 or not part.shape.shared):
                 tallies[part.shape.name].append(part.tally)
-    ended_at = min(ends, default=None)  # the first rank without data ends the run on all ranks
+    # Ranks without data run masked batches until no rank has any.
+    ended_at = max(ends) if len(ends) == len(ranks) else None
     num_batches = steps * num_micro if ended_at is None else ended_at
     is_whole = steps == plan.config.train.steps or ended_at is not None
     return Forecast(num_batches, is_whole, ended_at, tallies, cells[: -(-num_batches // num_micro)], in_flight)

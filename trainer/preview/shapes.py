@@ -7,6 +7,7 @@ epoch, and known without drawing an order.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,8 @@ import numpy as np
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
 from trainer.data.formats.documents import ReadOptions
+from trainer.data.mixing.dataset import BATCHING_MODES, BatchingMode
+from trainer.data.mixing.epochs import QueueKey
 from trainer.data.streams.groups import GroupTable
 from trainer.data.streams.lanes import assign_lanes, cut_slices
 from trainer.data.streams.open_stream import CutOptions, OpenStream, open_stream
@@ -54,7 +57,7 @@ class SliceShape:
 
 @dataclass(frozen=True)
 class StreamShape:
-    """One stream, cut into one slice per rank."""
+    """One stream, cut into one slice per rank; `slices` is in rank order."""
 
     modality: str
     batch_size: int
@@ -75,6 +78,7 @@ class SourceShape:
     streams: tuple[StreamShape, ...]
     num_mixed: int
     shared: bool
+    repeat: bool = True
 
     @property
     def modalities(self) -> list[str]:
@@ -88,6 +92,32 @@ class SourceShape:
         else:
             found = [part.num_picks for stream in self.streams for part in stream.slices]
         return sorted(picks for picks in found if picks)
+
+    def token_shares(self) -> list[float]:
+        """Share of the source's tokens that each rank reads in an epoch. The deal is the same in both batching modes."""
+        by_rank = [sum(part.tokens for part in own) for own in self._parts_by_rank()]
+        return [tokens / sum(by_rank) for tokens in by_rank]
+
+    def masked_shares(self, *, shared: bool) -> list[float]:
+        """Share of each rank's micro-batches without a row, from this source, with a shared pool or pools of their own.
+
+        With a shared pool, over an epoch: ranks wait for the longest slice of each stream. With pools of their own, a rank
+        waits only if it has no cells at all, or, without `repeat`, until the last rank has finished.
+        """
+        picks = [sum(part.num_picks for part in own) for own in self._parts_by_rank()]
+        if shared:
+            total = sum(stream.shared_picks for stream in self.streams)
+            return [1 - own / total for own in picks]
+        if self.repeat:
+            return [float(own == 0) for own in picks]
+        return [1 - own / max(picks) for own in picks]
+
+    def worst_masked_shares(self) -> dict[BatchingMode, float]:
+        """The largest of `masked_shares` in each batching mode."""
+        return {mode: max(self.masked_shares(shared=mode == "per_stream")) for mode in BATCHING_MODES}
+
+    def _parts_by_rank(self) -> Iterator[tuple[SliceShape, ...]]:
+        return zip(*(stream.slices for stream in self.streams), strict=True)
 
 
 def group_tokens(groups: GroupTable, lengths: Ints, seq_len: int) -> Ints:
@@ -106,15 +136,16 @@ def group_tokens(groups: GroupTable, lengths: Ints, seq_len: int) -> Ints:
     return found
 
 
-def stream_shape(source: OpenStream, *, batch_size: int, world_size: int) -> StreamShape:
-    """The slices of an open stream on `world_size` ranks, with `batch_size` lanes each."""
+def stream_shape(source: OpenStream, *, batch_size: int, world_size: int, turn: int) -> StreamShape:
+    """The slices of an open stream on `world_size` ranks, with `batch_size` lanes each; rank `turn` has the first."""
     groups = source.groups
     tokens = group_tokens(groups, source.documents.lengths, source.seq_len)
     slices = []
     for start, stop in itertools.pairwise(cut_slices(groups.num_cells, world_size).tolist()):
         loads = assign_lanes(groups.num_cells[start:stop], batch_size)[1] if stop > start else np.zeros(0, np.int64)
         slices.append(SliceShape(loads[loads > 0], int(tokens[start:stop].sum())))
-    return StreamShape(source.stream.modality, batch_size, groups.num_groups, tuple(slices))
+    first = -turn % world_size  # the slice of rank 0
+    return StreamShape(source.stream.modality, batch_size, groups.num_groups, (*slices[first:], *slices[:first]))
 
 
 def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
@@ -125,13 +156,15 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
     """
     config, table, mixing = plan.config, source.table, mixing_of(plan.config, source.table)
     data, holdout = config.data, config.eval.holdout_fraction
-    options = ReadOptions(plan.tokenizer, table.dtype, table.eod)
+    options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split)
     cut = CutOptions(source.name, data.seq_len, data.max_group_cells, data.pack, "train", holdout)
+    shared = mixing.batching_mode == "per_stream"
+    turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
     shapes = []
-    for stream in source.streams:
+    for stream, turn in zip(source.streams, turns, strict=True):
         batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
         opened = open_stream(stream, format=table.format, options=options, cut=cut)
-        shapes.append(stream_shape(opened, batch_size=batch_size, world_size=world_size))
+        shapes.append(stream_shape(opened, batch_size=batch_size, world_size=world_size, turn=turn))
     if shapes and not any(part.num_cells for shape in shapes for part in shape.slices):
         raise UserError(f"source {source.name}", "has no document to train on", "change holdout_fraction or the paths")
-    return SourceShape(source.name, tuple(shapes), mixing.num_streams_mixed, mixing.batching_mode == "per_stream")
+    return SourceShape(source.name, tuple(shapes), mixing.num_streams_mixed, shared, mixing.repeat)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from trainer.data.mixing.dataset import BatchingMode
 from trainer.preview.forecast import Forecast, count_run
 from trainer.preview.shapes import SourceShape, StreamShape, source_shape
 from trainer.preview.shares import ZeroSpan, expected_batches, first_zero, sample_points, shares_at
@@ -46,7 +47,9 @@ class SourceView:
         token_share: share of the tokens of all countable sources.
         num_mixed: K, or the number of slices if that is less.
         picks_per_slice: minimum, median, maximum.
-        idle_share: share of a shared pass that ranks with a shorter slice spend on fully masked batches.
+        idle_share: share of fully masked micro-batches in the configured batching mode, over all ranks.
+        rank_token_shares: share of the source's tokens that each rank reads in an epoch, in both batching modes.
+        masked_share: share of fully masked micro-batches on the worst rank, by batching mode.
         padding_share: share of padding in the tokens of the cells.
         lane_fill: rows of the average batch over the configured batch size.
         wait_bound_steps: 2 K n in optimizer steps; see `wait_bound`.
@@ -61,7 +64,10 @@ class SourceView:
     epochs: float | None = None
     num_mixed: int = 0
     picks_per_slice: tuple[int, int, int] | None = None
+    batching_mode: BatchingMode = "per_stream"
     idle_share: float = 0.0
+    rank_token_shares: tuple[float, ...] = ()
+    masked_share: Mapping[BatchingMode, float] = field(default_factory=dict)
     padding_share: float = 0.0
     lane_fill: float = 1.0
     wait_bound_steps: int = 0
@@ -199,7 +205,7 @@ def _source_view(
     epoch_tokens = sum(part.tokens for _, part in slices)
     rows = sum(len(part.loads) * part.num_picks for _, part in slices)
     configured_rows = sum(stream.batch_size * part.num_picks for stream, part in slices)
-    busy, shared = sum(part.num_picks for _, part in slices), sum(stream.shared_picks for stream, _ in slices)
+    masked = shape.masked_shares(shared=shape.shared)
     return SourceView(
         name=shape.name,
         batches=batches,
@@ -209,7 +215,10 @@ def _source_view(
         epochs=sum(view.cells for view in modalities) / epoch_cells,
         num_mixed=num_mixed,
         picks_per_slice=(picks[0], picks[len(picks) // 2], picks[-1]),
-        idle_share=1 - busy / shared if shape.shared else 0.0,
+        batching_mode="per_stream" if shape.shared else "device_per_stream",
+        idle_share=sum(masked) / len(masked),
+        rank_token_shares=tuple(shape.token_shares()),
+        masked_share=shape.worst_masked_shares(),
         padding_share=1 - epoch_tokens / (epoch_cells * plan.config.data.seq_len),
         lane_fill=rows / configured_rows,
         wait_bound_steps=wait_bound(picks, num_mixed, share, train.micro_batches),
@@ -242,19 +251,24 @@ def _modality_view(name: str, shape: SourceShape, batches: float, forecast: Fore
     )
 
 
-def _passes(shape: SourceShape, streams: Sequence[StreamShape]) -> list[int]:
-    """The number of batches of each pass over a slice of these streams in an epoch, on all ranks."""
-    slices = [(stream, part) for stream in streams for part in stream.slices]
-    return [stream.shared_picks if shape.shared else part.num_picks for stream, part in slices]
-
-
 def _expected(shape: SourceShape, streams: Sequence[StreamShape], batches: float) -> tuple[float, float, float, float]:
-    """(picks, exhausts, cells, tokens) of some streams in `batches` batches of their source, averaged over whole epochs."""
-    epochs = batches / max(sum(_passes(shape, shape.streams)), 1)
-    passes = _passes(shape, streams)
-    parts = [part for stream in streams for part in stream.slices]
-    cells, tokens = sum(part.num_cells for part in parts), sum(part.tokens for part in parts)
-    return epochs * sum(passes), epochs * sum(picks > 0 for picks in passes), epochs * cells, epochs * tokens
+    """(picks, exhausts, cells, tokens) of some streams in `batches` batches of their source over all ranks, averaged over
+    whole epochs. Ranks with pools of their own are in epochs of their own."""
+    world_size = len(shape.streams[0].slices)
+    picks = exhausts = cells = tokens = 0.0
+    for rank in range(world_size):
+        epochs = batches / world_size / max(sum(_picks(shape, stream, rank) for stream in shape.streams), 1)
+        passes = [_picks(shape, stream, rank) for stream in streams]
+        picks += epochs * sum(passes)
+        exhausts += epochs * sum(each > 0 for each in passes)
+        cells += epochs * sum(stream.slices[rank].num_cells for stream in streams)
+        tokens += epochs * sum(stream.slices[rank].tokens for stream in streams)
+    return picks, exhausts, cells, tokens
+
+
+def _picks(shape: SourceShape, stream: StreamShape, rank: int) -> int:
+    """The number of batches of a rank's pass over a stream."""
+    return stream.shared_picks if shape.shared else stream.slices[rank].num_picks
 
 
 def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) -> LedgerView | None:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from trainer.data.mixing.dataset import BATCHING_MODES
 from trainer.fitted_table import Column, fitted_table
 from trainer.preview.config_warnings import ConfigWarning
 from trainer.preview.summary import LedgerView, Preview, SourceView
@@ -28,6 +29,8 @@ def print_preview(preview: Preview, warnings: Sequence[ConfigWarning], console: 
     if len(preview.sources) > 1:
         parts.append(Text(_blend_plot(preview, width)))
     parts += [_source_table(preview, console.width), _modality_table(preview, console.width)]
+    if preview.world_size > 1:
+        parts.append(_rank_table(preview, console.width))
     if preview.ledger is not None:
         parts.append(_ledger_table(preview.ledger))
     parts.append(Text(_plot(preview.curves.steps, {"": preview.curves.lr}, "learning rate by step", width)))
@@ -114,6 +117,22 @@ def _modality_table(preview: Preview, width: int) -> Table:
         Column("longest\nwait", [f"{view.longest_wait_steps:,} steps" for view in views], "right"),
     ]
     return fitted_table(columns, width=width, hint=HINT, title="Pools, over all ranks", title_justify="left")
+
+
+def _rank_table(preview: Preview, width: int) -> Table:
+    sources = [source for source in preview.sources if source.rank_token_shares]
+    columns = [
+        Column("source", [escape(each.name) for each in sources]),
+        Column("fewest\ntokens", [f"{min(each.rank_token_shares):.1%}" for each in sources], "right"),
+        Column("most\ntokens", [f"{max(each.rank_token_shares):.1%}" for each in sources], "right"),
+        Column("batching mode", [each.batching_mode for each in sources], leave_out=1),
+        *(
+            Column(f"masked,\n{mode}", [f"{each.masked_share[mode]:.1%}" for each in sources], "right")
+            for mode in BATCHING_MODES
+        ),
+    ]
+    title = f"Shares of the {preview.world_size} ranks; masked: micro-batches without rows on the worst rank"
+    return fitted_table(columns, width=width, hint=HINT, title=title, title_justify="left")
 
 
 def _ledger_table(ledger: LedgerView) -> Table:

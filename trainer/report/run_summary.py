@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, Final
 
 from trainer.config.compare import flatten
-from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.runs.load import RunRecord
 from trainer.runs.wording import number_text
 
@@ -118,6 +118,19 @@ def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
     return SummaryRow("Final loss", losses[last], "nats/token", note)
 
 
+def _noise_scale(run: RunRecord) -> SummaryRow:
+    """The last estimate with its bounds; if the last row has none, its lower bound."""
+    scales, lows, highs = (_finite(run, f"gns/b_simple{end}") for end in ("", "_low", "_high"))
+    if lows and max(lows) > max(scales, default=0):
+        known_at = f"; last estimated at step {max(scales):,}" if scales else ""
+        return SummaryRow("Noise scale", f"at least {_last(lows):.4g}", "sequences", f"bound of B_simple{known_at}")
+    if not scales:
+        return SummaryRow("Noise scale", None, "sequences")
+    step = max(scales)
+    between = f", between {lows[step]:.4g} and {highs[step]:.4g}" if step in lows and step in highs else ""
+    return SummaryRow("Noise scale", scales[step], "sequences", f"B_simple, last estimated at step {step:,}{between}")
+
+
 def _best_loss(label: str, losses: Mapping[int, float], prefix: str = "") -> SummaryRow:
     if not losses:
         return SummaryRow(label, None, "nats/token")
@@ -133,8 +146,6 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     state = str(run.status.get("state", "")) or None
     held_out, smoothed = _finite(run, "eval_loss"), _finite(run, "smoothed/loss")
     speeds = _finite(run, "tokens_per_sec").values()
-    noise_scale = _finite(run, "gns/b_simple")
-    known_at = f"B_simple, last estimated at step {max(noise_scale):,}" if noise_scale else ""
     return [
         SummaryRow("State", state, note=str(run.status.get("reason", ""))),
         SummaryRow("Steps", float(run.steps[-1]) if run.steps else None, note=f"{len(run.steps):,} logged"),
@@ -144,11 +155,9 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         SummaryRow("Held-out loss", _last(held_out), "nats/token", "last evaluation"),
         _best_loss("Best held-out loss", held_out),
         SummaryRow("Speed", statistics.median(speeds) if speeds else None, "tokens/s", "median of logged steps"),
-        SummaryRow("Noise scale", _last(noise_scale), "sequences", known_at),
+        _noise_scale(run),
         SummaryRow("Cold starts", _total(run, "ledger/cold_starts"), "cells"),
-        SummaryRow(
-            "False evictions", _total(run, "ledger/false_evictions/lru", "ledger/false_evictions/stale"), "groups"
-        ),
+        SummaryRow("False evictions", _total(run, *keys_under("ledger/false_evictions/")), "groups"),
         SummaryRow("Rejected steps", _total(run, "non_finite_steps"), "steps"),
         SummaryRow("Restarts", float(len(run.restarts))),
     ]

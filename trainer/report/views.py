@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from trainer.metrics.catalog.lookup import family, lookup
+from trainer.metrics.catalog.lookup import family, keys_under, lookup
 from trainer.report.charts import Chart, Columns, Line, Reference, Style, family_of, make_facts, variant_of
 from trainer.report.curves import Curve, make_curve, running_total
 
@@ -29,7 +29,7 @@ class View:
         is_log: logarithmic scale.
         max_keys: lines of one color that are readable if colors stand for runs; beyond, the keys get separate charts.
         references: horizontal lines.
-        spread_row: standard error of the first row, drawn as a band around it.
+        spread_rows: lower and upper bound of the first row, drawn as a band around it.
     """
 
     title: str
@@ -42,7 +42,7 @@ class View:
     is_log: bool = False
     max_keys: int = 1
     references: Callable[[Columns], tuple[Reference, ...]] = lambda columns: ()
-    spread_row: str | None = None
+    spread_rows: tuple[str, ...] = ()
 
 
 def _capacity(columns: Columns) -> tuple[Reference, ...]:
@@ -123,7 +123,7 @@ VIEWS: Final = (
     ),
     View(
         title="Ledger: lost state, running total",
-        rows=("ledger/false_evictions/lru", "ledger/false_evictions/stale", "ledger/cold_starts"),
+        rows=(*keys_under("ledger/false_evictions/"), "ledger/cold_starts"),
         what="Groups that continued after their state was evicted, and cells that started from zero state, since the start.",
         healthy="0 throughout.",
         trouble="A rising line: recurrent state is lost while it is needed.",
@@ -132,20 +132,20 @@ VIEWS: Final = (
     ),
     View(
         title="Ledger: evictions, running total",
-        rows=("ledger/evictions/lru", "ledger/evictions/stale"),
+        rows=keys_under("ledger/evictions/"),
         what="Groups whose state was evicted since the start, whether still needed or not.",
         is_total=True,
         max_keys=2,
     ),
     View(
         title="Noise scale and batch size",
-        rows=("gns/b_simple", "gns/b_big"),
-        what="B_simple with two standard errors, and the number of sequences per step.",
+        rows=("gns/b_simple", "gns/b_simple_low", "gns/b_big"),
+        what="B_simple with its bounds, and the number of sequences per step. Where it has no upper bound, only the lower.",
         healthy="A batch between a tenth of B_simple and B_simple.",
         trouble="A batch far above B_simple wastes compute on averaging; far below, gradient noise dominates the steps.",
         is_log=True,
-        max_keys=2,
-        spread_row="gns/b_simple_se",
+        max_keys=3,
+        spread_rows=("gns/b_simple_low", "gns/b_simple_high"),
     ),
 )
 
@@ -159,8 +159,7 @@ def make_views(columns: Columns, keys: Sequence[str]) -> tuple[list[Chart], set[
             continue
         charts.append(_chart(view, columns, shown))
         used.update(shown)
-        if view.spread_row is not None:
-            used.add(view.spread_row)
+        used.update(view.spread_rows)
     return charts, used
 
 
@@ -177,7 +176,7 @@ def _chart(view: View, columns: Columns, keys: Sequence[str]) -> Chart:
             # Totals often coincide (each false eviction is also a cold start): only dashes make both visible.
             color, dash = (number, number if view.is_total else 0) if columns.is_single else (run, number)
             drawn = _total(columns, run, key) if view.is_total else curve
-            spread = _spread(columns, run, key, view.spread_row) if view.spread_row and key == keys[0] else None
+            spread = _spread(columns, run, (key, *view.spread_rows)) if view.spread_rows and key == keys[0] else None
             lines.append(Line(run, ", ".join(words), name, drawn, color, dash, spread))
     spec = lookup(keys[0])
     return Chart(
@@ -209,15 +208,14 @@ def _total(columns: Columns, run: int, key: str) -> Curve:
     return make_curve(steps, running_total(values), limit=columns.limit)
 
 
-def _spread(columns: Columns, run: int, key: str, error_key: str) -> Curve | None:
-    """Two standard errors around the values of a key, at the steps that have both."""
-    steps, values = columns.runs[run].column(key)
-    error_steps, errors = columns.runs[run].column(error_key)
-    both, here, there = np.intersect1d(steps, error_steps, assume_unique=True, return_indices=True)
-    if not len(both):
+def _spread(columns: Columns, run: int, keys: Sequence[str]) -> Curve | None:
+    """A value with its lower and upper bound (the keys), at the steps that have all three."""
+    found = [columns.runs[run].column(key) for key in keys]
+    common = np.array(sorted(set(found[0][0]).intersection(*(steps for steps, _ in found[1:]))), dtype=np.int64)
+    if not len(common):
         return None
-    value, width = np.asarray(values)[here], 2 * np.asarray(errors)[there]
-    middle, low, high = (make_curve(both, v, limit=columns.limit) for v in (value, value - width, value + width))
+    at_common = (np.asarray(values)[np.isin(np.asarray(steps), common)] for steps, values in found)
+    middle, low, high = (make_curve(common, values, limit=columns.limit) for values in at_common)
     # Values that are not finite may leave the three with different points.
     is_complete = len(low.mean) == len(middle.mean) == len(high.mean)
     return replace(middle, low=low.mean, high=high.mean) if is_complete else None

@@ -50,7 +50,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         report_spikes(run)
     end_step(run, taken, outcome, run.reporters if run.logs(step) else {})
     if outcome.all_saved:
-        run.saver.publish_pending()
+        run.saver.publish_pending(position)
     every = run.config.eval.every
     position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or step == steps)
     if outcome.should_stop or not at_boundary(run, is_last=step == steps):
@@ -69,6 +69,10 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
     if reporters:
         run.at("logging", step)
         run.count({"non_finite_steps": 0.0})  # reported as 0, not left out
+        if run.spikes is not None:
+            run.count({"loss_spike": 0.0})
+        if (grad_scale := run.train_step.grad_scale) is not None:
+            run.count({"grad_scale": grad_scale})
         if run.info.world_size > 1:
             ready_after = taken.launched.ready_at - run.tracker.step_start
             run.count({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
@@ -154,6 +158,7 @@ def look_for_spike(run: Run, spikes: SpikeDetector, taken: StepInFlight, outcome
     position.recent_batches = {**recent, taken.step: [micro.meta for micro in taken.window.micros]}
     spike = run.diagnostics.best_effort("spikes").run(spikes.update, outcome.loss)
     if spike is not None:
+        run.count({"loss_spike": 1.0})
         position.found_spikes.append(FoundSpike(taken.step, spike, outcome.grad_norm))
 
 

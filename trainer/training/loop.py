@@ -46,6 +46,8 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     run.at("data", step)
     with run.tracker.section("data"):
         window = run.windows.read()
+    if window is None:
+        return "data exhausted", None
     run.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
         run.train_step.accumulate(step, window.micros, details=run.details if run.logs(step) else None)

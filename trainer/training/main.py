@@ -20,6 +20,7 @@ from trainer.errors import UserError
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.sinks.stdout import Output, kept_for_payloads
 from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.checkpointing.train_state import Position, TrainState
@@ -32,6 +33,7 @@ from trainer.training.setup.data import holdout_batches
 from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan
+from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.probe import what_breaks_it
 from trainer.training.signals import StopRequest, say_stopping
 
@@ -52,6 +54,7 @@ def train(
     *,
     stop: StopRequest | None = None,
     verdict_of: VerdictMaker | None = None,
+    data_policy: DataPolicy = DataPolicy(),  # noqa: B008 - frozen
 ) -> int:
     """Train on this rank, alone or as one of torchrun's.
 
@@ -60,6 +63,7 @@ def train(
         given_run_dir: what --run-dir says.
         stop: tells when somebody asks the run to stop, its signals being handled already; None: they are from now on.
         verdict_of: a run's directory -> what gives the words on its health that stand beside the progress bar.
+        data_policy: what to do about data that changed since the checkpoint.
 
     Returns:
         0 when the run is done or was stopped with a checkpoint, 1 when it failed.
@@ -74,11 +78,14 @@ def train(
         info = rank_info()
         device = pick_device(config.train.device, info)
         plan = make_plan(config, config_path, info.world_size)
+        refuse_unmet(plan.unmet_needs(device))
         backend = pick_backend(config.distributed.backend, device)
         timeout = config.distributed.timeout_sec
         try:
             with process_group(info, backend=backend, timeout_sec=timeout, device=device):
-                return _train_in_group(plan, config_path, given_run_dir, info, device, stop, stdout, verdict_of)
+                return _train_in_group(
+                    plan, config_path, given_run_dir, info, device, stop, stdout, verdict_of, data_policy
+                )
         except RunFailed:
             return EXIT_FAILED
 
@@ -92,16 +99,18 @@ def _train_in_group(
     stop: StopRequest,
     stdout: Output,
     verdict_of: VerdictMaker | None,
+    data_policy: DataPolicy,
 ) -> int:
     config = plan.config
     with ExitStack() as stack:
         run_dir, found = _place(config, given, info, stack)
+        data = check_data(plan, found[1] if found is not None else None, info, data_policy)
         with raise_on_all_ranks(world_size=info.world_size):
             state = make_state(plan, info, device)
             if state.gns is not None:
                 stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
             held_out = holdout_batches(plan, info, device)
-            position = _start(plan, state) if found is None else restore(*found, state, config, info, device)
+            position = _start(plan, state) if found is None else restore(*found, state, config, info, device, data)
         if position.step >= config.train.steps and not position.evaluation_is_due:
             text = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to continue"
             logger.info(text, run_dir.path, position.step, config.train.steps)
@@ -127,6 +136,7 @@ def _train_in_group(
             info,
             device,
             run_dir,
+            fingerprint=data.now,
             held_out=held_out,
             source=found[0].name if found is not None else None,
             wandb_run_id=found[1].get("wandb_run_id") if found is not None else None,

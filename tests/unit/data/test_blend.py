@@ -19,6 +19,7 @@ from trainer.errors import UserError
 
 Write = Callable[..., list[Stream]]
 Make = Callable[..., StreamMixingDataset]
+PREFIX = "stream_mixing/active/"
 LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9], "c": [[100], [5, 6, 7]]}
 
 
@@ -50,7 +51,7 @@ def test_shares_follow_constant_weights() -> None:
     expected = {"a": 10_000, "c": 6_000, "d": 4_000}
     assert sum((seen[name] - e) ** 2 / e for name, e in expected.items()) < 13.8  # 2 degrees of freedom, p = 0.001
     error = max(abs(seen[name] - e) / 20_000 for name, e in expected.items())
-    assert blend.drain_step_metrics() == {"blend/max_share_error": pytest.approx(error)}
+    assert blend.drain_step_metrics() == {"blend/max_share_error": pytest.approx(error), "blend/ended_sources": 0.0}
 
 
 def test_shares_follow_a_schedule_and_zero_is_never_picked() -> None:
@@ -96,11 +97,50 @@ def test_sources_that_end_are_left_out_and_the_last_one_ends_the_blend() -> None
     blend = plain({"a": ConstantWeight(1), "b": ConstantWeight(1)}, sizes={"a": 5, "b": 30})
     order = [batch["dataset_labels"][0] for batch in blend]
     assert Counter(order) == {"a": 5, "b": 30}
-    # The expectation counts only what was possible: once one source is left its share is 1.
-    assert blend.drain_step_metrics()["blend/max_share_error"] < 0.2
+    assert blend.drain_step_metrics()["blend/max_share_error"] == pytest.approx(30 / 35 - 0.5)
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(blend)
+
+
+def test_an_ended_source_keeps_its_configured_share_and_is_counted() -> None:
+    blend = plain({"a": ConstantWeight(1), "b": ConstantWeight(1)}, sizes={"a": 20})
+    given = Counter(names(blend, 500))
+    metrics = blend.drain_step_metrics()
+    assert given["a"] == 20
+    assert metrics == {"blend/max_share_error": pytest.approx(0.5 - 20 / 500), "blend/ended_sources": 1.0}
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("weight", [ConstantWeight(1), ScheduledWeight("step", {0: 1.0, 30: 0.0})])
+def test_an_ended_source_has_no_readers_and_no_gauges(
+    write_streams: Write, mixing: Make, is_resumed: bool, weight: WeightSpec
+) -> None:
+    """Also if it is never asked again, since its weight has become zero."""
+    streams = write_streams({"a": [[8] * 4], "b": [[8] * 400]})
+
+    def blended() -> BlendDataset:
+        parts = zip("ab", (weight, ConstantWeight(1)), strict=True)
+        return BlendDataset(
+            [
+                BlendSource(m, mixing([s for s in streams if s.modality == m], name=m, repeat=False), w)
+                for m, w in parts
+            ],
+            seed=0,
+        )
+
+    blend = blended()
+    list(itertools.islice(blend, 30))
+    if is_resumed:
+        state = blend.state_dict()
+        blend = blended()
+        blend.load_state_dict(state)
+    for _ in range(20):
+        next(blend)
+        metrics = blend.drain_step_metrics()
+    assert metrics[PREFIX + "modalities/a"] == 0.0
+    assert metrics[PREFIX + "modalities/b"] == 1.0
+    assert metrics[PREFIX + "remaining_min"] == metrics[PREFIX + "remaining_max"] > 300
 
 
 def test_all_weights_zero_is_refused_at_its_batch() -> None:

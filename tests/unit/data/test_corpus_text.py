@@ -12,6 +12,7 @@ import pytest
 
 from trainer.data.corpus.manifest import read_manifest
 from trainer.data.corpus.text import build_text
+from trainer.data.streams.layout import discover_nested
 from trainer.errors import UserError
 
 LIMIT = 100_000
@@ -63,18 +64,15 @@ def test_the_manifest_counts_and_digests_what_is_on_disk(files: Path, tmp_path: 
     assert str(tmp_path) not in (out / "manifest.json").read_text()
 
 
-def test_files_that_are_no_text_get_a_line_each_and_the_rest_goes_on(files: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files: Path, tmp_path: Path) -> None:
     (files / "a" / "bad.txt").write_bytes(b"good so far \xff\xfe")
     (files / "a" / "binary.txt").write_bytes(b"x\x00y")
     (files / "a" / "empty.txt").write_bytes(b"")
     (files / "a" / "blank.txt").write_bytes(b" \n\n")
     (files / "a" / "huge.txt").write_text("x" * (LIMIT + 1))
     (files / "a" / "twin.txt").write_bytes((files / "a" / "0.txt").read_bytes())
-    lines: list[str] = []
     out = tmp_path / "out"
-    manifest = build_text(
-        out, {"notes": [f"{files}/**/*.txt"]}, max_file_bytes=LIMIT, min_stream_bytes=300, warn=lines.append
-    )
+    manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]}, max_file_bytes=LIMIT, min_stream_bytes=300)
     reasons = {item.source: item.reason for item in manifest.skipped}
     assert reasons == {
         "notes/a/bad.txt": "not UTF-8: byte 0xff at offset 12",
@@ -84,7 +82,6 @@ def test_files_that_are_no_text_get_a_line_each_and_the_rest_goes_on(files: Path
         "notes/a/huge.txt": f"{LIMIT + 1} bytes, more than the limit of {LIMIT}",
         "notes/a/twin.txt": "the same text as a/0.txt",
     }
-    assert lines == [f"{source}: skipped: {reason}" for source, reason in reasons.items()]
     assert manifest.totals()["documents"] == 9
 
 
@@ -92,6 +89,36 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfhello")
     build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.txt"]})
     assert rows_of(tmp_path / "out", "m/misc.jsonl") == [{"text": "hello", "source": "x.txt"}]
+
+
+def test_names_that_are_not_utf_8_or_not_printable_are_escaped(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/in/caf\xe9"
+    os.makedirs(folder)
+    for name in (b"one\xff.txt", b"two\n.txt", b"three\x1b[31m.txt"):
+        with open(folder + b"/" + name, "wb") as file:
+            file.write(name[:3] * 9)
+    (tmp_path / "in" / "plain").mkdir()
+    (tmp_path / "in" / "plain" / "ünö.txt").write_text("a text")
+    manifest = build_text(tmp_path / "out", {"m": [f"{tmp_path}/in/**/*.txt"]}, min_stream_bytes=1)
+    assert manifest == read_manifest(tmp_path / "out")
+    assert [entry.path for entry in manifest.modalities["m"]] == ["m/caf\\xe9.jsonl", "m/plain.jsonl"]
+    assert [row["source"] for row in rows_of(tmp_path / "out", "m/caf\\xe9.jsonl")] == [
+        "caf\\xe9/one\\xff.txt",
+        "caf\\xe9/three\\x1b[31m.txt",
+        "caf\\xe9/two\\n.txt",
+    ]
+    assert rows_of(tmp_path / "out", "m/plain.jsonl")[0]["source"] == "plain/ünö.txt"
+
+
+def test_streams_get_names_that_runs_read_and_none_is_lost(tmp_path: Path) -> None:
+    for directory in ("_posts", "posts", "__pycache", "a.b", "a/b", "_", "d" * 250 + "/" + "e" * 250):
+        (tmp_path / "in" / directory).mkdir(parents=True)
+        (tmp_path / "in" / directory / "x.txt").write_text(directory)
+    manifest = build_text(tmp_path / "out", {"m": [f"{tmp_path}/in/**/*.txt"]}, min_stream_bytes=1)
+    streams = discover_nested(tmp_path / "out")
+    assert {stream.relative_path for stream in streams} == {entry.path for entry in manifest.modalities["m"]}
+    assert manifest.totals()["documents"] == sum(len(rows_of(tmp_path / "out", s.relative_path)) for s in streams) == 7
+    assert "m/posts.jsonl" in {stream.relative_path for stream in streams}
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", "a\\b", ".hidden", "_x", "a b", "-x", "x\n"])
@@ -108,7 +135,7 @@ def test_a_glob_without_a_file_is_named(files: Path, tmp_path: Path) -> None:
 
 def test_nothing_usable_is_an_error_with_the_first_reason(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"none of the 1 files can be used; m/x\.bin: not UTF-8"):
+    with pytest.raises(UserError, match=r"none of the 1 files can be used: m/x\.bin: not UTF-8"):
         build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.bin"]})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,44 @@ def test_what_is_not_there_is_refused(root: Path) -> None:
     (root / "c").mkdir()
     with pytest.raises(UserError, match="has no stream files"):
         discover_nested(root, ["c"])
+
+
+def test_data_whose_name_begins_with_an_underscore_does_not_vanish_silently(root: Path, caplog) -> None:
+    for number in range(5):
+        (root / "b" / f"_part{number}.txt").write_text("text")
+    (root / "_c").mkdir()
+    discover_nested(root)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{root}: ignores 7 whose names begin with _: _c, a/_hidden.txt, b/_part0.txt and 4 more; "
+        "rename those that are data"
+    ]
+    caplog.clear()
+    discover_direct([str(root / "**" / "*.md")])
+    assert not caplog.records
+    discover_direct([str(root / "b" / "*"), str(root / "b" / "_part0.txt")])
+    assert "ignores 4 whose names begin with _" in caplog.text
+    with pytest.raises(UserError, match=r"names no stream file \(it ignores 5 whose names begin with _"):
+        discover_direct([str(root / "b" / "_*")])
+    with pytest.raises(UserError, match="ignores '_c'"):
+        discover_nested(root, ["_c"])
+    (root / "d").mkdir()
+    (root / "d" / "_only.txt").write_text("text")
+    with pytest.raises(UserError, match=r"has no stream files \(it ignores 1 whose names begin with _: d/_only"):
+        discover_nested(root, ["d"])
+
+
+def test_labels_are_printable_and_name_the_modality_in_a_config(tmp_path: Path) -> None:
+    for name in (b"m\xff", b"m\x1b[31m", b"m\nn", "mödality".encode()):
+        folder = os.fsencode(tmp_path) + b"/" + name
+        os.makedirs(folder)
+        with open(folder + b"/s\xfe.txt", "wb") as file:
+            file.write(b"text")
+    labels = ["m\\nn", "m\\x1b[31m", "m\\xff", "mödality"]
+    streams = discover_nested(tmp_path)
+    assert sorted(stream.modality for stream in streams) == labels
+    assert all(os.path.isfile(stream.path) for stream in streams)
+    assert len({stream.relative_path for stream in discover_nested(tmp_path, labels)}) == 4
+    assert sorted(stream.modality for stream in discover_direct([f"{tmp_path}/**"])) == labels
 
 
 PINNED = [1718007921776690379, 6493836516194940290]

@@ -100,6 +100,14 @@ def test_draining_twice_keeps_the_snapshot_and_clears_the_count(write_streams: W
     assert set(first) | {"stream_mixing/refill/exhaust_events"} == set(dataset.metric_keys)
 
 
+def test_without_data_left_no_reader_is_active(write_streams: Write, mixing: Make) -> None:
+    dataset = mixing(write_streams({"a": [[9, 4]], "b": [[4], [4]]}), repeat=False)
+    whole = list(dataset)
+    assert whole
+    expected = {PREFIX + "modalities/a": 0.0, PREFIX + "modalities/b": 0.0, "stream_mixing/refill/exhaust_events": 3.0}
+    assert dataset.drain_step_metrics() == expected
+
+
 def test_weighted_picks_follow_the_remaining_batches(write_streams: Write, mixing: Make) -> None:
     """Chi-square over seeds of the first pick; 3 streams with 6, 3 and 1 batches."""
     streams = write_streams({"a": [[4] * 12], "b": [[4] * 6], "c": [[4] * 2]})
@@ -248,6 +256,21 @@ def test_states_of_the_wrong_ranks_are_refused(write_streams: Write, mixing: Mak
         fresh.load_state_dict([])
     with pytest.raises(UserError, match="not one of a stream mixing dataset"):
         fresh.load_state_dict({"a": 1})
+
+
+def test_a_list_of_states_on_the_same_world_gives_each_rank_its_own(write_streams: Write, mixing: Make) -> None:
+    """Also where ranks have taken different numbers of batches, on which their picks depend."""
+    streams = write_streams({"a": [[4] * 40, [4] * 40], "b": [[4] * 40]})
+    alone = {"batching_mode": "device_per_stream", "world_size": 2, "pick_mode": "uniform", "num_streams_mixed": 3}
+    ranks = [mixing(streams, rank=rank, **alone) for rank in (0, 1)]
+    for rank, count in zip(ranks, (3, 8), strict=True):
+        list(itertools.islice(rank, count))
+    states = [rank.state_dict() for rank in ranks]
+    for number, rank in enumerate(ranks):
+        resumed = mixing(streams, rank=number, **alone)
+        resumed.load_state_dict(states)
+        assert resumed.state_dict() == states[number]
+        assert [meta(next(resumed)) for _ in range(20)] == [meta(next(rank)) for _ in range(20)]
 
 
 def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(

@@ -87,6 +87,11 @@ def test_the_program_reads_inspects_inits_and_trains_it(corpus: Path, tmp_path: 
     assert len(losses(run / "metrics.jsonl")) == 3
 
 
+def test_every_format_has_a_row_in_the_docs() -> None:
+    page = (ROOT / "docs" / "mixing.md").read_text(encoding="utf-8")
+    assert [name for name in registry.FORMATS if f"\n| `{name}` | " not in page] == []
+
+
 @pytest.mark.parametrize(
     ("name", "content", "kind"),
     [

@@ -20,6 +20,7 @@ from trainer.runs.table import RowTable
 
 BY_NAME = {rule.name: rule for rule in RULES}
 POOL = "stream_mixing/active/"
+MASKED = "stream_mixing/masked_share"
 ENDED = "stream_mixing/refill/exhaust_events"
 MIXING = {"num_streams_mixed": 4, "pick_mode": "weighted", "batching_mode": "per_stream", "batch_size": 8}
 CONFIG = {
@@ -72,7 +73,7 @@ def noisy(level: float, count: int, relative: float = 0.02) -> list[float]:
 FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
 LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
 SPEED = noisy(1000.0, 100)
-GNS = {"gns/b_simple": [20.0] * 40, "gns/b_simple_se": [2.0] * 40}
+GNS = {"gns/b_simple": [20.0] * 40, "gns/b_simple_low": [16.0] * 40, "gns/b_simple_high": [24.0] * 40}
 
 HEALTHY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
@@ -86,6 +87,7 @@ HEALTHY: dict[str, RunRecord] = {
     "closed_pool_imbalance": make_run(pool_rows()),
     "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0, 0.0, 0.0] * 20})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.04] * 60})),
+    "masked_ranks": make_run({MASKED: [0.0, 0.2] * 20}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.01}}),
     "batch_size": make_run({**GNS, "gns/b_big": [16.0] * 40}),
     "non_finite": make_run({"loss": [2.0] * 9, "grad_norm": [1.0] * 9, "non_finite_steps": [0.0] * 9}),
@@ -113,6 +115,7 @@ FAULTY: dict[str, RunRecord] = {
     "closed_pool_imbalance": make_run(pool_rows(**{f"{POOL}remaining_fraction_min": [1.0] * 30 + [0.2] * 30})),
     "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
+    "masked_ranks": make_run({MASKED: [0.4] * 40}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
     "batch_size": make_run({**GNS, "gns/b_big": [100.0] * 40}),
     "non_finite": make_run({"loss": [2.0, math.nan, 2.0]}),
@@ -211,12 +214,28 @@ def test_the_batch_is_compared_with_the_bounds_of_the_noise_scale(batch: float, 
 
 
 def test_a_wide_confidence_interval_prevents_a_finding_about_the_batch() -> None:
-    wide = {**GNS, "gns/b_simple_se": [9.0] * 40, "gns/b_big": [100.0] * 40}
+    wide = {**GNS, "gns/b_simple_high": [38.0] * 40, "gns/b_big": [100.0] * 40}
     assert check("batch_size", make_run(wide)).verdict == "healthy"
 
 
+def test_an_upper_bound_that_is_mostly_absent_counts_as_infinite() -> None:
+    some = dict.fromkeys(range(21, 41, 3), 21.0)
+    rows = {"gns/b_simple": some, "gns/b_simple_low": [16.0] * 40, "gns/b_simple_high": some, "gns/b_big": [100.0] * 40}
+    outcome = check("batch_size", make_run(rows))
+    assert outcome.verdict == "healthy"
+    assert "16 to infinity" in outcome.sentence
+
+
+@pytest.mark.parametrize(("batch", "verdict"), [(1.0, "finding"), (2.0, "not_measured"), (1000.0, "not_measured")])
+def test_a_lower_bound_alone_tells_a_batch_that_is_too_small(batch: float, verdict: str) -> None:
+    rows = {"gns/b_simple_low": [16.0] * 40, "gns/b_big": [batch] * 40}
+    outcome = check("batch_size", make_run(rows))
+    assert outcome.verdict == verdict
+    assert "at least 16" in outcome.sentence
+
+
 def test_a_noise_scale_that_is_mostly_absent_is_not_measured() -> None:
-    rows = {"gns/b_big": [1.0] * 40, "gns/b_simple": {30: 500.0}, "gns/b_simple_se": {30: 1.0}}
+    rows = {"gns/b_big": [1.0] * 40, "gns/b_simple": {30: 500.0}, "gns/b_simple_low": {30: 400.0}}
     assert check("batch_size", make_run(rows)).verdict == "not_measured"
 
 
@@ -250,6 +269,23 @@ def test_a_spike_in_a_loss_that_falls_steeply_is_found() -> None:
     assert outcome.verdict == "finding"
     assert 23 in outcome.evidence[0].steps
     assert "23" in outcome.sentence
+
+
+def test_a_spike_between_two_rows_is_found_by_its_flag_unless_flags_return() -> None:
+    """A source that is rarely drawn, and whose losses differ, is flagged again and again."""
+
+    def flagged(*rows: int, every: int = 10) -> Outcome:
+        steps = range(every, 41 * every, every)
+        losses, flags = noisy(2.0, 40, 0.001), [float(row in rows) for row in range(40)]
+        columns = {"loss": dict(zip(steps, losses, strict=True)), "loss_spike": dict(zip(steps, flags, strict=True))}
+        return check("loss_spikes", make_run(columns))
+
+    assert flagged().verdict == "healthy"
+    outcome = flagged(30)
+    assert outcome.verdict == "finding"
+    assert "1 flagged between two rows" in outcome.sentence
+    assert flagged(*range(4, 40, 4)).verdict == "healthy"
+    assert flagged(30, every=1).verdict == "healthy", "the row's own loss says more than the flag"
 
 
 def test_neighboring_spikes_are_found_and_a_lasting_level_is_not_one_spike_per_row() -> None:
@@ -291,14 +327,30 @@ def test_uneven_streams_are_advice_and_uneven_batches_a_warning() -> None:
     assert check("uneven_slices", make_run(rows, config=uneven)).severity == "warning"
 
 
-def test_a_source_below_its_configured_share_is_named() -> None:
-    config = {**CONFIG, "data": {"source": [{"name": "x", "weight": 3.0}, {"name": "y", "weight": 1.0}]}}
-    rows = {"blend/max_share_error": [0.0] * 900, "blend/share/x": [0.5] * 900, "blend/share/y": [0.5] * 900}
-    knob = check("shares", make_run(rows, config=config)).knob
-    assert knob is not None
-    assert knob.key == "data.source.x.weight"
-    as_configured = {**rows, "blend/share/x": [0.75] * 900, "blend/share/y": [0.25] * 900}
-    assert check("shares", make_run(as_configured, config=config)).verdict == "healthy"
+def test_an_exhausted_source_is_named_as_the_cause_of_shares_that_are_off() -> None:
+    rows = {"blend/max_share_error": [0.4] * 900, "blend/ended_sources": [0.0] * 300 + [1.0] * 600}
+    found = check("shares", make_run(rows))
+    assert "1 source exhausted, the first by step 301" in found.sentence
+    assert found.knob is not None
+    assert found.knob.key == "data.mixing.repeat"
+
+
+def test_a_modality_whose_source_is_exhausted_does_not_starve() -> None:
+    gone = {ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40}
+    assert check("starved_modality", make_run(pool_rows(**gone))).verdict == "finding"
+    ended = {"blend/ended_sources": [0.0] * 20 + [1.0] * 40}
+    assert check("starved_modality", make_run(pool_rows(**gone, **ended))).verdict == "healthy"
+    assert check("starved_modality", make_run(pool_rows(**gone, **{"blend/ended_sources": [1.0] * 60}))).knob is None
+
+
+def test_more_ranks_may_be_masked_in_turn_before_one_is_called_idle() -> None:
+    rows = {MASKED: [0.4] * 40}
+    assert check("masked_ranks", make_run(rows, environment={"world_size": 2})).verdict == "finding"
+    assert check("masked_ranks", make_run(rows, environment={"world_size": 8})).verdict == "healthy"
+    assert check("masked_ranks", make_run({MASKED: [1.0] * 40}, environment={"world_size": 64})).verdict == "finding"
+    # What is over does not hide what is now.
+    late = {MASKED: [0.0] * 20 + [1.0] * 21}
+    assert check("masked_ranks", make_run(late, environment={"world_size": 2})).verdict == "finding"
 
 
 def test_repeated_restarts_from_one_step_are_found_though_they_repeat_few_steps() -> None:

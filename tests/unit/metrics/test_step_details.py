@@ -10,7 +10,7 @@ import torch
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.objective.compose import Objective
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.microbatch import MicroBatch, masked_copy, split
 
 TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])
 LOGITS = torch.tensor([[[0.0, 2.0, 0.0]] * 3, [[3.0, 0.0, 1.0]] * 3], dtype=torch.float64)
@@ -53,6 +53,26 @@ def test_micro_batches_are_weighted_by_their_tokens():
     assert float(total) == pytest.approx(sum(float(result.loss_sum) for result in results))
 
 
+@pytest.mark.parametrize("types", [[[0, 1, 0], [1, 1, 1]], [[0, 1, -1], [1, -1, -1]]])
+def test_masked_targets_have_no_token_type(types):
+    """As -1, or typed all the same: neither changes a mean."""
+    values, _ = collected({"token_types": torch.tensor(types, dtype=torch.int8)})
+    ce = -LOGITS.log_softmax(-1)
+    assert values["token_type/x/loss"] == pytest.approx(float(ce[0, 0, 1]))
+    assert values["token_type/y/loss"] == pytest.approx(float(ce[0, 1, 2] + ce[1, 0, 0]) / 2)
+    assert (values["token_type/x/accuracy"], values["token_type/y/accuracy"]) == (1.0, 0.5)
+
+
+def test_a_masked_copy_adds_nothing_to_any_mean():
+    """What a rank whose data are exhausted runs in place of its micro-batches."""
+    extras = {"token_types": torch.tensor([[0, 1, 1], [1, 0, 0]]), "dataset_labels": ["left", "right"]}
+    batch = {"tokens": torch.zeros(2, 3), "targets": TARGETS, **extras}
+    micro = split(masked_copy(batch), None)
+    details = StepDetails(("token_ce",), token_types=("x", "y"), sources=("left", "right"))
+    details.add(micro, Objective()(LOGITS[:1], micro.targets))
+    assert {key: float(value.weight) for key, value in details.drain_metrics().items() if float(value.weight)} == {}
+
+
 def test_a_label_that_is_not_known_is_left_out_and_the_others_stay():
     values, guards = collected({"dataset_labels": ["left", "made up"], "dataset_segments": ["text", "made up"]})
     assert {key for key in values if "/loss" in key} == {"source/left/loss", "modality/text/loss"}
@@ -69,7 +89,9 @@ def test_a_label_that_is_not_known_is_left_out_and_the_others_stay():
 )
 def test_extras_of_another_length_skip_the_batch(extras, guard, capsys):
     values, guards = collected(extras)
-    assert {"loss", "accuracy", "objective/token_ce"} == values.keys()
+    assert {"loss", "accuracy", "objective/token_ce"} <= values.keys()
+    failed = "token_type/" if "token_types" in extras else ("source/", "modality/")
+    assert not any(key.startswith(failed) for key in values)
     assert guards[guard].num_skipped == 1
     assert all(g.enabled for g in guards)
     assert capsys.readouterr().err == ""

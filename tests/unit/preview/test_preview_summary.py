@@ -109,7 +109,8 @@ def test_averages_of_a_long_run_agree_with_its_counts(tmp_path: Path, mode: str)
         view = _source_view(plan, shape, source.batches, None, short)
         for own, other in zip(view.modalities, source.modalities, strict=True):
             assert own.picks == pytest.approx(other.picks, rel=0.1)
-            assert own.exhausts == pytest.approx(other.exhausts, rel=0.15)
+            # Counts leave out the readers that the run has not finished, about 4 of 35.
+            assert own.exhausts == pytest.approx(other.exhausts, rel=0.2)
             assert own.tokens == pytest.approx(other.tokens, rel=0.1)
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.support.late import events, run_differences
 from tests.support.runs import read_rows, write_tiny_config
 from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
 from trainer.training.main import train
 from trainer.training.step.window import WindowReader
 
@@ -179,9 +180,19 @@ def test_the_data_end_at_the_same_step(both, policy, micro_batches):
 
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     batch = {"tokens": torch.ones(2, 3), "targets": torch.ones(2, 3, dtype=torch.int64)}
-    loaded = [type("Loaded", (), {"batch": batch, "state": "after 1", "metrics": {"lr": 1.0}})()]
-    reader = WindowReader(iter(loaded), micro_batches=2, accepted=None, data_state="before", rank=0)  # type: ignore[arg-type]
+    loaded = [type("Loaded", (), {"batch": batch, "state": "after 1", "metrics": {"lr": 1.0}, "is_masked": False})()]
+    reader = WindowReader(
+        iter(loaded),  # type: ignore[arg-type]
+        micro_batches=2,
+        accepted=None,
+        data_state="before",
+        info=RankInfo(),
+        device=torch.device("cpu"),
+        is_resumed=False,
+    )
     first, second = reader.read(), reader.read()
     assert (first.data_state, second.data_state) == ("after 1", "after 1")
-    assert [len(window.metrics) for window in (first, second)] == [1, 0]
+    mixed = [[metrics["stream_mixing/masked_share"] for metrics in window.metrics] for window in (first, second)]
+    assert mixed == [[0.0, 1.0], [1.0, 1.0]]
+    assert [metrics.get("lr") for metrics in first.metrics] == [1.0, None]
     assert [int((micro.targets != -100).sum()) for micro in first.micros] == [6, 0]

@@ -9,7 +9,9 @@ import pytest
 from tests.support.runs import make_corpus
 from trainer.config.load import load_config
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.training.setup.data import make_dataset
 from trainer.training.setup.plan import make_plan
 from trainer.training.setup.sources import Source, resolve_sources
 
@@ -100,3 +102,21 @@ def test_coordinates_beyond_the_vocabulary_are_refused_by_the_plan():
     config = load_config("x.toml", ["objective.coord={first_token=250, num_bins=20, sigma=1.0}"])
     with pytest.raises(UserError, match="its last bin is token 269, beyond the vocabulary of 257"):
         make_plan(config, Path("x.toml"), 1)
+
+
+def test_blocks_between_blank_lines_are_documents_where_a_source_says_so():
+    Path("notes").mkdir()
+    Path("notes/a.txt").write_text("one\n\ntwo\n\nthree, which is longer\n")
+    table = source("t", 'paths = ["notes/a.txt"]\ntext_split = "blank_line"')
+    Path("x.toml").write_text(HEAD + table)
+    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    dataset = make_dataset(plan, plan.sources[0], RankInfo(), is_holdout=False)
+    assert dataset.count_cells() == {"notes": 3}
+    with pytest.raises(UserError, match="text_split"):
+        load_config("x.toml", ["data.source.t.text_split=line"])
+
+
+def test_a_split_of_text_that_no_file_heeds_is_refused():
+    Path("x.toml").write_text(HEAD + source("t", 'root = "corpus"\ntext_split = "blank_line"'))
+    with pytest.raises(UserError, match=r"source t: text_split: is .blank_line., but the source has no raw text files"):
+        make_plan(load_config("x.toml"), Path("x.toml"), 1)

@@ -21,19 +21,33 @@ def check(
     from dataclasses import asdict
     from pathlib import Path
 
+    import torch
+
     from trainer.config.load import load_config, to_toml
+    from trainer.metrics.logger import get_logger
+    from trainer.preview.shapes import source_shape
+    from trainer.training.checkpointing.resume_checks import check_resume
     from trainer.training.setup.plan import make_plan
     from trainer.training.setup.probe import try_forward
 
     resolved = load_config(config_path, overrides or [])
     plan = make_plan(resolved, Path(config_path), nproc)
     plan.check_weights()
+    check_resume(resolved)
+    device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
+    for unmet in plan.unmet_needs(device):
+        get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     facts["forward_pass"] = try_forward(plan)
     sources: dict[str, dict[str, Any]] = {
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
         for source in plan.sources
     }
+    for source in plan.sources if nproc > 1 else []:
+        if source.streams:  # opens them all, which one rank does not need: it reads everything
+            shape = source_shape(plan, source, nproc)
+            shares = {"rank_token_shares": shape.token_shares(), "masked_share": shape.worst_masked_shares()}
+            sources[source.name].update(shares)
     if as_json:
         content = {"config": resolved.model_dump(mode="json"), "facts": {**facts, "sources": sources}}
         typer.echo(json.dumps(content, indent=2))
@@ -45,3 +59,8 @@ def check(
         typer.echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
     for name, found in sources.items():
         typer.echo(f"#   source {name}: {found['streams']} streams, modalities {', '.join(found['modalities'])}")
+        if "rank_token_shares" in found:
+            tokens, masked = found["rank_token_shares"], found["masked_share"]
+            by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in masked.items())
+            typer.echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}, in both batching modes")
+            typer.echo(f"#     micro-batches without rows on the worst rank: {by_mode}")

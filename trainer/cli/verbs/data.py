@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 from trainer.cli.options import EodOption, FormatOption, JsonOption
 from trainer.cli.terminal import output, progress_bar
 from trainer.errors import UserError, UserErrors
+from trainer.names import few
 from trainer.runs.wording import counted
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ TokenizerOption = Annotated[
     str, typer.Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")
 ]
 VocabOption = Annotated[int, typer.Option(min=0, help="Vocabulary size, for tokenizer ids.")]
+TextSplitOption = Annotated[
+    str, typer.Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
+]
 DtypeOption = Annotated[str | None, typer.Option(help="Of headerless .bin files.", metavar="DTYPE")]
 
 
@@ -67,13 +70,14 @@ def text(
             raise UserError(f"--modality {given}", "is not of the form NAME=GLOB", fix)
         globs.setdefault(name, []).append(pattern)
     with progress_bar() as progress:
-        manifest = build_text(Path(out), globs, force=force, progress=progress, warn=partial(typer.echo, err=True))
+        manifest = build_text(Path(out), globs, force=force, progress=progress)
     _summarise(out, manifest)
 
 
 def _summarise(out: str, manifest: Manifest) -> None:
     if manifest.skipped:
-        typer.echo(f"{len(manifest.skipped)} files were skipped; the manifest lists them with the reason", err=True)
+        shown = few([f"{each.source} ({each.reason})" for each in manifest.skipped])
+        typer.echo(f"skipped {counted(len(manifest.skipped), 'file')}: {shown}; the manifest lists them all", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
@@ -116,6 +120,7 @@ def verify(
     format: FormatOption = "auto",
     dtype: DtypeOption = None,
     eod: EodOption = None,
+    text_split: TextSplitOption = "file",
 ) -> None:
     """Read everything once and report every damaged file; exit with 2 if there is one."""
     from trainer.data.formats.documents import ReadOptions
@@ -124,7 +129,7 @@ def verify(
     from trainer.data.tokenizer import load_tokenizer
 
     at = discover(paths, format=format)
-    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod)
+    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
         found = read_everything(at.streams, options, format=format, root=root, report=report)
@@ -146,6 +151,7 @@ def inspect(
     format: FormatOption = "auto",
     dtype: DtypeOption = None,
     eod: EodOption = None,
+    text_split: TextSplitOption = "file",
     as_json: JsonOption = False,
 ) -> None:
     """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
@@ -155,14 +161,21 @@ def inspect(
     from trainer.data.tokenizer import load_tokenizer
 
     at = discover(paths, format=format)
-    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod)
+    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
     cutting: dict[str, Any] = {"seq_len": seq_len, "max_group_cells": max_group_cells, "pack": pack}
     with progress_bar() as report:
         found = survey(at.streams, options, format=format, **cutting, report=report)
     content = {
         "paths": paths,
         "layout": at.layout,
-        "reading": {"tokenizer": tokenizer, "vocab_size": vocab_size, "format": format, "dtype": dtype, "eod": eod},
+        "reading": {
+            "tokenizer": tokenizer,
+            "vocab_size": vocab_size,
+            "format": format,
+            "dtype": dtype,
+            "eod": eod,
+            "text_split": text_split,
+        },
         "cutting": cutting,
         **_facts(found, seq_len, options.tokenizer),
     }
@@ -209,7 +222,7 @@ def _print_tables(content: dict[str, Any]) -> None:
         table.add_column(name, justify="right")
     rows = list(content["modalities"].items())
     for name, facts in [*rows, *([("all", content["totals"])] if len(rows) > 1 else [])]:
-        table.add_row(name, *(f"{facts[key]:,}" for key in names), f"{facts['padding_share']:.1%}")
+        table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), f"{facts['padding_share']:.1%}")
     console.print(table)
     histogram = content["histogram"]
     if histogram["types"]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -19,10 +19,8 @@ from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
 
-if TYPE_CHECKING:
-    pass
-
 MAX_SHARE_ERROR = "blend/max_share_error"
+ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX = "blend/share/"
 VERSION = 1
 # Sources are merged like ranks: by the operation that the catalog has for the key.
@@ -94,9 +92,9 @@ class BlendDataset:
         self._choices: list[int] = []
         self._expected = [
             [0.0] * len(sources)
-        ]  # expected batches of each source before each choice, and after the last
+        ]  # batches that the weights call for of each source, before each choice and after the last
         self._errors = [0.0]  # the largest difference between those and the actual batches, likewise
-        keys = [MAX_SHARE_ERROR]
+        keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
         self._drains: dict[int, Callable[[], dict[str, float] | None]] = {}  # of the sources that report metrics
         for index, source in enumerate(sources):
             own_keys = getattr(source.dataset, "metric_keys", None)
@@ -152,19 +150,20 @@ class BlendDataset:
         """Compute the choices from the next batch to the end of its block, -1 where all weights are zero.
 
         A choice depends on the batch index and on which sources have data, so this is repeated whenever a source ends.
-        `expected` is the expected number of batches of each source so far.
+        `expected` is the number of batches that the weights call for of each source so far. It includes sources that have
+        ended: their share is then below the configured one, which is what `blend/max_share_error` is to show.
         """
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
         batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)
         weights = np.zeros((len(batches), len(self.sources)))
         for i, source in enumerate(self.sources):
-            if not self._ended[i]:
-                xs = positions(source.weight.unit, batches, self._micro_batches)
-                weights[:, i] = source.weight.evaluate_many(xs)
+            weights[:, i] = source.weight.evaluate_many(positions(source.weight.unit, batches, self._micro_batches))
         sums = weights.sum(axis=1, keepdims=True)
         shares = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
-        ends = shares.cumsum(axis=1)
+        alive = np.where(self._ended, 0.0, weights)
+        left = alive.sum(axis=1, keepdims=True)
+        ends = np.divide(alive, left, out=np.zeros_like(alive), where=left > 0).cumsum(axis=1)
         totals = ends[:, -1:]
         chosen = (ends <= self._uniforms.block(block)[offset:, None] * totals).sum(axis=1)
         # The product may round up to the total itself: then the last source with a weight is meant.
@@ -197,17 +196,17 @@ class BlendDataset:
     def drain_step_metrics(self) -> dict[str, float]:
         """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
 
-        A source contributes what it reported last; its counters only once, and once it is exhausted nothing else.
-        `blend/max_share_error` is the largest difference, over the sources, between the share of batches a source gave
-        and the share it was expected to give (the mean of its probability at each batch).
+        A source contributes what it reported last, its counters only once. A source that has ended has no readers: its
+        counts (what sums over ranks) are 0, and its other gauges are left out. `blend/max_share_error` is the largest
+        difference, over the sources, between the share of batches a source gave and the share that the weights call for
+        (the mean of its configured probability at each batch, whether or not sources have ended).
         """
         if not self._batch_index:
             return {}
         counters, latest = self._counters, self._latest
         for index in self._undrained & self._drains.keys():
             drained = self._drains[index]() or {}
-            # An exhausted source has no readers left, so no gauges: only what it counted since the last drain.
-            latest[index] = {k: drained[k] for k in counters if k in drained} if self._ended[index] else drained
+            latest[index] = self._of_ended(drained) if self._ended[index] else drained
         by_key: dict[str, list[float]] = {}
         for values in latest.values():
             for key, value in values.items():
@@ -219,10 +218,15 @@ class BlendDataset:
         error = self._errors[self._batch_index - self._first] / self._batch_index
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR, 0.0))
+        metrics[ENDED_SOURCES] = sum(self._ended) + metrics.get(ENDED_SOURCES, 0.0)
         if self._per_source:
             for name, count in zip(self._names, self._counts, strict=True):
                 metrics[SHARE_PREFIX + name] = count / self._batch_index
         return metrics
+
+    def _of_ended(self, drained: Mapping[str, float]) -> dict[str, float]:
+        counted = {key: value for key, value in drained.items() if key in self._counters}
+        return {key: 0.0 for key in drained if self._merges[key] is sum} | counted
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change. Only sources that moved are asked for their state."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from trainer.errors import UserError
 # Far inside float64's range: no sum of weights overflows and no interpolated weight underflows, so a weight is zero
 # exactly where its schedule is.
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-100, 1e100
+ScheduleKind = Literal["linear", "step"]
 Interval: TypeAlias = tuple[int, int | None]  # first and last x, both included; None: unbounded
 
 
@@ -70,15 +71,16 @@ class ScheduledWeight:
         path: the name of this weight in messages.
     """
 
-    kind: Literal["linear", "step"]
+    kind: ScheduleKind
     points: Mapping[int, float]
     scale: float = 1.0
     unit: Literal["batch", "step"] = "batch"
     path: str = field(default="weight", compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "step"):
-            raise UserError(f"{self.path}.schedule", f"must be one of linear, step; got {self.kind!r}")
+        if self.kind not in get_args(ScheduleKind):
+            known = ", ".join(get_args(ScheduleKind))
+            raise UserError(f"{self.path}.schedule", f"must be one of {known}; got {self.kind!r}")
         if self.unit not in ("batch", "step"):
             raise UserError(f"{self.path}.unit", f"must be one of batch, step; got {self.unit!r}")
         if not self.points:

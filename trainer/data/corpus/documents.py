@@ -74,13 +74,9 @@ def check_all(
     what: str,
     max_bytes: int,
     forbidden: Iterable[str] = (),
-    warn: Callable[[str], None] | None = None,
     progress: ReportProgress | None = None,
 ) -> tuple[list[Document], list[Skipped]]:
-    """Check the candidates of the modality `what`, sorted by source, and skip all but the first of exact duplicates.
-
-    `warn` gets one line for every skipped file.
-    """
+    """Check the candidates of the modality `what`, sorted by source, and skip all but the first of exact duplicates."""
     ordered = sorted(candidates, key=lambda candidate: candidate.source)
     words = tuple(forbidden)
     documents: list[Document] = []
@@ -94,8 +90,6 @@ def check_all(
             result = Skipped(result.source, f"the same text as {first_source[result.digest]}")
         if isinstance(result, Skipped):
             skipped.append(Skipped(f"{what}/{result.source}", result.reason))
-            if warn is not None:
-                warn(f"{what}/{result.source}: skipped: {result.reason}")
             continue
         first_source[result.digest] = result.source
         documents.append(result)

@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from email.message import Message
 from pathlib import Path
 from pydoc_data import topics
@@ -34,7 +34,6 @@ def build_pytext(
     *,
     max_bytes: Mapping[str, int] | None = None,
     force: bool = False,
-    warn: Callable[[str], None] | None = None,
     progress: ReportProgress | None = None,
 ) -> Manifest:
     """Build the corpus at `out/{python,cpp,prose}/<stream>.jsonl`.
@@ -47,7 +46,6 @@ def build_pytext(
         out: the corpus directory; see `write_corpus` for what may be there already.
         max_bytes: modality -> cap on its text, instead of `MAX_BYTES`; see `cap_evenly`.
         force: replace another corpus in `out`.
-        warn: gets one line for every skipped file.
         progress: gets (done, total, what).
 
     Raises:
@@ -64,7 +62,7 @@ def build_pytext(
     skipped: list[Skipped] = []
     for name, find in sources.items():
         documents, refused = check_all(
-            find(), what=name, max_bytes=_MAX_FILE_BYTES, forbidden=forbidden, warn=warn, progress=progress
+            find(), what=name, max_bytes=_MAX_FILE_BYTES, forbidden=forbidden, progress=progress
         )
         modalities[name] = cap_evenly(
             group_by_directory(documents, min_bytes=MIN_STREAM_BYTES), caps[name], min_bytes=MIN_STREAM_BYTES

@@ -10,6 +10,7 @@ from trainer.data.corpus.documents import Document
 
 MIN_STREAM_BYTES = 65_536
 MISC = "misc"
+MAX_NAME_BYTES = 200  # file systems allow 255, the extension included
 Streams = dict[str, list[Document]]
 
 
@@ -17,7 +18,7 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
     """One stream per directory of the sources; a directory with less than `min_bytes` joins its parent.
 
     Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins the smallest other
-    stream. Streams are named after the directory, with dots: `numpy.linalg`.
+    stream. Streams are named after the directory, with dots: `numpy.linalg`; see `_stream_name`.
     """
     by_directory: dict[tuple[str, ...], list[Document]] = {}
     for document in documents:
@@ -28,7 +29,9 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
             if _size(by_directory[parts]) < min_bytes:
                 small = by_directory.pop(parts)
                 by_directory.setdefault(parts[:-1], []).extend(small)
-    streams = {".".join(parts): members for parts, members in by_directory.items() if parts}
+    streams: Streams = {}
+    for parts in sorted(key for key in by_directory if key):
+        streams[_free_name(_stream_name(parts), streams)] = by_directory[parts]
     left_over = by_directory.get((), [])
     if left_over and streams and _size(left_over) < min_bytes:
         smallest = min(streams, key=lambda name: (_size(streams[name]), name))
@@ -70,6 +73,18 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
 
 def _size(documents: Sequence[Document]) -> int:
     return sum(document.num_bytes for document in documents)
+
+
+def _stream_name(parts: Sequence[str]) -> str:
+    """`numpy.linalg`, without the `_` or `.` at its beginning: runs ignore files whose names begin so.
+
+    A name that is too long for a file ends in a digest.
+    """
+    name = ".".join(parts).lstrip("._") or MISC
+    encoded = name.encode()
+    if len(encoded) <= MAX_NAME_BYTES:
+        return name
+    return f"{encoded[:MAX_NAME_BYTES].decode(errors='ignore')}-{hashlib.sha256(encoded).hexdigest()[:12]}"
 
 
 def _free_name(name: str, taken: Mapping[str, object]) -> str:

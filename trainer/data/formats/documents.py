@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -16,6 +17,7 @@ from trainer.errors import UserError
 TokenArray = npt.NDArray[Any]  # any integer dtype: as stored on disk
 Kind: TypeAlias = Literal["text", "ids"]
 """What a file holds: text to be tokenized, or token ids."""
+CHUNK = 1 << 16  # tokens checked together
 TEXT_SPLITS = ("file", "blank_line")
 
 
@@ -78,11 +80,31 @@ class ReadOptions:
             raise UserError("text_split", f"must be one of {', '.join(TEXT_SPLITS)}; got {self.text_split!r}")
 
 
-def table_from_pieces(pieces: list[TokenArray], vocab_size: int) -> TokenTable:
-    """Concatenate documents that were tokenized one by one, in the smallest dtype that holds the vocabulary."""
+def table_from_pieces(pieces: list[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
+    """Concatenate documents that were tokenized one by one, in the smallest dtype that holds the vocabulary.
+
+    Args:
+        pieces: the ids of each document, any integer dtype.
+        vocab_size: number of ids.
+        where: the file, for messages.
+
+    Raises:
+        UserError: an id is outside the vocabulary; in the smaller dtype it would turn into another one.
+    """
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
     tokens = np.empty(int(lengths.sum()), dtype=np.min_scalar_type(max(vocab_size - 1, 0)))
-    starts = np.cumsum(lengths) - lengths
-    for piece, start in zip(pieces, starts.tolist(), strict=True):
-        tokens[start : start + len(piece)] = piece
-    return TokenTable(tokens, starts, lengths)
+    ends = np.cumsum(lengths)
+    # Short documents together: a check of each alone would take longer than all else here.
+    cuts = np.unique(np.searchsorted(ends, np.arange(CHUNK, len(tokens), CHUNK))).tolist()
+    for first, last in itertools.pairwise([0, *(cut for cut in cuts if cut), len(pieces)]):
+        if first == last:
+            continue
+        chunk = np.concatenate(pieces[first:last])
+        stop = int(ends[last - 1])
+        if chunk.size and not 0 <= chunk.min() <= chunk.max() < vocab_size:
+            at = int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
+            document = int(np.searchsorted(ends, stop - len(chunk) + at, side="right"))
+            problem = f"document {document}: token id {int(chunk[at])} is outside the vocabulary of {vocab_size} ids"
+            raise UserError(where, problem, "use the tokenizer that made the ids")
+        tokens[stop - len(chunk) : stop] = chunk
+    return TokenTable(tokens, ends - lengths, lengths)

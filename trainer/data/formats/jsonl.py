@@ -60,7 +60,7 @@ def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
                 pieces.append(_tokens(_parse(line, where), options.tokenizer, where))
     if not pieces:
         raise UserError(str(path), "has no documents, only blank lines", "remove the file")
-    return table_from_pieces(pieces, options.tokenizer.vocab_size)
+    return table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path))
 
 
 def jsonl_kind(path: Path) -> Kind:

@@ -95,7 +95,7 @@ def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
         raise UserError(str(path), f"is not a readable Parquet file ({reason})", "write the file again") from error
     if not pieces:
         raise UserError(str(path), "has no rows", "remove the file")
-    return table_from_pieces(pieces, options.tokenizer.vocab_size)
+    return table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path))
 
 
 def parquet_kind(path: Path) -> Kind:

@@ -101,6 +101,13 @@ def format_name(path: Path, name: str = "auto") -> str:
     raise UserError(str(path), f"no format is known for {path.suffix!r}", f"name the format: {', '.join(FORMATS)}")
 
 
+def files_of(path: Path, format: str) -> list[Path]:
+    """The files that a stream's documents depend on: its own, and the one beside it that its format needs."""
+    name = format_name(path, format)
+    beside = None if is_import_path(name) else FORMATS[name].beside
+    return [path] if beside is None else [path, path.with_suffix(beside)]
+
+
 def load_documents(path: str | Path, format: str, options: ReadOptions) -> TokenTable:
     """The documents of a file; see `open_documents`."""
     path = Path(path)

@@ -39,4 +39,4 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
             problem = f"is not UTF-8 text (byte offset {start + error.start})"
             raise UserError(str(path), problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
         pieces.append(options.tokenizer.encode(text))
-    return table_from_pieces(pieces, options.tokenizer.vocab_size)
+    return table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path))

@@ -15,7 +15,7 @@ from trainer.data.keyed import KeyedUniforms
 from trainer.data.mixing import state as mixing_state
 from trainer.data.mixing.collate import Batch, Collator
 from trainer.data.mixing.epochs import BatchSizes, QueueKey
-from trainer.data.mixing.pool import PICK_MODES, ActivePool, PickMode, pool_metric_keys
+from trainer.data.mixing.pool import PICK_MODES, ActivePool, PickMode, modality_keys, pool_metric_keys
 from trainer.data.mixing.reader import StreamReader
 from trainer.data.mixing.reader_queue import ReaderQueue
 from trainer.data.streams.holdout import Split, check_split
@@ -221,10 +221,15 @@ class StreamMixingDataset:
         return counts
 
     def drain_step_metrics(self) -> dict[str, float]:
-        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick."""
+        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
+
+        Once all data are read, only the counts: no reader is active, of any modality.
+        """
         if not self._pool.seen:
             return {}
-        metrics = {**self._pool.seen, EXHAUST_EVENTS: float(self._exhaust_events)}
+        is_over = not self._repeat and not self._pool.readers and self._queue.is_empty
+        gauges = dict.fromkeys(modality_keys(self.modalities), 0.0) if is_over else self._pool.seen
+        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
         self._exhaust_events = 0
         return metrics
 
@@ -269,10 +274,10 @@ class StreamMixingDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         mixing_state.check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
+        self._keep_deal(own["version"])
         self._pool = ActivePool(self.modalities, self._pick_mode, self._guard)
         self._has_no_cells = False
         self._exhaust_events = 0
-        self._batch_index = max(each["batch_index"] for each in states)
         if mixing_state.is_same_layout(own, self._fixed_state):
             if not self._shared and own["rank"] != self._rank:
                 problem = f"the state is rank {own['rank']}'s, not rank {self._rank}'s"
@@ -288,6 +293,18 @@ class StreamMixingDataset:
         self._pool.turn = state["turn"]
         self._pool.restore(state["observed"])
         self._has_no_cells = state["is_barren"]
+        self._batch_index = state["batch_index"]
+
+    def _keep_deal(self, version: int) -> None:
+        """Deal streams to ranks as the saved state does: who reads a group must not change while it is read."""
+        if version < mixing_state.VERSION and self._world_size > 1 and self._rank == 0:
+            text = (
+                "%s: the checkpoint is from a version that gives streams of few groups to the same ranks, and is continued "
+                "so; only a new run balances its ranks"
+            )
+            logger.warning(text, self.name)
+        self._fixed_state["version"] = version
+        self._queue.deal_as(version)
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         if not self._shared and len(states) != states[0]["world_size"]:
@@ -299,3 +316,4 @@ class StreamMixingDataset:
             # They are at the front of the queue, so nothing is lost.
             logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
         self._queue.begin_epoch(epoch, points)
+        self._batch_index = max(state["batch_index"] for state in states)

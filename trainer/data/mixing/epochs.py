@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from trainer.arrays import Flags, Ints
 from trainer.data.keyed import keyed_generator
 from trainer.data.mixing.reader import PastReads
 from trainer.data.streams.layout import Stream
@@ -71,49 +75,109 @@ class ReshardPoint:
 
 @dataclass(frozen=True)
 class QueueKey:
-    """Determines the order of streams, together with the epoch: one queue for all ranks, or one per rank."""
+    """Determines the order of streams, together with the epoch (one queue for all ranks, or one per rank), and which
+    slice of a stream each rank reads.
+
+    Args:
+        in_turns: deal the slices of each stream beginning at another rank; False: slice i to rank i, as states of
+            version 2 were dealt.
+    """
 
     name: str
     seed: int
     num_streams: int
     shared: bool
+    in_turns: bool = True
 
-    def _permutation(self, epoch: int, rank: int, part: int) -> list[int]:
+    def permutation(self, epoch: int, rank: int, part: int) -> Ints:
+        """A shuffled order of all streams; `part` is the number of reshard points before it. int64 [num_streams]."""
         who = "all" if self.shared else rank
-        generator = keyed_generator("queue", self.name, self.seed, epoch, who, part)
-        order: list[int] = generator.permutation(self.num_streams).tolist()
-        return order
+        return keyed_generator("queue", self.name, self.seed, epoch, who, part).permutation(self.num_streams)
 
-    def order(self, epoch: int, rank: int, points: Sequence[ReshardPoint]) -> list[int]:
+    @cached_property
+    def turns(self) -> list[int]:
+        """The rank, modulo the world size, that reads the first slice of each stream; the same in every epoch.
+
+        Cutting a stream at group boundaries favours the same slices every time: of a stream of one group, all but one
+        are empty. A permutation lets every rank begin equally often, whatever the sizes; it is keyed because sizes may
+        follow the order of names. It must not depend on the epoch: ranks that pick alone are in different epochs, and
+        two ranks must never read the same group at once.
+        """
+        if not self.in_turns:
+            return [0] * self.num_streams
+        turns: list[int] = keyed_generator("turns", self.name, self.seed).permutation(self.num_streams).tolist()
+        return turns
+
+    def slice_of(self, stream_id: int, rank: int, world_size: int) -> int:
+        """The slice of a stream that a rank reads."""
+        return (rank - self.turns[stream_id]) % world_size
+
+
+class EpochOrder:
+    """The order of an epoch's streams, and how far each had been read at its reshard points.
+
+    Each point's orders follow from those of the point before. They are computed once, so the cost grows linearly with the
+    number of points.
+    """
+
+    def __init__(self, key: QueueKey, epoch: int, points: Sequence[ReshardPoint]) -> None:
+        self._key, self._epoch, self._points = key, epoch, points
+        self._shared_orders: list[Ints] = []
+        self._untouched: list[Flags] = []  # by point: streams that some rank had not reached, bool [num_streams]
+        self._waiting: list[
+            Flags
+        ] = []  # by point: the same by rank (one row for a shared queue), bool [W, num_streams]
+        self._active: list[dict[int, dict[int, int]]] = []  # by point: stream -> rank -> picks
+        for number, point in enumerate(points):
+            cursors = point.cursors[:1] if key.shared else point.cursors
+            waiting = np.zeros((len(cursors), key.num_streams), dtype=np.bool_)
+            for rank, cursor in enumerate(cursors):
+                waiting[rank, self._order(rank, number)[cursor.queue_index :]] = True
+            self._waiting.append(waiting)
+            self._untouched.append(np.logical_or.reduce(waiting, axis=0))
+            active: dict[int, dict[int, int]] = {}
+            for rank, cursor in enumerate(point.cursors):
+                for stream, picks in cursor.active:
+                    active.setdefault(stream, {})[rank] = picks
+            self._active.append(active)
+
+    def of_rank(self, rank: int) -> list[int]:
         """The streams in the order in which a rank takes them.
 
         After reshard points: first the streams that were active on any rank (so that what was begun continues), then
         those that some rank had not reached; completely read streams are left out.
         """
-        if not points:
-            return self._permutation(epoch, rank, 0)
-        begun = points[-1].active_streams()
-        rest = self._untouched(epoch, points) - set(begun)
-        if self.shared:
-            before = self.order(epoch, 0, points[:-1])
+        order: list[int] = self._order(rank, len(self._points)).tolist()
+        return order
+
+    def _order(self, rank: int, number: int) -> Ints:
+        """The order of a rank of the world after `number` reshard points."""
+        key = self._key
+        if key.shared and number < len(self._shared_orders):
+            return self._shared_orders[number]
+        if not number:
+            order = key.permutation(self._epoch, rank, 0)
         else:
-            before = self._permutation(epoch, rank, len(points))
-        return begun + [stream for stream in before if stream in rest]
+            begun = np.array(self._points[number - 1].active_streams(), dtype=np.int64)
+            is_next = self._untouched[number - 1].copy()
+            is_next[begun] = False
+            before = self._order(rank, number - 1) if key.shared else key.permutation(self._epoch, rank, number)
+            order = np.concatenate([begun, before[is_next[before]]])
+        if key.shared:
+            self._shared_orders.append(order)
+        return order
 
-    def _untouched(self, epoch: int, points: Sequence[ReshardPoint]) -> set[int]:
-        found: set[int] = set()
-        for rank, cursor in enumerate(points[-1].cursors):
-            found.update(self.order(epoch, rank, points[:-1])[cursor.queue_index :])
-        return found
-
-    def past_reads(self, epoch: int, stream: Stream, points: Sequence[ReshardPoint]) -> list[PastReads]:
-        """How far a stream had been read at each reshard point."""
+    def past_reads(self, stream: Stream) -> list[PastReads]:
+        """How far a stream had been read at each reshard point, without those at which no rank had begun it."""
         found = []
-        for number, point in enumerate(points):
-            picks = []
-            for rank, cursor in enumerate(point.cursors):
-                waiting = self.order(epoch, rank, points[:number])[cursor.queue_index :]
-                active = dict(cursor.active)
-                picks.append(active.get(stream.stream_id, 0 if stream.stream_id in waiting else -1))
-            found.append(PastReads(point.batch_sizes.of(stream), tuple(picks)))
+        for point, waiting, active in zip(self._points, self._waiting, self._active, strict=True):
+            world_size, stream_id = len(point.cursors), stream.stream_id
+            begun = active.get(stream_id, {})
+            if not begun and waiting[:, stream_id].all():
+                continue
+            by_rank = np.broadcast_to(np.where(waiting[:, stream_id], 0, -1), world_size).tolist()
+            for rank, picks in begun.items():
+                by_rank[rank] = picks
+            turn = self._key.turns[stream_id] % world_size
+            found.append(PastReads(point.batch_sizes.of(stream), (*by_rank[turn:], *by_rank[:turn])))
         return found

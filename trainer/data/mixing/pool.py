@@ -29,7 +29,12 @@ _NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _NEG_LAST_PICK, _SURPRISE 
 def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
     """Every key of `ActivePool.seen`."""
     peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX)
-    return (*peaks, *(MODALITY_PREFIX + modality for modality in sorted(modalities)))
+    return (*peaks, *modality_keys(modalities))
+
+
+def modality_keys(modalities: Iterable[str]) -> tuple[str, ...]:
+    """The keys that count active readers."""
+    return tuple(MODALITY_PREFIX + modality for modality in sorted(modalities))
 
 
 class PoolReader(Protocol):
@@ -69,7 +74,7 @@ class ActivePool(Generic[Reader]):
         self.turn = 0  # the slot that round_robin picks next
         self._pick_mode = pick_mode
         self._stats = np.zeros((6, 0))
-        self._counts: dict[str, float] = dict.fromkeys((MODALITY_PREFIX + m for m in sorted(modalities)), 0.0)
+        self._counts: dict[str, float] = dict.fromkeys(modality_keys(modalities), 0.0)
         self._num_picks = 0
         self._guard = guard or BestEffort("pool metrics")
 

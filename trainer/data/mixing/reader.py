@@ -25,7 +25,7 @@ class PastReads:
 
     Args:
         batch_size: lanes it was read on.
-        picks: batches that each of its ranks had taken; -1: its whole slice.
+        picks: batches that had been taken of each slice; -1: the whole slice.
     """
 
     batch_size: int
@@ -102,7 +102,7 @@ class StreamReader:
         source: the open stream.
         remainder: its unread part in this epoch, over all ranks.
         bs: lanes, the most cells per pick.
-        rank, world_size: which slice is read.
+        slice_index, num_slices: which slice is read, of as many as there are ranks.
         shared: all ranks pick this stream together (`per_stream`): it is exhausted when the longest slice is.
         picks: batches that were taken before, by the reader that this one continues.
     """
@@ -113,8 +113,8 @@ class StreamReader:
         remainder: Remainder,
         *,
         bs: int,
-        rank: int,
-        world_size: int,
+        slice_index: int,
+        num_slices: int,
         shared: bool,
         picks: int = 0,
     ) -> None:
@@ -123,18 +123,18 @@ class StreamReader:
         self.stream_id = source.stream.stream_id
         namespace, path = json.dumps(source.groups.namespace), json.dumps(source.stream.relative_path)
         self.name_json = f'"source": {namespace}, "stream": {path}'  # members of a JSON object
-        bounds = cut_slices(remainder.num_cells, world_size).tolist()
-        self._plan = plan = remainder.plan(bounds[rank], bounds[rank + 1], bs)
-        self._groups = remainder.groups[bounds[rank] : bounds[rank + 1]]
+        bounds = cut_slices(remainder.num_cells, num_slices).tolist()
+        self._plan = plan = remainder.plan(bounds[slice_index], bounds[slice_index + 1], bs)
+        self._groups = remainder.groups[bounds[slice_index] : bounds[slice_index + 1]]
         self._num_own_picks = plan.num_batches
         self.num_picks = plan.num_batches
         if shared:
-            others = [pair for other, pair in enumerate(itertools.pairwise(bounds)) if other != rank]
+            others = [pair for other, pair in enumerate(itertools.pairwise(bounds)) if other != slice_index]
             lengths = [plan_length(remainder.num_cells[start:stop], bs) for start, stop in others]
             self.num_picks = max([plan.num_batches, *lengths])
         assert 0 <= picks <= self.num_picks, (picks, self.num_picks)
-        self.slice_start = int(remainder.num_cells[: bounds[rank]].sum())
-        self.slice_end = int(remainder.num_cells[: bounds[rank + 1]].sum())
+        self.slice_start = int(remainder.num_cells[: bounds[slice_index]].sum())
+        self.slice_end = int(remainder.num_cells[: bounds[slice_index + 1]].sum())
         self.position = self.slice_start + plan.cells_before(picks)
         self.picks = picks
         self.remaining_picks = self.num_picks - picks

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from trainer.data.keyed import keyed_generator
-from trainer.data.mixing.epochs import BatchSizes, QueueKey, ReshardPoint
+from trainer.data.mixing.epochs import BatchSizes, EpochOrder, QueueKey, ReshardPoint
 from trainer.data.mixing.reader import StreamReader, remaining_stream
 from trainer.data.mixing.state import points_to_state
 from trainer.data.streams.layout import Stream
@@ -41,6 +42,10 @@ class ReaderQueue:
         self.has_cells = False  # any stream opened so far has cells, for whatever rank
         self.begin_epoch(0, {})
 
+    def deal_as(self, version: int) -> None:
+        """Deal the slices as states of a version do; takes effect with the next epoch that begins or is loaded."""
+        self._key = replace(self._key, in_turns=version > 2)
+
     def begin_epoch(self, epoch: int, points: dict[int, list[ReshardPoint]], index: int = 0) -> None:
         """Go to an epoch.
 
@@ -53,13 +58,18 @@ class ReaderQueue:
         self.points = {at: parts for at, parts in points.items() if at >= epoch}
         self.points_state = points_to_state(self.points)  # here, not in each batch's state: they change with epochs
         self.index = index
-        self._now = self.points.get(epoch, [])
-        self._order = self._key.order(epoch, self._rank, self._now)
+        self._now = EpochOrder(self._key, epoch, self.points.get(epoch, []))
+        self._order = self._now.of_rank(self._rank)
 
     @property
     def is_whole(self) -> bool:
         """Nothing has been taken from this epoch yet, by any world."""
-        return self.index == 0 and not self._now
+        return self.index == 0 and not self.points.get(self.epoch)
+
+    @property
+    def is_empty(self) -> bool:
+        """Every stream of this epoch has been taken."""
+        return self.index >= len(self._order)
 
     def next_reader(self) -> StreamReader | None:
         """A reader of the next stream with cells for this rank; None at the end of the epoch."""
@@ -82,10 +92,10 @@ class ReaderQueue:
         generator = keyed_generator("groups", self._key.name, self._key.seed, self.epoch, stream.relative_path)
         return StreamReader(
             source,
-            remaining_stream(source.groups, generator, self._key.past_reads(self.epoch, stream, self._now)),
+            remaining_stream(source.groups, generator, self._now.past_reads(stream)),
             bs=self._batch_sizes.of(stream),
-            rank=self._rank,
-            world_size=self._world_size,
+            slice_index=self._key.slice_of(stream_id, self._rank, self._world_size),
+            num_slices=self._world_size,
             shared=self._key.shared,
             picks=picks,
         )

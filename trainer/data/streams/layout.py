@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.data.formats.registry import check_format, index_suffixes, suffixes
+from trainer.data.streams.globs import find_files
 from trainer.errors import UserError
+from trainer.names import few, printable
+
+IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
+logger = logging.getLogger("trainer.data")
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Stream:
         path: the file.
         relative_path: its permanent name (part of group ids): relative to the root under NESTED, the path as given under
             DIRECT.
-        modality: its label.
+        modality: its label, printable: metric keys and tables hold it.
     """
 
     stream_id: int
@@ -32,11 +38,30 @@ class Stream:
 
 
 def _is_stream_file(path: Path, format: str) -> bool:
-    if path.name.startswith((".", "_")) or path.name == "manifest.json":
-        return False
-    if path.suffix in index_suffixes():
+    return not path.name.startswith(IGNORED) and _is_data_file(path, format)
+
+
+def _is_data_file(path: Path, format: str) -> bool:
+    """Whether a file is one of documents, but for the beginning of its name."""
+    if path.name == "manifest.json" or path.suffix in index_suffixes():
         return False
     return format != "auto" or path.suffix in suffixes()
+
+
+def _ignored(names: Sequence[str]) -> str:
+    """What to say of files and directories that are left out because of their names; empty if there are none."""
+    marked = sorted(name for name in names if os.path.basename(name).startswith("_"))  # hidden files mean nothing here
+    return f"ignores {len(marked):,} whose names begin with _: {few(marked)}" if marked else ""
+
+
+def _warn_ignored(where: object, names: Sequence[str]) -> None:
+    if ignored := _ignored(names):
+        logger.warning("%s: %s; rename those that are data", printable(str(where)), ignored)
+
+
+def _none(problem: str, names: Sequence[str]) -> str:
+    ignored = _ignored(names)
+    return f"{problem} (it {ignored})" if ignored else problem
 
 
 def _numbered(found: list[tuple[str, str, str]]) -> list[Stream]:
@@ -64,17 +89,26 @@ def discover_nested(
     base = Path(root)
     if not base.is_dir():
         raise UserError(str(root), "no such directory", "set root to a directory with one directory per modality")
-    present = sorted(d.name for d in base.iterdir() if d.is_dir() and not d.name.startswith((".", "_")))
+    directories = {printable(d.name): d for d in sorted(base.iterdir()) if d.is_dir()}
+    present = [name for name in directories if not name.startswith(IGNORED)]
+    left_out = [name for name in directories if modalities is None and name not in present]
     found: list[tuple[str, str, str]] = []
     for modality in present if modalities is None else sorted(set(modalities)):
         if modality not in present:
-            raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
-        files = [path for path in (base / modality).rglob("*") if path.is_file() and _is_stream_file(path, format)]
-        if not files and modalities is not None:
-            raise UserError(str(base / modality), "has no stream files", f"known extensions: {' '.join(suffixes())}")
-        found += [(path.relative_to(base).as_posix(), str(path), modality) for path in files]
+            problem = f"ignores {modality!r}" if modality in directories else f"has no modality {modality!r}"
+            raise UserError(str(root), problem, f"it has: {', '.join(present) or 'none'}")
+        files = [path for path in directories[modality].rglob("*") if path.is_file() and _is_data_file(path, format)]
+        ignored = [path.relative_to(base).as_posix() for path in files if path.name.startswith(IGNORED)]
+        if len(files) == len(ignored) and modalities is not None:
+            problem = _none("has no stream files", ignored)
+            raise UserError(str(base / modality), problem, f"known extensions: {' '.join(suffixes())}")
+        left_out += ignored
+        kept = [path for path in files if not path.name.startswith(IGNORED)]
+        found += [(path.relative_to(base).as_posix(), str(path), modality) for path in kept]
     if not found:
-        raise UserError(str(root), "has no stream files", f"put files into {base}/<modality>/ ({' '.join(suffixes())})")
+        fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
+        raise UserError(str(root), _none("has no stream files", left_out), fix)
+    _warn_ignored(root, left_out)
     return _numbered(found)
 
 
@@ -89,21 +123,26 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     """
     check_format(format)
     found: dict[str, tuple[str, str, str]] = {}
+    left_out: list[str] = []
     for given in paths:
         text = os.path.normpath(str(given))
         if os.path.isfile(text):
             matches = [text]
         else:
-            matches = [m for m in glob.glob(text, recursive=True) if os.path.isfile(m)]
-            matches = [m for m in matches if _is_stream_file(Path(m), format)]
+            data = [m for m in find_files(text) if _is_data_file(Path(m), format)]
+            matches = [m for m in data if not os.path.basename(m).startswith(IGNORED)]
+            left_out += [m for m in data if os.path.basename(m).startswith(IGNORED)]
         if not matches and not glob.has_magic(text) and not os.path.exists(text):
             raise UserError(str(given), "no such file or directory", "check the path")
         if not matches:
-            raise UserError(str(given), "names no stream file", f"known extensions: {' '.join(suffixes())}")
+            problem = _none("names no stream file", left_out)
+            raise UserError(str(given), problem, f"known extensions: {' '.join(suffixes())}")
         for match in matches:
-            found[match] = (Path(match).as_posix(), match, os.path.basename(os.path.dirname(os.path.abspath(match))))
+            label = printable(os.path.basename(os.path.dirname(os.path.abspath(match))))
+            found[match] = (Path(match).as_posix(), match, label)
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
+    _warn_ignored("paths", [name for name in left_out if name not in found])
     return _numbered(list(found.values()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from statistics import median
 
 from trainer.diagnostics.facts import micro_batches
@@ -12,32 +13,41 @@ from trainer.runs.load import RunRecord
 from trainer.runs.wording import number_text
 
 B_SIMPLE = "gns/b_simple"
-ERROR = "gns/b_simple_se"
+LOW = "gns/b_simple_low"
+HIGH = "gns/b_simple_high"
 B_BIG = "gns/b_big"
 TOO_SMALL = 0.1
 WASTEFUL = 4.0
 MIN_ROWS = 5
-ERRORS = 2.0
 
 
 def check_batch_size(run: RunRecord) -> Outcome:
-    """Whether the batch is too small, about right or wasteful, over the second half of the run."""
+    """Whether the batch is too small, about right or wasteful, over the second half of the run.
+
+    A lower bound is enough for "too small". The other two verdicts need a noise scale, with its upper bound, in at least
+    a quarter of the rows; in the others both count as infinite.
+    """
     batch = series(run, B_BIG)
     half = (batch.steps[0] + batch.steps[-1]) // 2
     late = batch.since(half)
-    scales, errors, batches = aligned(series(run, B_SIMPLE).since(half), series(run, ERROR).since(half), late)
-    if len(scales) < max(MIN_ROWS, len(late) // 4):
-        return not_measured(f"the noise scale was estimated in only {len(scales)} of the last {len(late)} rows")
-    scale, size = median(scales.values), median(batches.values)
-    low = median(max(b - ERRORS * e, 0.0) for b, e in zip(scales.values, errors.values, strict=True))
-    high = median(b + ERRORS * e for b, e in zip(scales.values, errors.values, strict=True))
-    words = (
-        f"{number_text(size)} sequences per step, noise scale {number_text(scale)} "
-        f"({number_text(low)} to {number_text(high)})"
-    )
-    evidence = [scales.evidence(), batches.evidence()]
-    factor = scale / size if size else 1.0
+    lows, batches = aligned(series(run, LOW).since(half), late)
+    if len(lows) < max(MIN_ROWS, len(late) // 4):
+        return not_measured(f"the noise scale has a lower bound in only {len(lows)} of the last {len(late)} rows")
+    scales, highs = aligned(series(run, B_SIMPLE).since(half), series(run, HIGH).since(half))
+    is_known = len(scales) >= max(MIN_ROWS, len(late) // 4)
+    low, size = median(lows.values), median(batches.values)
+    per_step = f"{number_text(size)} sequences per step"
     micros = micro_batches(run)
+    if is_known:
+        scale = median(scales.values)
+        high = median([*highs.values, *[inf] * (len(lows) - len(highs))])
+        upper = number_text(high) if high < inf else "infinity"
+        words = f"{per_step}, noise scale {number_text(scale)} ({number_text(low)} to {upper})"
+        evidence = [scales.evidence(), batches.evidence()]
+    else:
+        scale, high, evidence = low, inf, [lows.evidence(), batches.evidence()]
+        words = f"{per_step}, noise scale at least {number_text(low)}"
+    factor = scale / size if size else 1.0
     if size < TOO_SMALL * low:
         more = max(round(micros * min(factor, 1 / TOO_SMALL)), micros + 1)
         return finding(
@@ -54,15 +64,17 @@ def check_batch_size(run: RunRecord) -> Outcome:
             evidence=evidence,
             knob=Knob(key, current, suggested),
         )
+    if not is_known:
+        return not_measured(f"the noise scale has no upper bound in most of the last {len(late)} rows: {words}")
     return healthy(f"the batch is about right: {words}")
 
 
 RULES = (
     Rule(
         name="batch_size",
-        needs=(B_SIMPLE, ERROR, B_BIG),
+        needs=(LOW, B_BIG),
         threshold=f"over the second half of the run, the batch is below {TOO_SMALL:g} of the lower bound of the noise scale "
-        f"(too small) or above {WASTEFUL:g} times its upper bound (wasteful); the bounds are {ERRORS:g} standard errors away",
+        f"(too small) or above {WASTEFUL:g} times its upper bound (wasteful)",
         why="A batch B needs 1 + B / B_simple times the minimum number of tokens and 1 + B_simple / B times the minimum "
         "number of steps (McCandlish et al. 2018): beyond the bounds, five times the tokens or eleven times the steps. "
         "This costs compute but does no harm, hence advice.",

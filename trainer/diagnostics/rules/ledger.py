@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 
@@ -10,12 +11,14 @@ from trainer.diagnostics.facts import lower_lr, micro_batches, ranks, readers_of
 from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
+from trainer.metrics.catalog.lookup import keys_under
 from trainer.runs.load import RunRecord
 from trainer.runs.wording import counted, number_text
 
 COLD_STARTS = "ledger/cold_starts"
-FALSE_EVICTIONS = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
-EVICTIONS = {mode: f"ledger/evictions/{mode}" for mode in ("lru", "stale")}
+# By mode.
+FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/false_evictions/")}
+EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
 REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
 LIVE = "ledger/live_groups"
@@ -41,7 +44,7 @@ def check_false_evictions(run: RunRecord, *, mode: str) -> Outcome:
         f"{counted(losses.total, 'group')}{share} continued after their state was evicted ({mode}), "
         f"first logged at step {losses.steps[losses.positive[0]]}",
         evidence=[losses.evidence(losses.positive)],
-        knob=_larger_capacity(run) if mode == "lru" else _longer_threshold(run),
+        knob=REMEDIES[mode][1](run),
     )
 
 
@@ -162,25 +165,32 @@ def check_refused_rows(run: RunRecord) -> Outcome:
     )
 
 
-def _false_evictions_rule(mode: str, knob: str) -> Rule:
+# What to change after false evictions, by mode: in words, and for a run. A mode of the catalog without one fails the import:
+# `cold_starts` leaves the cells that a mode's counter explains to that mode's rule.
+REMEDIES: Mapping[str, tuple[str, Callable[[RunRecord], Knob]]] = {
+    "lru": ("`ledger.capacity`: twice as large", _larger_capacity),
+    "stale": (
+        "`ledger.stale_threshold`: 2 K n steps (K readers, n picks per slice), divided by micro-batches per step",
+        _longer_threshold,
+    ),
+}
+
+
+def _false_evictions_rule(mode: str) -> Rule:
     return Rule(
         name=f"false_evictions_{mode}",
         needs=(FALSE_EVICTIONS[mode],),
         threshold="above 0",
         why="The counter includes only groups that continued after their state was evicted: each is a cell that started from "
         "the wrong state.",
-        knob=knob,
+        knob=REMEDIES[mode][0],
         severity="error",
         check=partial(check_false_evictions, mode=mode),
     )
 
 
 RULES = (
-    _false_evictions_rule("lru", "`ledger.capacity`: twice as large"),
-    _false_evictions_rule(
-        "stale",
-        "`ledger.stale_threshold`: 2 K n steps (K readers, n picks per slice), divided by micro-batches per step",
-    ),
+    *map(_false_evictions_rule, FALSE_EVICTIONS),
     Rule(
         name="cold_starts",
         needs=(COLD_STARTS,),

@@ -17,7 +17,7 @@ from trainer.diagnostics.facts import (
 )
 from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
-from trainer.diagnostics.series import aligned, series
+from trainer.diagnostics.series import Series, aligned, series
 from trainer.runs.load import RunRecord
 from trainer.runs.wording import counted, number_text
 
@@ -28,6 +28,8 @@ REMAINING_MAX = "stream_mixing/active/remaining_max"
 FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
 FRACTION_MAX = "stream_mixing/active/remaining_fraction_max"
 EXHAUSTED = "stream_mixing/refill/exhaust_events"
+ENDED_SOURCES = "blend/ended_sources"
+MASKED = "stream_mixing/masked_share"
 
 ALPHA = 1e-3  # false alarm probability of a statistical rule, per run
 UNEVEN_RATIO = 16.0
@@ -36,6 +38,9 @@ UNEVEN_ROWS = 5
 LANE_SLACK = 0.05
 CHURN_PICKS = 4.0
 CHURN_EVENTS = 20
+MASKED_ROWS = 5
+MASKED_LIMIT = 0.25
+HEALTHY_MASKED = 0.1  # of a rank's micro-batches
 
 SEVERAL_POOLS = not_measured("these keys merge the pools of several sources")
 
@@ -137,11 +142,15 @@ def _spread_limit(run: RunRecord, picks: float) -> float:
 
 def check_starved_modality(run: RunRecord) -> Outcome:
     """A modality without an active reader for longer than the shuffled queue of streams explains."""
-    ended, *columns = aligned(series(run, EXHAUSTED), *modality_columns(run))
+    ended, *columns = aligned(
+        *(_while_all_last(run, each) for each in (series(run, EXHAUSTED), *modality_columns(run)))
+    )
     if not columns:
         return not_measured(f"the run does not log {MODALITIES}<modality>")
     if len(columns) == 1:
         return healthy("there is only one modality")
+    if not ended:
+        return not_measured("a source was exhausted before the first row")
     pools = 1 if has_own_pools(run) else ranks(run)
     refills = [events / pools for events in ended.values]
     counts = [column.values for column in columns]
@@ -160,6 +169,13 @@ def check_starved_modality(run: RunRecord) -> Outcome:
         evidence=[column.evidence(range(max(gap.first - 1, 0), gap.last + 1))],
         knob=Knob("data.mixing.num_streams_mixed", readers, more),
     )
+
+
+def _while_all_last(run: RunRecord, column: Series) -> Series:
+    """The rows before a source of the blend is exhausted: its modalities are absent from then on, which `shares` reports."""
+    sources = series(run, ENDED_SOURCES)
+    stop = sources.steps[sources.positive[0]] if sources.positive else math.inf
+    return column.at(index for index, step in enumerate(column.steps) if step < stop)
 
 
 @dataclass(frozen=True)
@@ -220,6 +236,49 @@ def check_exhaust_churn(run: RunRecord) -> Outcome:
     return finding(words, evidence=[ended.evidence(ended.positive)], knob=knob)
 
 
+def check_masked_ranks(run: RunRecord) -> Outcome:
+    """A rank that has nothing to read in many of its micro-batches, while others do."""
+    masked = series(run, MASKED)
+    recent = masked.at(range(len(masked) // 2, len(masked)))
+    if len(recent) < MASKED_ROWS:
+        return not_measured(f"fewer than {2 * MASKED_ROWS} rows")
+    steps_per_row = (recent.steps[-1] - recent.steps[0]) // (len(recent) - 1)
+    limit = max(_worst_of_healthy_ranks(steps_per_row * micro_batches(run), ranks(run)), MASKED_LIMIT)
+    share = recent.total / len(recent)
+    words = (
+        f"the worst rank had no target in {share:.0%} of its micro-batches since step {recent.steps[0]}, "
+        f"the limit for {counted(ranks(run), 'rank')} is {limit:.0%}"
+    )
+    if share <= limit:
+        return healthy(words)
+    cells = run.setting("data.max_group_cells")
+    if not has_own_pools(run):
+        knob = Knob("data.mixing.batching_mode", "per_stream", "device_per_stream, if train preview shows even ranks")
+    elif run.setting("data.mixing.repeat", True) is False:
+        knob = Knob("data.mixing.repeat", False, True)
+    else:
+        knob = Knob("data.max_group_cells", cells, "fewer, or longer streams: merge files")
+    return finding(words, evidence=[masked.evidence(_recent_hits(masked, limit))], knob=knob)
+
+
+def _recent_hits(masked: Series, limit: float) -> list[int]:
+    """The rows of the second half above a limit."""
+    return [index for index in masked.where(lambda value: value > limit) if index >= len(masked) // 2]
+
+
+def _worst_of_healthy_ranks(batches: int, world_size: int) -> float:
+    """The expected share of masked micro-batches on the worst of some ranks that are masked in `HEALTHY_MASKED` of theirs.
+
+    E max of W binomials is the sum of P(max >= k) = 1 - F(k - 1)^W. Beyond 200 batches the excess over their mean is small.
+    """
+    n = min(max(batches, 1), 200)
+    below, excess = 0.0, 0.0
+    for k in range(n):
+        below += math.comb(n, k) * HEALTHY_MASKED**k * (1 - HEALTHY_MASKED) ** (n - k)
+        excess += 1 - min(below, 1.0) ** world_size
+    return excess / n
+
+
 RULES = (
     Rule(
         name="stuck_reader",
@@ -276,5 +335,17 @@ RULES = (
         knob="longer streams, or `data.mixing.batch_size`: a quarter",
         severity="warning",
         check=check_exhaust_churn,
+    ),
+    Rule(
+        name="masked_ranks",
+        needs=(MASKED,),
+        threshold=f"over the second half of the rows, the worst rank had no target in more than {MASKED_LIMIT:.0%} of its "
+        f"micro-batches, and in more than the worst of as many ranks has that are each masked in {HEALTHY_MASKED:.0%}",
+        why="With a shared pool, a rank waits while others read the rest of a stream: briefly, unless streams have fewer "
+        "groups than there are ranks. A row holds the worst rank of its steps alone, which grows with the number of ranks.",
+        knob='`data.mixing.batching_mode`: "device_per_stream", if `train preview` shows even ranks; a smaller '
+        "`data.max_group_cells`; or longer streams",
+        severity="warning",
+        check=check_masked_ranks,
     ),
 )

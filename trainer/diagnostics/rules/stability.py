@@ -27,6 +27,7 @@ MIN_RISE = 0.1
 RANGES = 1.5
 GIVEN_BACK = 0.2
 NEW_LEVEL = 8
+MAX_FLAGGED = 0.05
 FP16_SHARE = 0.02
 FP16_FREE = 20
 
@@ -51,20 +52,26 @@ def check_non_finite(run: RunRecord) -> Outcome:
 
 
 def check_loss_spikes(run: RunRecord) -> Outcome:
-    """Losses far outside their own noise: flagged by the tracker, or compared with the rows before."""
+    """Losses far outside their own noise: compared with the rows before, or flagged between two rows."""
     loss = series(run, LOSS)
     flags = series(run, FLAG)
-    flagged = {flags.steps[i] for i in flags.positive}
+    # The flag compares with an average and a deviation alone. Where every step is logged, the rows say more; and flags that
+    # return are a source whose losses differ.
+    before = dict(zip(loss.steps, [0, *loss.steps], strict=False))
+    flagged = {step for step in flags.at(flags.positive).steps if step - before.get(step, step) > 1}
+    if len(flagged) > max(1, MAX_FLAGGED * len(flags)):
+        flagged = set()
     if len(loss) <= MIN_BEFORE and not flagged:
         return not_measured(f"fewer than {MIN_BEFORE + 1} logged losses")
     hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
     if not hits:
         return healthy(f"no loss rose by {SIGMAS:g} times its noise")
+    unlogged = f"; {len(flagged)} flagged between two rows, see events.jsonl" if flagged else ""
     worst = max(hits, key=loss.values.__getitem__)
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
     return finding(
         f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[worst])} at step "
-        f"{loss.steps[worst]}",
+        f"{loss.steps[worst]}{unlogged}",
         evidence=[loss.evidence(around)],
         knob=lower_lr(run),
     )
@@ -126,7 +133,8 @@ RULES = (
         needs=(LOSS,),
         uses=(FLAG,),
         threshold=f"above the median of the {CENTER} rows before by each of: {SIGMAS:g} deviations (of second differences), "
-        f"{RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of the improvement, {MIN_RISE} nats",
+        f"{RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of the improvement, "
+        f"{MIN_RISE} nats; or flagged between two rows, in one row or at most {MAX_FLAGGED:.0%} of them",
         why="All but the last adapt to the run: a blend of sources with different losses is given room, and a rare source is "
         "not a spike.",
         knob="`optimizer.lr`: half; or the batches of that step",

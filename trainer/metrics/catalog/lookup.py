@@ -143,6 +143,11 @@ def family(key: str) -> tuple[str, str]:
     return spec.name, ""
 
 
+def keys_under(prefix: str) -> tuple[str, ...]:
+    """The names of all rows that begin with `prefix`, in the catalog's order."""
+    return tuple(spec.name for spec in CATALOG if spec.name.startswith(prefix))
+
+
 def is_known(key: str) -> bool:
     """Whether the key matches a row of the catalog."""
     return _find(key) is not None

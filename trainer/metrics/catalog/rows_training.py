@@ -95,7 +95,7 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="nats/token",
         group="Objective",
         title="Objective component",
-        description="One component of the loss, per token that it applies to, its weight included.",
+        description="One component of the loss, per token that it applies to, as it enters the loss: its weight included.",
         healthy="Each component falls or stays small relative to the main one.",
         pathological="A regularizer outgrows the cross-entropy.",
     ),
@@ -132,7 +132,8 @@ ROWS: tuple[MetricSpec, ...] = (
         window="max",
         ranks="max",
         title="Loss spike",
-        description="1 if the loss rose far above its own noise in the window; events.jsonl names the batches.",
+        description="1 if the loss of a step since the last logged one was train.spike_sigma above its average; "
+        "events.jsonl names the batches.",
         pathological="1 repeatedly on the same sources: bad data.",
     ),
     _SafetyRow(
@@ -153,7 +154,7 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         title="Checkpoint time",
         precision=3,
-        description="Time that checkpointing has blocked training since the last logged step.",
+        description="Time that saves have blocked training since the last logged step, summed, on the slowest rank.",
         healthy="Small relative to the checkpoint interval.",
         pathological="Grows: disk full or slow.",
     ),

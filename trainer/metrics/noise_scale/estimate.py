@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.errors import UserError
 
@@ -37,7 +38,11 @@ NUM_SUMS = 10
 
 MIN_SPREAD = 1e-3  # 1 - V_big / V_small below which the two batch sizes count as one
 MIN_PAIRS = 5  # fewer pairs do not give a usable standard error
-MIN_ERRORS = 2.0  # an average counts as positive when it exceeds this many of its own standard errors
+# Normal quantiles of the two bounds of a ratio. The upper one is strict because a point is reported only where it exists: a
+# run looks hundreds of times, and at 97.5 % too, the few luckiest windows would report a B far too small, with a bound that
+# excludes the truth.
+LOW_QUANTILE = 1.96  # the ratio is below the lower bound in 2.5 % of all windows
+HIGH_QUANTILE = 3.72  # the ratio is above the upper bound in 0.01 % of all windows
 CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
 
 
@@ -102,7 +107,10 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         )
     spread = v_small - v_big
     between = within = None
-    if sums[MIDDLE_KAPPA] > 0.0:
+    # On several ranks the middle groups are whole windows, and all of them must be there: a rank has none where a parameter is
+    # not used in its last micro-batch, and what the others measured would pass for all.
+    has_middle = sums[MIDDLE_KAPPA] > (0.0 if sums[RANKS] == 1.0 else kappa * (1.0 - 1e-9))
+    if has_middle:
         q_middle, v_middle = sums[MIDDLE_SQUARE] / sums[MIDDLE_KAPPA], sums[MIDDLE_NOISE] / sums[MIDDLE_KAPPA]
         # The middle must differ from both ends, or one of the two differences below is rounding.
         if 1.0 - v_middle / v_small >= MIN_SPREAD and 1.0 - v_big / v_middle >= MIN_SPREAD:
@@ -118,6 +126,18 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         num_tokens=sums[TOKENS],
         world_size=round(sums[RANKS]),
     )
+
+
+class Ratio(NamedTuple):
+    """A ratio of two averages and its bounds; None is a bound, or a value, that the data do not determine."""
+
+    low: float | None
+    high: float | None = None
+    value: float | None = None
+    """None without an upper bound."""
+    error: float | None = None
+    """Distance of value and upper bound in units of the bound's quantile: the standard error by the delta method where y is
+    known well, more where it is not, where that method is too small."""
 
 
 class PairAverage:
@@ -157,16 +177,45 @@ class PairAverage:
         scale = share / (1.0 - share) / self.weight
         return self.c_xx * scale, self.c_yy * scale, self.c_xy * scale
 
-    def ratio(self) -> tuple[float, float] | None:
-        """x / y of the averages and its standard error by the delta method; None unless y is surely positive."""
+    def is_positive(self, average: float, variance: float) -> bool:
+        """Whether an average with this variance is above zero, by the strict test that the upper bound needs."""
+        t = self._t_quantile(HIGH_QUANTILE)
+        return average > 0.0 and average * average > t * t * variance
+
+    def ratio(self) -> Ratio | None:
+        """x / y of the averages with bounds by Fieller (1954), "Some problems in interval estimation".
+
+        The bounds are the ratios r for which the average of `x - r y` is t_low above or t_high below zero, in its own
+        standard errors: no division by y, so that they hold for any y, also one that is not told from zero. B is not
+        negative, so the part of the confidence set below zero is left out. None before `MIN_PAIRS` pairs.
+        """
         moments = self.covariance()
-        # Near y = 0 the ratio has no finite variance and the delta method does not hold.
-        if moments is None or self.mean_y <= MIN_ERRORS * math.sqrt(moments[1]):
+        if moments is None:
             return None
-        var_x, var_y, cov = moments
-        value = self.mean_x / self.mean_y
-        variance = (var_x - 2.0 * value * cov + value * value * var_y) / self.mean_y**2
-        return value, math.sqrt(max(variance, 0.0))
+        (var_x, var_y, cov), x, y = moments, self.mean_x, self.mean_y
+        # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero; b^2 - a k is written
+        # without cancellation.
+        spread = x * x * var_y - 2.0 * x * y * cov + y * y * var_x
+        product = var_x * var_y - cov * cov
+        t = self._t_quantile(LOW_QUANTILE)
+        low: float | None = 0.0
+        k = x * x - t * t * var_x
+        if x > 0.0 and k > 0.0:
+            divisor = x * y - t * t * cov + t * math.sqrt(max(spread - t * t * product, 0.0))
+            low = k / divisor if divisor > 0.0 else None
+        if not self.is_positive(y, var_y):
+            return Ratio(low)
+        t = self._t_quantile(HIGH_QUANTILE)
+        root = t * math.sqrt(max(spread - t * t * product, 0.0))
+        high = (x * y - t * t * cov + root) / (y * y - t * t * var_y)
+        return Ratio(low, high, x / y, (high - x / y) / t)
+
+    def _t_quantile(self, z: float) -> float:
+        """Quantile of Student's t where the normal one is z: inverse of Wallace (1959), 0.5 % (z = 1.96) and 6 % (3.72) too
+        large at 4 degrees of freedom, exact for many. The degrees are the effective number of pairs - 1."""
+        freedom = self.weight**2 / self.weight_sq - 1.0
+        exponent = (z * (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0)) ** 2 / freedom
+        return math.sqrt(freedom * math.expm1(min(exponent, 700.0)))  # a tiny `ema` would overflow
 
     def state_dict(self) -> dict[str, float]:
         """All fields as plain floats."""
@@ -222,14 +271,13 @@ class NoiseScaleAverage:
     @property
     def reason(self) -> str | None:
         """Why `gns/b_simple` is absent; None if it is present."""
-        if self._noise.ratio() is not None:
-            return None
-        if self._noise.count < MIN_PAIRS:
+        ratio = self._noise.ratio()
+        if ratio is None:
             return self._absent or f"{self._noise.count:.0f} of at least {MIN_PAIRS} windows have been seen"
-        return (
-            f"the average of |G|^2 is within {MIN_ERRORS:g} standard errors of 0: "
-            "the batch is too small to resolve the mean gradient"
-        )
+        if ratio.value is not None:
+            return None
+        at_least = "" if ratio.low is None else f"; it is at least {ratio.low:.3g} sequences"
+        return f"|G|^2 cannot be told from 0 yet: B has no upper bound{at_least}"
 
     def metrics(self) -> dict[str, float]:
         """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the start."""
@@ -243,7 +291,7 @@ class NoiseScaleAverage:
         values.update(self._consistency_values())
         ratio = self._noise.ratio()
         if ratio is not None:
-            values.update(self._values_of_ratio(*ratio))
+            values.update(self._values_of_ratio(ratio))
         return values
 
     def drain_metrics(self) -> dict[str, float]:
@@ -252,32 +300,34 @@ class NoiseScaleAverage:
         self.drained = self.skipped
         return values
 
-    def _values_of_ratio(self, b_simple: float, error: float) -> dict[str, float]:
-        micro_examples = self.world_size / self.small_noise  # of one micro-step over all ranks
-        gns_mu = b_simple / micro_examples
+    def _values_of_ratio(self, ratio: Ratio) -> dict[str, float]:
+        b_simple = ratio.value
         values = {
+            "gns/b_simple_low": ratio.low,
+            "gns/b_simple_high": ratio.high,
             "gns/b_simple": b_simple,
-            "gns/b_simple_se": error,
-            "gns/gns_mu": gns_mu,
-            "gns/Bsimple_from_mu": gns_mu * micro_examples,
+            "gns/b_simple_se": ratio.error,
         }
-        if self.token_weight > 0.0:
-            values["gns/b_simple_tokens"] = b_simple * self.token_sum / self.token_weight
-        if b_simple > 0.0:
-            values["gns/batch_ratio"] = 1.0 / self.big_noise / b_simple
-        return values
+        if b_simple is not None:
+            micro_examples = self.world_size / self.small_noise  # of one micro-step over all ranks
+            values["gns/gns_mu"] = b_simple / micro_examples
+            values["gns/Bsimple_from_mu"] = b_simple
+            if self.token_weight > 0.0:
+                values["gns/b_simple_tokens"] = b_simple * self.token_sum / self.token_weight
+            if b_simple > 0.0:
+                values["gns/batch_ratio"] = 1.0 / self.big_noise / b_simple
+        return {key: value for key, value in values.items() if value is not None}
 
     def _consistency_values(self) -> dict[str, float]:
         """Between over within and its error; the cap if within vanishes while between is surely positive."""
-        ratio = self._consistency.ratio()
-        if ratio is not None:
-            value = max(min(ratio[0], CONSISTENCY_CAP), -CONSISTENCY_CAP)
-            return {"gns/consistency": value, "gns/consistency_se": ratio[1]}
-        moments = self._consistency.covariance()
-        if moments is None:
+        pair = self._consistency
+        moments, ratio = pair.covariance(), pair.ratio()
+        if moments is None or ratio is None:
             return {}
-        between, within = self._consistency.mean_x, self._consistency.mean_y
-        is_capped = between > MIN_ERRORS * math.sqrt(moments[0]) and abs(within) * CONSISTENCY_CAP < between
+        if ratio.value is not None and ratio.error is not None:
+            value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
+            return {"gns/consistency": value, "gns/consistency_se": ratio.error}
+        is_capped = pair.is_positive(pair.mean_x, moments[0]) and abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
         return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
 
     def state_dict(self) -> dict[str, dict[str, float]]:

@@ -18,6 +18,7 @@ import hashlib
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -207,13 +208,7 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     if resume == "off":
         return None
     if resume != "auto":
-        if not Path(resume).is_dir():
-            fix = "name a checkpoint, such as RUN_DIR/checkpoints/step_100, or use auto"
-            raise UserError("--resume", f"{resume}: no such directory", fix)
-        try:
-            return Path(resume), verify(Path(resume))
-        except CheckpointError as error:
-            raise UserError("--resume", str(error), "name a whole checkpoint, or use auto") from None
+        return Path(resume), named(resume, verify)
     candidates = sorted((p for p in checkpoints.glob("step_*") if step_of(p) >= 0), key=step_of, reverse=True)
     for path in candidates:
         try:
@@ -225,6 +220,21 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
             "--resume auto", f"none of the {len(candidates)} checkpoints in {checkpoints} is whole", "start anew"
         )
     return None
+
+
+def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """state.json of the checkpoint that `--resume` names, by `verify` or, unverified, by `read_state`.
+
+    Raises:
+        UserError: it is not there, or not whole.
+    """
+    if not Path(path).is_dir():
+        fix = "name a checkpoint, such as RUN_DIR/checkpoints/step_100, or use auto"
+        raise UserError("--resume", f"{path}: no such directory", fix)
+    try:
+        return read(Path(path))
+    except CheckpointError as error:
+        raise UserError("--resume", str(error), "name a whole checkpoint, or use auto") from None
 
 
 class BackgroundWriter:

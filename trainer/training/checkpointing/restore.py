@@ -14,6 +14,7 @@ from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.checkpointing.data_changes import DataCheck, restart_changed
 from trainer.training.checkpointing.generators import set_generator_states
 from trainer.training.checkpointing.resume_checks import check_config
 from trainer.training.checkpointing.train_state import Position, TrainState
@@ -22,13 +23,20 @@ logger = get_logger(__name__)
 
 
 def restore(
-    path: Path, saved: Mapping[str, Any], state: TrainState, config: RunConfig, info: RankInfo, device: torch.device
+    path: Path,
+    saved: Mapping[str, Any],
+    state: TrainState,
+    config: RunConfig,
+    info: RankInfo,
+    device: torch.device,
+    data: DataCheck,
 ) -> Position:
     """Load a checkpoint into the parts of a run, and return where the run continues.
 
     Args:
         path: of the checkpoint.
         saved: its state.json.
+        data: how the data differs from the checkpoint's.
 
     Raises:
         UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
@@ -37,7 +45,7 @@ def restore(
     saved_world_size = int(saved["world_size"])
     try:
         whole = files.read_tensors(path / files.MODEL_FILE)
-        parts = _read_parts(path, saved_world_size, state, info)
+        parts = _read_parts(path, saved_world_size, state, info, needs_all=bool(data.change))
     except CheckpointError as error:
         raise UserError("--resume", str(error), "use auto, which falls back to a complete one") from None
     try:
@@ -55,10 +63,12 @@ def restore(
     if own is None:
         text = "it was saved on %d rank(s), now there are %d: a step has another number of tokens"
         logger.warning(text, saved_world_size, info.world_size)
-        state.dataset.load_state_dict([part["data"] for part in parts])
     else:
         set_generator_states(own["generators"], device)
-        state.dataset.load_state_dict(own["data"])
+    if data.change:
+        state.dataset.load_state_dict(restart_changed([part["data"] for part in parts], state.dataset, data))
+    else:
+        state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])
     position = Position.of(state, int(saved["step"]))
     position.evaluation_is_due = bool(saved.get("evaluation_is_due"))
     if own is not None:
@@ -68,9 +78,11 @@ def restore(
     return position
 
 
-def _read_parts(path: Path, saved_world_size: int, state: TrainState, info: RankInfo) -> list[dict[str, Any]]:
+def _read_parts(
+    path: Path, saved_world_size: int, state: TrainState, info: RankInfo, *, needs_all: bool
+) -> list[dict[str, Any]]:
     """The parts of all saving ranks; where this rank needs its own alone, that one in every place."""
-    if saved_world_size == info.world_size:
+    if saved_world_size == info.world_size and not needs_all:
         own = files.read_tensors(path / files.rank_file(info.rank))
         if state.ledger is None or own["ledger"]["ownership"] == state.ledger.ownership:
             return [own] * saved_world_size

@@ -9,6 +9,7 @@ from trainer.config.compare import flatten
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
+from trainer.training.checkpointing import checkpoint
 
 logger = get_logger(__name__)
 
@@ -18,6 +19,17 @@ BREAKING = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "run.
 HARMLESS = ("model.weights",)
 # These say where and how a run is executed, not what it computes.
 SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", *HARMLESS)
+
+
+def check_resume(config: RunConfig) -> None:
+    """Refuse a checkpoint named by `checkpoint.resume` that a run could not resume from; no file is hashed.
+
+    Raises:
+        UserError: it is not there, not whole, or was made with another config.
+    """
+    resume = config.checkpoint.resume
+    if resume not in ("off", "auto"):
+        check_config(checkpoint.named(resume, checkpoint.read_state).get("config", {}), config)
 
 
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:

@@ -76,7 +76,7 @@ class Saver:
             SaveError: on every rank, if any could not write its part.
         """
         started = time.monotonic()
-        self.publish_pending()
+        self._conclude()
         step = position.step
         staging = files.staging_dir(self._directory, step)
         parts = self._parts(position)
@@ -99,16 +99,24 @@ class Saver:
                 self._writer.submit(staging / name, value)
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
-            self.publish_pending()
-        counted = {"checkpoint/save_sec": time.monotonic() - started}
-        self._diagnostics.best_effort("counters").run(position.unlogged.add, counted)
+            self._conclude()
+        self._count(position, started)
 
-    def publish_pending(self) -> None:
+    def publish_pending(self, position: Position) -> None:
         """Turn a pending save's files into a checkpoint, if there is one; every rank must call it at the same step.
 
         Raises:
             SaveError: as `save`.
         """
+        started = time.monotonic()
+        self._conclude()
+        self._count(position, started)
+
+    def _count(self, position: Position, started: float) -> None:
+        counted = {"checkpoint/save_sec": time.monotonic() - started}
+        self._diagnostics.best_effort("counters").run(position.unlogged.add, counted)
+
+    def _conclude(self) -> None:
         if self._pending is None:
             return
         (step, shared, needed), self._pending = self._pending, None
@@ -118,7 +126,7 @@ class Saver:
 
     def close(self) -> None:
         """Conclude what is pending, and end the thread."""
-        self.publish_pending()
+        self._conclude()
         self._writer.close()
 
     def _parts(self, position: Position) -> dict[str, dict[str, Any]]:

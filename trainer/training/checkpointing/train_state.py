@@ -51,7 +51,15 @@ class TrainState:
 
 
 # What the host counts itself, beside the data set's metrics: see `Position.unlogged`.
-HOST_KEYS = ("non_finite_steps", "checkpoint/save_sec", "time/slowest_rank_sec", "time/fastest_rank_sec")
+HOST_KEYS = (
+    "non_finite_steps",
+    "loss_spike",
+    "grad_scale",
+    "checkpoint/save_sec",
+    "time/slowest_rank_sec",
+    "time/fastest_rank_sec",
+    "stream_mixing/masked_share",
+)
 
 
 @dataclass(frozen=True, order=True)

@@ -46,6 +46,7 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool
         format=source.table.format,
         dtype=source.table.dtype,
         eod=source.table.eod,
+        text_split=source.table.text_split,
     )
 
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
+from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import start_watchdog
@@ -45,6 +46,7 @@ def open_run(
     stop: StopRequest,
     stack: ExitStack,
     stdout: Output | None = None,
+    fingerprint: Fingerprint | None = None,
     held_out: HeldOut | None = None,
     source: str | None = None,
     wandb_run_id: str | None = None,
@@ -55,6 +57,7 @@ def open_run(
     Args:
         stack: closes what is opened here.
         stdout: for payloads; None: the standard output as it is.
+        fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
         held_out: makes the micro-batches of an evaluation; None: no evaluations.
         source: name of the checkpoint that it continues from; None without one.
         wandb_run_id: of the wandb run that goes on; None for a new one.
@@ -92,6 +95,7 @@ def open_run(
             "wandb_run_id": wandb_run_id,
             "config": config.model_dump(mode="json"),
             "environment": environment(info),
+            FINGERPRINT_KEY: None if fingerprint is None else fingerprint.to_state(),
         },
         last_saved=position.step if source is not None else -1,
         diagnostics=diagnostics,
@@ -138,7 +142,9 @@ def open_run(
             micro_batches=config.train.micro_batches,
             accepted=accepted_inputs(state.model),
             data_state=position.data_state,
-            rank=info.rank,
+            info=info,
+            device=device,
+            is_resumed=source is not None,
         ),
         train_step=train_step,
         details=details,

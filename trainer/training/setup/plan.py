@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -11,12 +12,15 @@ from torch import nn
 
 from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
+from trainer.data.formats.own_format import is_import_path
+from trainer.data.formats.registry import format_name
 from trainer.data.text_stream import prompt_ids
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.model.weights import check_fit, load_weights, read_weights
+from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
 from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
 
 logger = get_logger(__name__)
@@ -38,13 +42,30 @@ class Plan:
 
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""
-        return sum(p.numel() for p in self._weightless_model().parameters() if p.requires_grad)
+        return self._model_size[0]
 
     def state_width(self) -> int:
         """Numbers in one group's recurrent state; 0 for a model without."""
-        width = self._weightless_model().state_width
+        return self._model_size[1]
+
+    @cached_property
+    def _model_size(self) -> tuple[int, int]:
+        """(trained parameters, state width); of a model of many layers, building it again would take long."""
+        model = self._weightless_model()
+        width = model.state_width
         assert isinstance(width, int)
-        return width
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad), width
+
+    def unmet_needs(self, device: torch.device) -> list[UserError]:
+        """What the run needs and this machine does not have; see `plausible`."""
+        return unmet_needs(
+            self.config,
+            self.sources,
+            vocab_size=self.vocab_size,
+            num_parameters=self.num_parameters(),
+            state_width=self.state_width(),
+            device=device,
+        )
 
     def check_weights(self) -> None:
         """Refuse what `begin_from_weights` would, without making the model.
@@ -67,14 +88,16 @@ class Plan:
 
 
 def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
-    """Check all that can be checked now.
+    """Check all that can be checked now, and warn about settings that cannot be meant.
 
     Raises:
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
+    refuse_impossible(config)
     sources = resolve_sources(config, config_path)
     facts = check_rules(config, leaf_tables(sources), world_size)
     _check_modalities(config, sources)
+    _check_text_split(sources)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     resolve_target(config.model.target, "model.target")
     if config.sample.every:
@@ -84,6 +107,8 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
         last = coord.first_token + coord.num_bins - 1
         problem = f"its last bin is token {last}, beyond the vocabulary of {tokenizer.vocab_size}"
         raise UserError("objective.coord", problem, "lower first_token or num_bins")
+    for doubt in doubts(config, sources):
+        logger.warning("%s", doubt.message)
     return Plan(config, sources, tokenizer, facts)
 
 
@@ -126,6 +151,17 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
                 f"no stream has the modality {', '.join(map(repr, unknown))}; there are {', '.join(known) or 'none'}"
             )
             raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
+
+
+def _check_text_split(sources: list[Source]) -> None:
+    """Refuse a `text_split` that no file of its source heeds."""
+    for source in sources:
+        table = source.table
+        if table.text_split == "file" or is_import_path(table.format):
+            continue
+        if not any(format_name(Path(stream.path), table.format) == "text" for stream in source.streams):
+            problem = f'is "{table.text_split}", but the source has no raw text files'
+            raise UserError(f"source {source.name}: text_split", problem, "remove it")
 
 
 def build_model(table: ModelTable, vocab_size: int) -> nn.Module:

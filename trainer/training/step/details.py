@@ -78,7 +78,10 @@ class StepDetails:
     def _add_token_types(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         types = micro.extras["token_types"]
         try:
-            sums = token_type_sums(result.token_loss, result.is_correct, types, len(self._token_types))
+            # Masked by the targets: a rank whose data are exhausted keeps the types of its last batch, and a data set of
+            # one's own may type every position.
+            mask = micro.targets != IGNORED
+            sums = token_type_sums(result.token_loss, result.is_correct, types, len(self._token_types), mask=mask)
         except TokenTypeMismatch as error:
             raise SkipBatch(str(error)) from None
         for index, name in enumerate(self._token_types):

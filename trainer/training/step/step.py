@@ -136,6 +136,11 @@ class TrainStep:
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=device)
         self._ready_at = 0.0
 
+    @property
+    def grad_scale(self) -> float | None:
+        """Factor of the loss scaling; None without it. Waits for the device."""
+        return self._scaler.get_scale() if self._scaler.is_enabled() else None
+
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, details: StepDetails | None) -> None:
         """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
 
@@ -186,7 +191,9 @@ class TrainStep:
         scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
         self._gns_guard.run(self._gns.begin_micro, is_last)
         scaled.backward()
-        self._gns_guard.run(self._gns.end_micro, row_tokens.sum() * (self._kappa * scale), row_tokens)
+        # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
+        kappa = row_tokens.sum().double() * (self._kappa * scale)
+        self._gns_guard.run(self._gns.end_micro, kappa, row_tokens)
 
     def launch(self, *, lr: float, stop: bool, saved: bool, spiked: bool = False) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and step the optimizer, or leave the weights as they were.

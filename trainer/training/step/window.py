@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from trainer.data.loader import LoadedBatch
+from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
 from trainer.training.step.microbatch import MicroBatch, masked_copy, split
+
+MASKED_SHARE = "stream_mixing/masked_share"
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,19 +29,20 @@ class Window:
     data_state: Any
     """The data set's, after them."""
     metrics: Sequence[Mapping[str, float]]
-    """What the data set reported with each of them."""
+    """What the data set reported with each of them, and whether it had no target."""
 
 
 class WindowReader:
     """Collects windows from a loader.
 
     A rank whose data are exhausted continues with masked rows: the others still need it in every collective, and the run
-    ends at the first step in which no rank has a token.
+    ends at the first step in which no rank has a token. A rank that has nothing to read from the start (resumed after it
+    had read everything, or with fewer documents than ranks) gets a row to mask from a rank that has one.
 
     Args:
         accepted: inputs that the model takes; None: any.
         data_state: the data set's, before the first window.
-        rank: for the message when there is nothing to read at all.
+        is_resumed: the run continues from a checkpoint, so its data may be exhausted.
     """
 
     def __init__(
@@ -41,31 +52,69 @@ class WindowReader:
         micro_batches: int,
         accepted: frozenset[str] | None,
         data_state: Any,
-        rank: int,
+        info: RankInfo,
+        device: torch.device,
+        is_resumed: bool,
     ) -> None:
         self._loader = loader
         self._micro_batches = micro_batches
         self._accepted = accepted
         self._data_state = data_state
-        self._rank = rank
+        self._info = info
+        self._device = device
+        self._is_resumed = is_resumed
         self._last_batch: dict[str, Any] | None = None
 
-    def read(self) -> Window:
-        """The next window.
+    def read(self) -> Window | None:
+        """The next window. None, instead of the first one, if a resumed run has nothing left to read on any rank.
+
+        The first call communicates: every rank must make it.
 
         Raises:
-            UserError: this rank has nothing to read; or see `split`.
+            UserError: no rank of a new run has anything to read; or see `split`.
         """
+        if self._last_batch is None and not self._start():
+            return None
         micros, metrics = [], []
         for _ in range(self._micro_batches):
             loaded = next(self._loader, None)
             if loaded is not None:
                 batch, self._data_state = dict(loaded.batch), loaded.state
-                metrics.append(loaded.metrics)
+                is_masked = {} if loaded.is_masked is None else {MASKED_SHARE: float(loaded.is_masked)}
+                metrics.append({**loaded.metrics, **is_masked})
                 self._last_batch = batch
-            elif self._last_batch is not None:
-                batch = masked_copy(self._last_batch)
             else:
-                raise UserError("data", f"rank {self._rank} has nothing to read", "use fewer ranks, or more documents")
+                assert self._last_batch is not None
+                batch = masked_copy(self._last_batch)
+                metrics.append({MASKED_SHARE: 1.0})
             micros.append(split(batch, self._accepted))
         return Window(micros, self._data_state, metrics)
+
+    def _start(self) -> bool:
+        """Read the first batch, and give the ranks without one a row to mask. False: no rank has anything to read."""
+        world_size = self._info.world_size
+        with raise_on_all_ranks(world_size=world_size):
+            first = next(self._loader, None)
+        if first is not None:
+            self._loader = itertools.chain([first], self._loader)
+            self._last_batch = dict(first.batch)
+        has_data = gather_from_ranks(first is not None, world_size=world_size)
+        without = [rank for rank, has in enumerate(has_data) if not has]
+        if not without:
+            return True
+        if len(without) == world_size:
+            if not self._is_resumed:
+                raise UserError("data", "there is nothing to read", "check the paths of the sources")
+            return False
+        ranks = ", ".join(map(str, without))
+        logger.warning("rank %s of %d has nothing to read, and runs fully masked batches", ranks, world_size)
+        giver = has_data.index(True)
+        own = masked_copy(self._last_batch) if self._info.rank == giver and self._last_batch is not None else {}
+        row = gather_from_ranks(_moved(own, torch.device("cpu")), world_size=world_size)[giver]
+        if first is None:
+            self._last_batch = _moved(row, self._device)
+        return True
+
+
+def _moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}

@@ -1,0 +1,134 @@
+"""The catalog and real runs agree: every key of the catalog is emitted by some run, and no run emits another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import make_corpus, read_rows, run, write_tiny_config
+from trainer.metrics.catalog.lookup import CATALOG, family, is_known
+
+EXTRA = """
+per_source = true
+peak_tflops = 1.0
+
+[objective]
+token_types = true
+z_loss = 1e-2
+coord = { first_token = 97, num_bins = 20, sigma = 1.0, weight = 0.5 }
+
+[eval]
+every = 12
+batches = 2
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 2
+"""
+# The device's memory, and the scale of fp16's losses.
+ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")} | {
+    "grad_scale"
+}
+
+# A stop that is asked for in the second micro-batch of step 5.
+STOPS = """
+import os, signal
+from torch import nn
+from trainer.model.build import build as build_ours
+
+class Stopping(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls, self.state_width = inner, 0, inner.state_width
+    def forward(self, tokens, state=None):
+        self.calls += 1
+        if self.calls == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.inner(tokens, state=state)
+
+def build(vocab_size, dim, num_layers):
+    return Stopping(build_ours(vocab_size, dim=dim, num_layers=num_layers))
+"""
+# Saves that take at least a known time, on one rank.
+SLOW_SAVES = """
+import os, time
+from trainer.model.build import build as build_ours
+from trainer.training.checkpointing import checkpoint
+
+if os.environ.get("RANK") == "1":
+    write = checkpoint.write_tensors
+    def slow(path, value):
+        time.sleep(0.05)
+        write(path, value)
+    checkpoint.write_tensors = slow
+
+def build(vocab_size, dim, num_layers):
+    return build_ours(vocab_size, dim=dim, num_layers=num_layers)
+"""
+Rows = dict[tuple[str, int], dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """Two ranks until the data are exhausted, on one of them before the other."""
+    directory = tmp_path_factory.mktemp("every_key")
+    (directory / "slow_saves.py").write_text(SLOW_SAVES)
+    make_corpus(directory / "corpus", documents=6)
+    config = write_tiny_config(directory, EXTRA)
+    sets = ("data.mixing.repeat=false", "model.target=slow_saves:build", "metrics.log_interval=3")
+    arguments = [part for pair in sets for part in ("--set", pair)]
+    result = run("--config", config, "--run-dir", directory / "run", "--steps", 500, *arguments, nproc=2, cwd=directory)
+    assert result.returncode == 0, result.stderr
+    assert "data exhausted" in result.stderr
+    return read_rows(directory / "run" / "metrics.jsonl")
+
+
+def test_every_key_of_the_catalog_is_emitted_and_no_other(rows: Rows) -> None:
+    emitted = {key for row in rows.values() for key in row}
+    assert [key for key in emitted if not is_known(key)] == []
+    assert {spec.name for spec in CATALOG} - {family(key)[0] for key in emitted} == ON_CUDA
+
+
+def test_the_parts_of_the_loss_add_up_to_it_with_their_weights(rows: Rows) -> None:
+    """The cross-entropy and the z-loss apply to all tokens, the third part to those that are bins."""
+    for (mode, _), row in rows.items():
+        prefix = "eval_" if mode == "eval" else ""
+        ce, z_loss, coord = (row[f"{prefix}objective/{name}"] for name in ("token_ce", "z_loss", "coord"))
+        assert ce + z_loss < row[f"{prefix}loss"] < ce + z_loss + coord
+
+
+def test_save_sec_sums_the_saves_since_the_last_row(rows: Rows) -> None:
+    """A row of step n has the saves of the steps before it: those of a step come after its row."""
+    logged = [step for mode, step in rows if mode == "train"]
+    for before, step in itertools.pairwise(logged):
+        saves = [saved for saved in range(before, step) if saved % 2 == 0]
+        seconds = rows["train", step].get("checkpoint/save_sec", 0.0)
+        assert 0.05 * len(saves) <= seconds
+        assert bool(saves) == (seconds > 0.0)
+
+
+def test_a_stop_at_a_step_that_is_not_logged_adds_no_row(tmp_path: Path) -> None:
+    """A row forced there would lack what only logging steps collect: accuracy and the parts of the loss."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    config = write_tiny_config(tmp_path)
+    arguments = ("--set", "model.target=stops:build", "--set", "metrics.log_interval=4")
+    result = run("--config", config, "--run-dir", tmp_path / "run", "--steps", 50, *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "stopped"
+    found = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert list(found) == [("train", 1), ("train", 4)]
+    assert all({"accuracy", "objective/token_ce", "grad_norm"} <= row.keys() for row in found.values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_keys_of_cuda_are_emitted_there(tmp_path: Path) -> None:
+    config = write_tiny_config(tmp_path)
+    arguments = ("--set", "train.device=cuda", "--set", "train.precision=fp16")
+    result = run("--config", config, "--run-dir", tmp_path / "run", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert all(row.keys() >= ON_CUDA for row in read_rows(tmp_path / "run" / "metrics.jsonl").values())

@@ -1,0 +1,181 @@
+"""Data that changed between stop and resume: refused by name, or read anew on purpose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import losses, make_corpus, run, write_tiny_config
+
+pytestmark = pytest.mark.distributed
+RUN = "\n[checkpoint]\nevery = 4\n"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run of 8 steps whose checkpoint after step 4 is resumed."""
+    directory = tmp_path_factory.mktemp("stopped")
+    config = write_tiny_config(directory, RUN)
+    ended = run("--config", config, "--run-dir", directory / "run", "--steps", "8")
+    assert ended.returncode == 0, ended.stderr
+    shutil.copytree(directory / "corpus", directory / "kept")
+    return directory
+
+
+@pytest.fixture
+def resume(stopped, tmp_path):
+    """Resumes after step 4, on a corpus that the test has changed; the corpus is put back afterwards."""
+
+    def go(*arguments: str, name: str = "run", nproc: int | None = None):
+        checkpoint = stopped / "run" / "checkpoints" / "step_00000004"
+        options = ("--resume", checkpoint, "--run-dir", tmp_path / name, "--steps", "8")
+        return run("--config", stopped / "tiny.toml", *options, *arguments, nproc=nproc)
+
+    yield go
+    shutil.rmtree(stopped / "corpus")
+    shutil.copytree(stopped / "kept", stopped / "corpus")
+
+
+def test_copied_and_touched_files_resume_bit_for_bit(stopped, resume, tmp_path):
+    shutil.rmtree(stopped / "corpus")
+    shutil.copytree(stopped / "kept", stopped / "corpus", copy_function=shutil.copyfile)
+    ended = resume()
+    assert ended.returncode == 0, ended.stderr
+    whole = losses(stopped / "run" / "metrics.jsonl")
+    assert losses(tmp_path / "run" / "metrics.jsonl") == {step: whole[step] for step in range(5, 9)}
+
+
+def replaced(corpus: Path) -> None:
+    shutil.rmtree(corpus)
+    make_corpus(corpus, seed=1)
+
+
+def appended(corpus: Path) -> None:
+    with (corpus / "a" / "stream1.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+
+
+def cut(corpus: Path) -> None:
+    path = corpus / "b" / "stream2.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
+
+
+def one_letter(corpus: Path) -> None:
+    path = corpus / "b" / "stream0.jsonl"
+    path.write_text(path.read_text().replace("and", "AND", 1))
+
+
+def moved(corpus: Path) -> None:
+    (corpus / "a" / "stream3.jsonl").rename(corpus / "a" / "stream9.jsonl")
+
+
+CHANGES = [
+    (
+        replaced,
+        "source first: 4 changed (a/stream0.jsonl, a/stream1.jsonl, a/stream2.jsonl and 1 more); source second: ",
+    ),
+    (appended, "source first: 1 changed (a/stream1.jsonl);"),
+    (cut, "source second: 1 changed (b/stream2.jsonl);"),
+    (one_letter, "source second: 1 changed (b/stream0.jsonl);"),
+    (moved, "source first: 1 missing (a/stream3.jsonl), 1 new (a/stream9.jsonl);"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+def test_a_change_is_refused_by_name_and_accepted_on_purpose(stopped, resume, tmp_path, change, message):
+    change(stopped / "corpus")
+    refused = resume()
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert "--accept-data-change" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+    accepted = resume("--accept-data-change")
+    assert accepted.returncode == 0, accepted.stderr
+    assert "--accept-data-change: source " in accepted.stderr
+    assert "the others continue" in accepted.stderr
+    assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [5, 6, 7, 8]
+    # Its checkpoints know the data as it is now.
+    again = run("--config", stopped / "tiny.toml", "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", "9")
+    assert again.returncode == 0, again.stderr
+    assert "changed" not in again.stderr
+
+
+def test_two_ranks_name_a_change_once_and_accept_it(stopped, resume):
+    moved(stopped / "corpus")
+    refused = resume(nproc=2)
+    assert refused.stderr.count("1 missing (a/stream3.jsonl)") == 1
+    accepted = resume("--accept-data-change", name="two", nproc=2)
+    assert accepted.returncode == 0, accepted.stderr
+    assert accepted.stderr.count("--accept-data-change: source first: ") == 1
+
+
+def test_accepting_nothing_changes_nothing(stopped, resume, tmp_path):
+    ended = resume("--accept-data-change", "--verify-data")
+    assert ended.returncode == 0, ended.stderr
+    assert "no data changed: every stream continues" in ended.stderr
+    assert "the checkpoint has sizes and samples only" in ended.stderr
+    whole = losses(stopped / "run" / "metrics.jsonl")
+    assert losses(tmp_path / "run" / "metrics.jsonl") == {step: whole[step] for step in range(5, 9)}
+
+
+def test_a_checkpoint_from_before_fingerprints_resumes_and_says_so_once(stopped, resume, tmp_path):
+    old = tmp_path / "old"
+    shutil.copytree(stopped / "run" / "checkpoints" / "step_00000004", old)
+    state = json.loads((old / "state.json").read_text())
+    del state["data"]
+    (old / "state.json").write_text(json.dumps(state))
+    marker = json.loads((old / "COMPLETE").read_text())
+    content = (old / "state.json").read_bytes()
+    marker["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (old / "COMPLETE").write_text(json.dumps(marker))
+    ended = resume("--resume", str(old))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("has no fingerprint of the data") == 1
+    whole = losses(stopped / "run" / "metrics.jsonl")
+    assert losses(tmp_path / "run" / "metrics.jsonl") == {step: whole[step] for step in range(5, 9)}
+
+
+def test_a_byte_between_the_samples_is_seen_by_verify_data(tmp_path):
+    config = write_tiny_config(tmp_path, RUN)
+    large = tmp_path / "corpus" / "a" / "large.jsonl"
+    large.write_text(json.dumps({"text": "x" * 300_000}) + "\n")
+    first = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "4", "--verify-data")
+    assert first.returncode == 0, first.stderr
+    with large.open("r+b") as file:
+        file.seek(10_000)
+        file.write(b"y")
+    options = ("--config", config, "--run-dir", tmp_path / "run", "--resume", "auto")
+    assert run(*options, "--steps", "6").returncode == 0
+    # Contents that an earlier checkpoint had hashed stay known.
+    verified = run(*options, "--steps", "8", "--verify-data")
+    assert verified.returncode == 2
+    assert "source first: 1 changed (a/large.jsonl)" in verified.stderr
+
+
+def test_a_tokenizer_with_other_ids_of_the_same_number_is_refused(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def write(words: str) -> None:
+        vocabulary = {word: number for number, word in enumerate(["[UNK]", *words.split()])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    write("the of and to in is")
+    config = write_tiny_config(tmp_path, RUN)
+    options = ("--config", config, "--set", f"data.tokenizer={tmp_path}/tokenizer.json", "--run-dir", tmp_path / "run")
+    assert run(*options, "--steps", "4").returncode == 0
+    write("is in to and of the")
+    refused = run(*options, "--steps", "8", "--resume", "auto")
+    assert refused.returncode == 2
+    assert "the tokenizer.json changed" in refused.stderr
+    accepted = run(*options, "--steps", "8", "--resume", "auto", "--accept-data-change")
+    assert accepted.returncode == 0, accepted.stderr
+    assert "source first: 4 streams read from the beginning (a/stream0.jsonl, " in accepted.stderr
+    assert os.path.exists(tmp_path / "run" / "checkpoints" / "step_00000008")

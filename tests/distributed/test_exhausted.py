@@ -1,0 +1,88 @@
+"""Two ranks of which one has read all its data, or never had any: the run continues with masked rows, resumed or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import losses, read_rows, run, write_tiny_config
+
+pytestmark = pytest.mark.distributed
+
+MASKED = "stream_mixing/masked_share"
+ENDLESS = ("--steps", "9999", "--set", "data.mixing.repeat=false")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> tuple[Path, Path]:
+    """A run to the end of its data, whose ranks have pools and streams of their own; every step is saved."""
+    directory = tmp_path_factory.mktemp("whole")
+    corpus = directory / "corpus" / "a"
+    corpus.mkdir(parents=True)
+    for name, characters in (("one", 150), ("two", 600)):  # one group each
+        (corpus / f"{name}.txt").write_text("abcdefghij" * (characters // 10), encoding="utf-8")
+    config = write_tiny_config(directory, "[checkpoint]\nevery = 1\nkeep_last = 99\n")
+    source = f'data.source=[{{name="only",layout="nested",root="{directory / "corpus"}"}}]'
+    text = ("--set", source, "--set", "data.mixing.batching_mode=device_per_stream", "--set", "data.max_group_cells=64")
+    text = (*text, "--set", "train.micro_batches=1", "--set", "data.mixing.batch_size_by_modality={}")
+    result = run("--config", config, "--run-dir", directory / "run", *text, *ENDLESS, nproc=2)
+    assert result.returncode == 0, result.stderr
+    return directory / "run" / "config.resolved.toml", directory / "run"
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+    return found
+
+
+def resumed(whole: tuple[Path, Path], run_dir: Path, step: int, *more: object) -> str:
+    config, before = whole
+    checkpoint = before / "checkpoints" / f"step_{step:08d}"
+    result = run("--config", config, "--run-dir", run_dir, "--resume", checkpoint, *ENDLESS, *more, nproc=2)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def test_a_rank_that_had_read_everything_at_the_checkpoint_continues_masked(uninterrupted, tmp_path):
+    _, before = uninterrupted
+    rows = {step: row for (_, step), row in read_rows(before / "metrics.jsonl").items()}
+    masked = [step for step, row in rows.items() if row[MASKED] == 1.0]
+    assert masked == list(range(masked[0], max(rows) + 1))
+    assert 1 < masked[0] < max(rows) - 5
+    step = masked[0] + 2
+    said = resumed(uninterrupted, tmp_path / "run", step)
+    assert "of 2 has nothing to read, and runs fully masked batches" in said
+    whole = losses(before / "metrics.jsonl")
+    assert losses(tmp_path / "run" / "metrics.jsonl") == {at: loss for at, loss in whole.items() if at > step}
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["reason"]) == ("done", "data exhausted")
+
+
+def test_a_run_that_had_read_everything_ends_as_it_did(uninterrupted, tmp_path):
+    last = status(uninterrupted[1])["last_step"]
+    resumed(uninterrupted, tmp_path / "run", last)
+    found = status(tmp_path / "run")
+    assert (found["state"], found["reason"], found["last_step"]) == ("done", "data exhausted", last)
+
+
+def test_an_exhausted_run_continues_with_another_epoch(uninterrupted, tmp_path):
+    last = status(uninterrupted[1])["last_step"]
+    resumed(uninterrupted, tmp_path / "run", last, "--set", "data.mixing.repeat=true", "--steps", last + 4)
+    assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == list(range(last + 1, last + 5))
+
+
+def test_a_rank_without_documents_runs_masked_from_the_start(uninterrupted, tmp_path):
+    config, _ = uninterrupted
+    one = tmp_path / "corpus" / "a" / "one.txt"
+    one.parent.mkdir(parents=True)
+    one.write_text("abcdefghij" * 30, encoding="utf-8")
+    source = f'data.source=[{{name="only",layout="nested",root="{tmp_path / "corpus"}"}}]'
+    result = run("--config", config, "--run-dir", tmp_path / "run", *ENDLESS, "--set", source, nproc=2)
+    assert result.returncode == 0, result.stderr
+    assert "of 2 has nothing to read, and runs fully masked batches" in result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl").values()
+    assert len(rows) == 19  # 300 bytes in cells of 16
+    assert all(row[MASKED] == 1.0 for row in rows)
+    assert status(tmp_path / "run")["reason"] == "data exhausted"

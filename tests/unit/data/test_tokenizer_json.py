@@ -1,0 +1,143 @@
+"""What a tokenizer.json may hold beside its vocabulary: none of it may change a document's tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.formats import documents
+from trainer.data.formats.documents import table_from_pieces
+from trainer.data.formats.registry import open_documents
+from trainer.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from trainer.errors import UserError
+
+tokenizers = pytest.importorskip("tokenizers")
+WORDS = {"a": 0, "b": 1, "[UNK]": 2, "[CLS]": 3, "[SEP]": 4}
+
+
+def make(path: Path, vocabulary: dict[str, int] = WORDS, **settings: Any) -> HuggingFaceTokenizer:
+    """A tokenizer of words; `settings` replace parts of the saved JSON."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path.write_text(json.dumps({**json.loads(made.to_str()), **settings}))
+    found = load_tokenizer(str(path))
+    assert isinstance(found, HuggingFaceTokenizer)
+    return found
+
+
+TRUNCATION = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    "strategy": {"Fixed": 12},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 4,
+    "pad_type_id": 0,
+    "pad_token": "[SEP]",
+}
+POST_PROCESSOR = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "[SEP]", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {
+        "[CLS]": {"id": "[CLS]", "ids": [3], "tokens": ["[CLS]"]},
+        "[SEP]": {"id": "[SEP]", "ids": [4], "tokens": ["[SEP]"]},
+    },
+}
+
+
+@pytest.mark.parametrize("post_processor", [None, POST_PROCESSOR], ids=["plain", "adds special tokens"])
+@pytest.mark.parametrize("truncation", [None, TRUNCATION], ids=["whole", "truncates"])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["bare", "pads"])
+def test_a_document_is_neither_cut_nor_padded_nor_marked(tmp_path, caplog, truncation, padding, post_processor):
+    tokenizer = make(tmp_path / "tokenizer.json", truncation=truncation, padding=padding, post_processor=post_processor)
+    for words in (1, 4, 120):
+        assert tokenizer.encode("b " * words).tolist() == [1] * words
+    assert tokenizer.decode(tokenizer.encode("a b a")) == "a b a"
+    said = [name for name, given in (("truncation", truncation), ("padding", padding)) if given]
+    assert [record.message for record in caplog.records if "switched off" in record.message] == (
+        [f"{tmp_path / 'tokenizer.json'}: switched off the {' and '.join(said)} saved in it: documents stay whole"]
+        if said
+        else []
+    )
+
+
+@given(ids=st.lists(st.integers(0, 70_000), min_size=3, max_size=6, unique=True))
+def test_ids_with_gaps_come_back_from_a_stream_as_they_are(tmp_path_factory, ids):
+    folder = tmp_path_factory.mktemp("gaps")
+    words = ["a", "b", "[UNK]", "c", "d", "e"][: len(ids)]
+    tokenizer = make(folder / "tokenizer.json", dict(zip(words, ids, strict=True)))
+    assert (tokenizer.bos_id, tokenizer.vocab_size) == (max(ids) + 1, max(ids) + 2)
+    (folder / "a.jsonl").write_text(json.dumps({"text": " ".join(w for w in words if w != "[UNK]")}) + "\n")
+    table = open_documents(folder / "a.jsonl", tokenizer=tokenizer)
+    assert table.tokens.tolist() == [i for w, i in zip(words, ids, strict=True) if w != "[UNK]"]
+    assert tokenizer.decode(table.tokens.astype(np.int64)) == " ".join(w for w in words if w != "[UNK]")
+
+
+def test_a_token_added_behind_a_gap_counts(tmp_path):
+    added = {
+        "id": 300,
+        "content": "<x>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
+    made.add_special_tokens(["<x>"])
+    saved = json.loads(made.to_str())
+    saved["added_tokens"] = [added]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode("<x>")
+    # Whichever id the package gives it: the vocabulary holds it, and the id that begins documents is another one.
+    assert int(ids.max()) < tokenizer.bos_id
+
+
+def test_an_empty_vocabulary_is_refused(tmp_path):
+    with pytest.raises(UserError, match="empty vocabulary"):
+        make(tmp_path / "tokenizer.json", {}, model={"type": "BPE", "vocab": {}, "merges": []})
+
+
+@pytest.mark.parametrize("wrong", [300, 44 + 256, -1, 1 << 40])
+def test_an_id_outside_the_vocabulary_never_becomes_another_one(wrong):
+    with pytest.raises(UserError, match=rf"a.txt: document 1: token id {wrong} is outside the vocabulary of 257"):
+        table_from_pieces([np.array([1, 2]), np.array([3, wrong, 4])], 257, where="a.txt")
+
+
+def test_a_special_token_that_is_written_in_a_text_is_that_token(tmp_path):
+    added = [{"id": 3, "content": "[CLS]", "single_word": False, "lstrip": False, "rstrip": False}]
+    added[0] |= {"normalized": False, "special": True}
+    tokenizer = make(tmp_path / "tokenizer.json", post_processor=POST_PROCESSOR, added_tokens=added)
+    assert tokenizer.encode("b [CLS] a").tolist() == [1, 3, 0]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=12),
+    chunk=st.integers(1, 12),
+    wrong=st.none() | st.tuples(st.integers(0, 99), st.sampled_from([-1, 100, 300])),
+)
+def test_a_table_holds_every_piece_and_names_the_document_of_a_wrong_id(lengths, chunk, wrong):
+    ids = np.arange(sum(lengths)) % 100
+    pieces = np.split(ids, np.cumsum(lengths))[:-1] if lengths else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "CHUNK", chunk)
+        if wrong is None or wrong[0] >= len(ids):
+            table = table_from_pieces(pieces, 100)
+            read = [table.read(d, 0, int(n)).tolist() for d, n in enumerate(table.lengths)]
+            assert read == [piece.tolist() for piece in pieces]
+            return
+        ids[wrong[0]] = wrong[1]
+        document = next(d for d, piece in enumerate(pieces) if wrong[1] in piece)
+        with pytest.raises(UserError, match=f"document {document}: token id {wrong[1]} is outside"):
+            table_from_pieces(pieces, 100)

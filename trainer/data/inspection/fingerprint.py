@@ -1,0 +1,191 @@
+"""Fingerprints of data files: enough to notice on a resume that a file has changed.
+
+A mark is the file's size and a hash of blocks spread over it; a file no larger than these blocks is hashed whole. Times of
+modification are not used: copying a corpus changes them, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.data.formats.registry import files_of
+from trainer.data.streams.layout import Stream
+from trainer.errors import UserError
+from trainer.names import few
+
+FINGERPRINT_KEY = "data"  # in a checkpoint's state.json
+BLOCK_BYTES = 4096
+# Blocks of a file: as many as keep all files within the total, which 50,000 files with two blocks each use up (400 MB).
+FEWEST_BLOCKS, MOST_BLOCKS, TOTAL_BLOCKS = 2, 16, 100_000
+THREADS, CHUNK = 8, 64  # a cold or remote disk answers several requests at once
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The data files of a run.
+
+    Args:
+        blocks: sampled per file.
+        tokenizer: mark of the tokenizer.json; empty without one.
+        sources: source -> stream (relative path, in the order of the stream ids) -> mark.
+    """
+
+    blocks: int
+    tokenizer: str
+    sources: Mapping[str, Mapping[str, str]]
+
+    def to_state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"blocks": self.blocks, "tokenizer": self.tokenizer, "sources": self.sources}
+
+    @classmethod
+    def from_state(cls, state: Any) -> Fingerprint:
+        """The inverse of `to_state`.
+
+        Raises:
+            ValueError: the state is damaged.
+        """
+        if not isinstance(state, Mapping) or not isinstance(state.get("sources"), Mapping):
+            raise ValueError("the fingerprint of the data is damaged")
+        blocks, tokenizer, sources = state.get("blocks"), state.get("tokenizer"), state["sources"]
+        if type(blocks) is not int or not FEWEST_BLOCKS <= blocks <= MOST_BLOCKS:
+            raise ValueError(f"the fingerprint of the data has {blocks!r} blocks per file")
+        marks = [
+            tokenizer,
+            *(mark for files in sources.values() if isinstance(files, Mapping) for mark in files.values()),
+        ]
+        if not all(isinstance(files, Mapping) for files in sources.values()) or not all(
+            isinstance(m, str) for m in marks
+        ):
+            raise ValueError("the fingerprint of the data is damaged")
+        return cls(blocks, str(tokenizer), sources)
+
+
+def blocks_per_file(num_files: int) -> int:
+    """Blocks to sample of each of so many files."""
+    return min(max(TOTAL_BLOCKS // max(num_files, 1), FEWEST_BLOCKS), MOST_BLOCKS)
+
+
+def mark_files(paths: Sequence[Sequence[Path]], *, blocks: int, whole: bool) -> list[str]:
+    """The mark of each stream's files: `SIZE:SAMPLES`, with `whole` also `:CONTENT`; joined by `+` if there are several.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    mark = partial(_mark, blocks=blocks, whole=whole)
+    # In chunks: handing one file to a thread takes longer than reading its blocks.
+    chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        done = pool.map(lambda chunk: ["+".join(map(mark, files)) for files in chunk], chunks)
+        return [each for chunk in done for each in chunk]
+
+
+def stream_files(streams: Iterable[Stream], format: str) -> list[list[Path]]:
+    """The files of each stream: its own, and the index beside it."""
+    return [files_of(Path(stream.path), format) for stream in streams]
+
+
+def _mark(path: Path, *, blocks: int, whole: bool) -> str:
+    samples = hashlib.blake2b(digest_size=8)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        with open(descriptor, "rb", buffering=0) as file:
+            size = os.fstat(descriptor).st_size
+            for offset, length in _stretches(size, blocks):
+                samples.update(os.pread(descriptor, length, offset))
+            mark = f"{size}:{samples.hexdigest()}"
+            if whole:
+                mark += ":" + hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read: {error.strerror}", "check the path and its mode") from None
+    return mark
+
+
+def _stretches(size: int, blocks: int) -> list[tuple[int, int]]:
+    """(offset, length) of what is read of a file: its beginning, its end, and evenly spaced blocks in between."""
+    if size <= blocks * BLOCK_BYTES:
+        return [(0, size)]
+    return [((size - BLOCK_BYTES) * i // (blocks - 1), BLOCK_BYTES) for i in range(blocks)]
+
+
+@dataclass(frozen=True)
+class SourceChange:
+    """Streams of a source (relative paths) that differ from those of the checkpoint."""
+
+    changed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kinds = (("changed", self.changed), ("missing", self.missing), ("new", self.new))
+        return ", ".join(f"{len(paths):,} {kind} ({few(paths)})" for kind, paths in kinds if paths)
+
+
+@dataclass(frozen=True)
+class DataChange:
+    """What differs between the data of a checkpoint and the data now.
+
+    Args:
+        tokenizer: whether the tokenizer.json differs.
+        sources: the sources that differ. A source that only one side has is not a change: blends may grow.
+    """
+
+    tokenizer: bool = False
+    sources: Mapping[str, SourceChange] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.tokenizer or bool(self.sources)
+
+    def __str__(self) -> str:
+        parts = ["the tokenizer.json changed"] if self.tokenizer else []
+        return "; ".join([*parts, *(f"source {name}: {change}" for name, change in self.sources.items())])
+
+
+def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
+    """What differs. Contents are compared where both sides have hashed them."""
+    sources = {}
+    for name in saved.sources.keys() & now.sources.keys():
+        before, after = saved.sources[name], now.sources[name]
+        change = SourceChange(
+            changed=[path for path in after if path in before and not _agree(before[path], after[path])],
+            missing=[path for path in before if path not in after],
+            new=[path for path in after if path not in before],
+        )
+        if change != SourceChange():
+            sources[name] = change
+    return DataChange(not _agree(saved.tokenizer, now.tokenizer), dict(sorted(sources.items())))
+
+
+def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:
+    """`now`, with the hashed contents that only `saved` has of unchanged files: a later verification needs them."""
+
+    def kept(before: str, after: str) -> str:
+        return before if len(before) > len(after) and _agree(before, after) else after
+
+    sources = {
+        name: {path: kept(saved.sources.get(name, {}).get(path, ""), mark) for path, mark in files.items()}
+        for name, files in now.sources.items()
+    }
+    return Fingerprint(now.blocks, kept(saved.tokenizer, now.tokenizer), sources)
+
+
+def has_contents(fingerprint: Fingerprint) -> bool:
+    """Whether the content of every file was hashed."""
+    marks = [mark for files in fingerprint.sources.values() for mark in files.values()]
+    return all(one.count(":") == 2 for mark in [*marks, fingerprint.tokenizer] if mark for one in mark.split("+"))
+
+
+def _agree(one: str, other: str) -> bool:
+    """Whether two marks may be of the same content."""
+    first, second = one.split("+"), other.split("+")
+    if len(first) != len(second):
+        return False
+    pairs = [(a.split(":"), b.split(":")) for a, b in zip(first, second, strict=True)]
+    return all(a[: len(b)] == b[: len(a)] for a, b in pairs)

@@ -1,0 +1,51 @@
+"""Globs whose `**` enters every directory once, so that a link to an ancestor ends."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+
+
+def find_files(pattern: str) -> list[str]:
+    """The files that a glob matches, sorted; `**` as a whole path component crosses directories, hidden ones excepted.
+
+    `glob.glob` follows a link to an ancestor again and again until the path is too long. Here a directory that is
+    reached by several ways is entered once, by a link only if there is no other way.
+    """
+    return sorted({path.removeprefix(f".{os.sep}") for path in _matches(pattern) if os.path.isfile(path)})
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    at = parts.index("**")
+    rest = [part for part in parts[at + 1 :] if part] or ["*"]
+    head = os.sep.join(parts[:at]) or (os.sep if at else os.curdir)
+    for base in glob.iglob(head):
+        for directory in _directories(base):
+            yield from _matches(os.path.join(glob.escape(directory), *rest))
+
+
+def _directories(base: str) -> Iterator[str]:
+    """`base` and all directories below it, hidden ones excepted, each once; directories before links to them."""
+    seen: set[tuple[int, int]] = set()
+    own: list[str] = [base]
+    links: list[str] = []
+    while own or links:
+        directory = own.pop() if own else links.pop()
+        try:
+            status = os.stat(directory)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(directory) as found:
+                entries = sorted(found, key=lambda entry: entry.name, reverse=True)
+        except OSError:  # no directory, or one that may not be read: a glob matches nothing there
+            continue
+        yield directory
+        for entry in entries:
+            if not entry.name.startswith(".") and entry.is_dir():
+                (links if entry.is_symlink() else own).append(entry.path)

@@ -1,0 +1,153 @@
+"""Whether the data of a resumed run is the data that its checkpoint was made with, and what to do if not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.data.blending.blend import BlendDataset
+from trainer.data.inspection.fingerprint import (
+    FINGERPRINT_KEY,
+    DataChange,
+    Fingerprint,
+    blocks_per_file,
+    compare,
+    has_contents,
+    keep_contents,
+    mark_files,
+    stream_files,
+)
+from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.mixing.restart import restart_streams
+from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
+from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+from trainer.names import few
+from trainer.runs.wording import counted
+from trainer.training.setup.plan import Plan
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class DataPolicy:
+    """What the command line says about data that changed.
+
+    Args:
+        verify_whole: `--verify-data`: hash the whole content of every file.
+        accept_change: `--accept-data-change`: read changed streams from their beginning.
+    """
+
+    verify_whole: bool = False
+    accept_change: bool = False
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """The data of a run that begins or resumes.
+
+    Args:
+        now: the fingerprint, for its checkpoints.
+        saved: that of the checkpoint it resumes from; None without one.
+        change: what differs between the two, accepted.
+    """
+
+    now: Fingerprint
+    saved: Fingerprint | None = None
+    change: DataChange = field(default_factory=DataChange)
+
+
+def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, policy: DataPolicy) -> DataCheck:
+    """Mark the data files and compare them with a checkpoint's; every rank must call it, and reads its share of them.
+
+    Args:
+        saved: the checkpoint's state.json; None for a run that begins.
+
+    Raises:
+        UserError: a file cannot be read; or the data changed, and that is not accepted.
+    """
+    with raise_on_all_ranks(world_size=info.world_size):
+        before = _saved_fingerprint(saved)
+        names, files = _data_files(plan)
+        blocks = blocks_per_file(len(files)) if before is None else before.blocks
+        own = mark_files(files[info.rank :: info.world_size], blocks=blocks, whole=policy.verify_whole)
+    marks = [""] * len(files)
+    for rank, found in enumerate(gather_from_ranks(own, world_size=info.world_size)):
+        marks[rank :: info.world_size] = found
+    tokenizer = marks.pop() if len(files) > len(names) else ""
+    sources: dict[str, dict[str, str]] = {source.name: {} for source in plan.sources if source.streams}
+    for (source, path), mark in zip(names, marks, strict=True):
+        sources[source][path] = mark
+    now = Fingerprint(blocks, tokenizer, sources)
+    if before is None:
+        return DataCheck(now)
+    change = compare(before, now)
+    with raise_on_all_ranks(world_size=info.world_size):
+        if change and not policy.accept_change:
+            problem = f"the data changed since the checkpoint was saved: {change}"
+            fix = "put the data back, or add --accept-data-change to read these streams from the beginning"
+            raise UserError("--resume", problem, fix)
+    if policy.verify_whole and not has_contents(before):
+        logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
+    if policy.accept_change and not change:
+        logger.info("--accept-data-change: no data changed: every stream continues")
+    return DataCheck(keep_contents(before, now), before, change)
+
+
+def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
+    if saved is None:
+        return None
+    if saved.get(FINGERPRINT_KEY) is None:  # in checkpoints from before there were fingerprints
+        logger.warning("the checkpoint has no fingerprint of the data: whether it changed cannot be verified")
+        return None
+    try:
+        return Fingerprint.from_state(saved[FINGERPRINT_KEY])
+    except ValueError as error:
+        raise UserError("--resume", f"the checkpoint is damaged: {error}", "use another checkpoint") from None
+
+
+def _data_files(plan: Plan) -> tuple[list[tuple[str, str]], list[list[Path]]]:
+    """(source, stream) of each stream, and its files; the tokenizer's file, if there is one, comes last."""
+    names: list[tuple[str, str]] = []
+    files: list[list[Path]] = []
+    for source in plan.sources:
+        names += [(source.name, stream.relative_path) for stream in source.streams]
+        files += stream_files(source.streams, source.table.format)
+    tokenizer = plan.config.data.tokenizer
+    return names, [*files, [Path(tokenizer)]] if tokenizer.endswith(".json") else files
+
+
+def restart_changed(
+    states: Sequence[Mapping[str, Any]], dataset: BlendDataset, check: DataCheck
+) -> list[dict[str, Any]]:
+    """The blend's states of all saving ranks, so that changed streams are read from their beginning; say so."""
+    assert check.saved is not None
+    rewritten = [{**state, "sources": list(state["sources"]), "ended": list(state["ended"])} for state in states]
+    for source in dataset.sources:
+        before = check.saved.sources.get(source.name)
+        if (
+            before is None
+            or source.name not in states[0]["names"]
+            or not isinstance(source.dataset, StreamMixingDataset)
+        ):
+            continue
+        now = check.now.sources[source.name]
+        change = check.change.sources.get(source.name)
+        changed = list(now) if check.change.tokenizer else [] if change is None else change.changed
+        if change is None and not changed:
+            continue
+        index = list(states[0]["names"]).index(source.name)
+        parts = restart_streams([state["sources"][index] for state in states], list(before), source.dataset, changed)
+        for state, part in zip(rewritten, parts, strict=True):
+            state["sources"][index], state["ended"][index] = part, False
+        _say(source.name, changed, change.missing if change else [], change.new if change else [])
+    return rewritten
+
+
+def _say(source: str, changed: Sequence[str], missing: Sequence[str], new: Sequence[str]) -> None:
+    done = (("read from the beginning", changed), ("dropped", missing), ("added", new))
+    listed = ", ".join(f"{counted(len(paths), 'stream')} {what} ({few(paths)})" for what, paths in done if paths)
+    logger.warning("--accept-data-change: source %s: %s; the others continue", source, listed)

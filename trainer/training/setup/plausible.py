@@ -1,0 +1,118 @@
+"""Settings that are valid but cannot be meant, and needs that this machine does not meet. `check` and a run share them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from trainer.config.rules import largest_batch, mixing_of
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError, UserErrors
+from trainer.runs.wording import counted
+from trainer.training.setup.sources import Source
+
+MOST_LAYERS = 2_000  # a layer takes about 6 ms to build, on the meta device too
+MOST_HELD_OUT = 0.5
+LARGEST_LR = 0.1  # AdamW moves every weight by about lr in every step
+BYTES_PER_PARAMETER = 16  # weight, gradient and the two moments of AdamW, in fp32
+
+
+def refuse_impossible(config: RunConfig) -> None:
+    """Refuse what no machine can do in reasonable time.
+
+    Raises:
+        UserError: the model has too many layers.
+    """
+    if config.model.num_layers > MOST_LAYERS:
+        problem = f"{config.model.num_layers:,} layers would take minutes to build, and nobody has trained as many"
+        raise UserError("model.num_layers", problem, f"set it to at most {MOST_LAYERS:,}")
+
+
+def doubts(config: RunConfig, sources: list[Source]) -> Iterator[UserError]:
+    """Settings that work, but hardly as meant: to be said, not refused."""
+    held_out = config.eval.holdout_fraction
+    if held_out > MOST_HELD_OUT:
+        problem = f"holds out {held_out:.0%} of the documents: the run trains on the few that are left"
+        yield UserError("eval.holdout_fraction", problem, "set it to 0.02, or 0.2 for little data")
+    if config.optimizer.lr > LARGEST_LR:
+        problem = f"{config.optimizer.lr:g}: AdamW moves every weight by about this much in every step"
+        yield UserError("optimizer.lr", problem, "set it between 1e-5 and 1e-2")
+    for source in sources:
+        own = source.table.mixing.num_streams_mixed
+        is_given = own is not None or "num_streams_mixed" in config.data.mixing.model_fields_set
+        wanted = mixing_of(config, source.table).num_streams_mixed
+        if source.streams and is_given and wanted > len(source.streams):
+            has = counted(len(source.streams), "stream")
+            problem = f"{wanted} readers, but the source has {has}: all are open at once, nothing is mixed in later"
+            fix = f"set it to at most {len(source.streams)}"
+            yield UserError(f"source {source.name}: mixing.num_streams_mixed", problem, fix)
+
+
+def unmet_needs(
+    config: RunConfig,
+    sources: list[Source],
+    *,
+    vocab_size: int,
+    num_parameters: int,
+    state_width: int,
+    device: torch.device,
+) -> list[UserError]:
+    """What the run needs and this machine does not have: CUDA, memory. A run refuses it, `check` warns.
+
+    Memory is a lower bound for one rank: parameters and optimizer, the ledger, and the logits of one micro-batch.
+    """
+    found = []
+    if device.type != "cuda":
+        fix = "use a machine with CUDA devices"
+        if config.train.device == "cuda":
+            found.append(UserError("train.device", 'is "cuda", but torch finds no CUDA device here', fix))
+        if config.train.precision == "fp16":
+            problem = '"fp16" needs a CUDA device, and torch finds none here'
+            found.append(UserError("train.precision", problem, f'{fix}, or "bf16" or "fp32"'))
+        if config.distributed.backend == "nccl":
+            problem = '"nccl" needs CUDA devices, and torch finds none here'
+            found.append(UserError("distributed.backend", problem, f'{fix}, or "auto"'))
+    batches = [largest_batch(mixing_of(config, source.table)) for source in sources if source.table.target is None]
+    cells = max(batches, default=1)
+    tokens = cells * config.data.seq_len
+    needs = {
+        "data.seq_len": (
+            tokens * vocab_size * (4 if config.train.precision == "fp32" else 2),
+            "the logits of a micro-batch",
+        ),
+        "model": (num_parameters * BYTES_PER_PARAMETER, "weights, gradients and optimizer"),
+        "ledger.capacity": (config.ledger.capacity * state_width * 4, "the states of the ledger"),
+    }
+    memory, total = memory_bytes(device), sum(size for size, _ in needs.values())
+    if total > memory:
+        key, (size, what) = max(needs.items(), key=lambda need: need[1][0])
+        problem = f"{what} take {_amount(size)} per rank; {device.type} has {_amount(memory)} of memory here"
+        smaller = {"data.seq_len": "lower data.seq_len or data.mixing.batch_size", "model": "lower dim or num_layers"}
+        found.append(UserError(key, problem, smaller.get(key, "lower it")))
+    return found
+
+
+def refuse_unmet(found: list[UserError]) -> None:
+    """Raise the unmet needs, if there are any.
+
+    Raises:
+        UserError: one or several (`UserErrors`).
+    """
+    if found:
+        raise found[0] if len(found) == 1 else UserErrors(found)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the device; of the whole machine for the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _amount(size: int) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size / 1e6:,.1f} MB"
