@@ -12,6 +12,7 @@ from typing import Any
 from trainer.cli.refuse import refuse
 from trainer.config.load import load_config
 from trainer.errors import UserError
+from trainer.files import write_file
 from trainer.training.signals import StopRequest, say_stopping
 
 EXIT_CODE_FILE = "TRAINER_EXIT_CODE_FILE"
@@ -74,7 +75,7 @@ def launch_ranks(nproc: int, arguments: list[str]) -> int:
 def report_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
     """Pass the run's exit code to the launcher of `launch_ranks`, if there is one (rank 0)."""
     if EXIT_CODE_FILE in environ and environ.get("RANK") == "0":
-        Path(environ[EXIT_CODE_FILE]).write_text(str(code), encoding="ascii")
+        write_file(Path(environ[EXIT_CODE_FILE]), str(code), sync=False)
 
 
 def _reported_exit_code() -> int | None:

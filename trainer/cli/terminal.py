@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.errors import UserError
+from trainer.files import write_file
 from trainer.names import printable
 
 PIPE_WIDTH = 120  # characters of a line where stdout is no terminal
@@ -58,7 +59,7 @@ def put_text(text: str, out: str | None) -> None:
         typer.echo(text, nl=False)
         return
     try:
-        Path(out).write_text(text, encoding="utf-8")
+        write_file(Path(out), text)
     except OSError as error:
         raise UserError(out, f"cannot be written: {error.strerror}", "name a file in a directory that exists") from None
     typer.echo(f"wrote {out}", err=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
+from trainer.files import replacing
 from trainer.preview.summary import ModalityView, Preview
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def draw(preview: Preview, out: str) -> None:
     _draw_waits(waits, preview, views)
     figure.suptitle(f"{preview.name}: {preview.steps:,} steps on {preview.world_size} rank(s)")
     try:
-        figure.savefig(out, dpi=90, metadata={"Date": None} if out.lower().endswith(".svg") else None)
+        kind = Path(out).suffix.removeprefix(".").lower()
+        with replacing(Path(out)) as file:
+            figure.savefig(file, format=kind, dpi=90, metadata={"Date": None} if kind == "svg" else None)
     except OSError as error:
         raise UserError("--out", f"{out} cannot be written: {error.strerror}", "check the path") from None
 

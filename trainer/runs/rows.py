@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import UserError
+from trainer.files import replacing
 from trainer.metrics.payload_contract import Mode
 from trainer.runs.load import RunRecord
 from trainer.runs.table import RowTable
@@ -47,11 +49,13 @@ def write_csv(run: RunRecord, path: Path) -> int:
     """
     rows, keys = list(rows_of(run)), run.keys
     try:
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with replacing(path) as raw:
+            file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             writer = csv.writer(file)
             writer.writerow(["mode", "global_step", *keys])
             for row in rows:
                 writer.writerow([row.mode, row.step, *(_cell(row.values.get(key)) for key in keys)])
+            file.detach()  # flushes
     except OSError as error:
         raise UserError(str(path), f"cannot be written: {error.strerror}", "choose another --out") from None
     return len(rows)
@@ -82,7 +86,8 @@ def write_parquet(run: RunRecord, path: Path) -> int:
         # from_pandas=False keeps NaN apart from null.
         columns[key] = pyarrow.array([row.values.get(key) for row in rows], pyarrow.float64(), from_pandas=False)
     try:
-        parquet.write_table(pyarrow.table(columns), str(path))
+        with replacing(path) as file:
+            parquet.write_table(pyarrow.table(columns), file)
     except OSError as error:
         raise UserError(str(path), f"cannot be written: {error}", "choose another --out") from None
     return len(rows)

@@ -102,9 +102,9 @@ def _train_in_group(
     data_policy: DataPolicy,
 ) -> int:
     config = plan.config
-    run_dir, found = _place(config, given, info)
-    data = check_data(plan, found[1] if found is not None else None, info, data_policy)
     with ExitStack() as stack:
+        run_dir, found = _place(config, given, info, stack)
+        data = check_data(plan, found[1] if found is not None else None, info, data_policy)
         with raise_on_all_ranks(world_size=info.world_size):
             state = make_state(plan, info, device)
             if state.gns is not None:
@@ -121,12 +121,16 @@ def _train_in_group(
             return 0
         with raise_on_all_ranks(world_size=info.world_size):
             if info.is_main:
+                if not run_dir.is_locked:
+                    run_dir.claim()
+                    stack.enter_context(run_dir.lock())
                 run_dir.create()
-                stack.enter_context(run_dir.lock())
                 run_dir.describe(config, config_path, info)
                 checkpoint.discard_staging(run_dir.checkpoints)
                 for path in checkpoint.set_aside_after(run_dir.checkpoints, position.step):
                     logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
+        # Its name may have changed: see `claim`.
+        run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
         handler = add_log_file(run_dir.log_file(info.rank))
         stack.callback(remove_log_file, handler)
         run = open_run(
@@ -148,19 +152,27 @@ def _train_in_group(
         return _run_to_end(run, run_dir, plan)
 
 
-def _place(config: RunConfig, given: str | None, info: RankInfo) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None]:
-    """The run's directory and the checkpoint to resume from: rank 0 decides."""
+def _place(
+    config: RunConfig, given: str | None, info: RankInfo, stack: ExitStack
+) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None]:
+    """The run's directory and the checkpoint to resume from: rank 0 decides.
+
+    A directory that exists is locked first: what another run is writing there looks like damage.
+    """
     answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
+    run_dir: RunDir | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             resume = effective_resume(config.checkpoint.resume)
             run_dir = choose_run_dir(config, given, resume)
+            if run_dir.path.exists() and not run_dir.is_new:
+                stack.enter_context(run_dir.lock())
             found = checkpoint.find(run_dir.checkpoints, resume)
             answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
     answer = from_main_rank(answer, world_size=info.world_size)
     assert answer is not None
     path, found_path = answer
-    return RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None
+    return run_dir or RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None
 
 
 def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -21,6 +21,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.corpus.manifest import MANIFEST_NAME
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.files import remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
 
@@ -30,9 +31,18 @@ FINISHED = "done"
 
 
 class RunDir:
-    """Paths inside one run's directory, and its small JSON files."""
+    """Paths inside one run's directory, and its small JSON files.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        is_new: a directory of that name is to be made; see `claim`.
+    """
+
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+        self.is_new = is_new
+        self.is_locked = False
+        self._set(path)
+
+    def _set(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
@@ -41,8 +51,28 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
 
+    def claim(self) -> None:
+        """Make the directory if it does not exist; a new run's takes the next free name if another run was faster (rank 0).
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            stem, count = self.path, 1
+            while self.is_new:
+                try:
+                    self.path.mkdir()
+                    return
+                except FileExistsError:
+                    count += 1
+                    self._set(stem.with_name(f"{stem.name}-{count}"))
+            self.path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
     def create(self) -> None:
-        """Make the directory (rank 0).
+        """Make what belongs into the directory, and remove what killed processes left behind (rank 0, holding the lock).
 
         Raises:
             UserError: it cannot be written.
@@ -50,9 +80,13 @@ class RunDir:
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
+            remove_leftovers(self.path)
         except OSError as error:
-            problem = f"cannot be written: {error.strerror}"
-            raise UserError(str(self.path), problem, "choose another place with --run-dir") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> UserError:
+        problem = f"cannot be written: {error.strerror}"
+        return UserError(str(self.path), problem, "choose another place with --run-dir")
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo) -> None:
         """Write what the run was started with (rank 0).
@@ -64,12 +98,11 @@ class RunDir:
             if (
                 source.resolve() != self.resolved_config.resolve()
             ):  # a run that goes on by it keeps the one written by hand
-                (self.path / "config.toml").write_bytes(source.read_bytes())
-            self.resolved_config.write_text(to_toml(config), encoding="utf-8")
+                write_file(self.path / "config.toml", source.read_bytes())
+            write_file(self.resolved_config, to_toml(config))
             write_json(self.path / "env.json", environment(info))
         except OSError as error:
-            problem = f"cannot be written: {error.strerror}"
-            raise UserError(str(self.path), problem, "choose another place with --run-dir") from None
+            raise self._unwritable(error) from None
 
     def lock(self) -> TextIO:
         """Hold the directory for this process until the file is closed or the process ends, however it ends (rank 0).
@@ -80,15 +113,19 @@ class RunDir:
         try:
             file = (self.path / ".lock").open("w", encoding="utf-8")
         except OSError as error:
-            problem = f"cannot be written: {error.strerror}"
-            raise UserError(str(self.path), problem, "choose another place with --run-dir") from None
+            raise self._unwritable(error) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.close()
             pid = self.status().get("pid")
             problem = f"is in use by another run (process {pid} on the machine that wrote status.json)"
             raise UserError(str(self.path), problem, "wait for it, stop it, or name another --run-dir") from None
+        except OSError as error:
+            # Some network file systems have no locks; training there must be possible.
+            text = "%s: its file system cannot lock it (%s); make sure that no other run uses it"
+            logger.warning(text, self.path, error.strerror)
+        self.is_locked = True
         return file
 
     def status(self) -> dict[str, Any]:
@@ -102,13 +139,15 @@ class RunDir:
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
         """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
         known = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
-        write_json(self.status_file, {**known, "time": round(time.time(), 3)})
+        # Not synced: it is written while the run goes on, and a crash of the machine leaves the one before it.
+        write_json(self.status_file, {**known, "time": round(time.time(), 3)}, sync=False)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state that the run ends in (rank 0; other ranks do nothing). A failure to write it is logged."""
         if not info.is_main:
             return
         try:
+            self.path.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             self.write_status(state, reason=reason, step=step, wandb_run_id=self.status().get("wandb_run_id"))
         except OSError as error:
             # The reason itself goes to stderr: what ended the run must not be hidden behind a second failure.
@@ -165,13 +204,6 @@ class StatusKeeper:
             logger.warning("%s cannot be written: %s", self._run_dir.status_file, error.strerror)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace `path` in one go, so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
 def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:
     """The run's directory (rank 0 decides, the others are told).
 
@@ -201,11 +233,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     elif resume != "off":
         return RunDir(Path(resume).absolute().parent.parent)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    path, count = parent / f"{config.run.name}-{stamp}", 1
-    while path.exists():
-        count += 1
-        path = parent / f"{config.run.name}-{stamp}-{count}"
-    return RunDir(path)
+    return RunDir(parent / f"{config.run.name}-{stamp}", is_new=True)
 
 
 def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:

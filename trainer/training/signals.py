@@ -1,4 +1,7 @@
-"""Requests to stop: SIGTERM, SIGINT and SIGUSR1 set a flag that the ranks agree on at the next step boundary."""
+"""Requests to stop: signals set a flag that the ranks agree on at the next step boundary.
+
+SIGTERM, SIGINT, SIGUSR1, and SIGHUP, which a closed terminal sends.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from types import FrameType
 from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal after it: within this
 # time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
@@ -41,7 +44,9 @@ class StopRequest:
     def install(self) -> None:
         """Handle the stop signals of this process, from its main thread."""
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            # nohup has the program ignore SIGHUP, which then goes on when the terminal is closed.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import torch
 
 from tests.support.runs import TINY
 from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.training.checkpointing import checkpoint as files
@@ -176,15 +178,22 @@ def test_a_checkpoint_that_is_half_deleted_is_none(tmp_path, monkeypatch):
     with monkeypatch.context() as killed:
         killed.setattr("shutil.rmtree", lambda *args, **options: None)
         files.prune(tmp_path, keep_last=1, keep_every=0)
-    assert (tmp_path / "step_00000005").exists()
     assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [10]
+    files.discard_staging(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000010"]
 
 
 def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
-    first = choose_run_dir(config, None, "off", now=1.7e9)
-    assert first.path.parent == tmp_path / "runs"
-    first.path.mkdir(parents=True)
-    assert choose_run_dir(config, None, "off", now=1.7e9).path.name == first.path.name + "-2"
+    names = []
+    for _ in range(3):  # launched in the same second, by processes that all look before any of them writes
+        run = choose_run_dir(config, None, "off", now=1.7e9)
+        assert run.path.parent == tmp_path / "runs"
+        names.append(run)
+    for run in names:
+        run.claim()
+    first = names[0].path.name
+    assert [run.path.name for run in names] == [first, f"{first}-2", f"{first}-3"]
+    assert names[2].metrics.parent == names[2].path
 
 
 def test_the_way_on_is_a_whole_command_line_where_it_can_be_known(config, tmp_path):
@@ -291,6 +300,48 @@ def test_a_directory_in_use_is_refused_until_its_process_ends(tmp_path):
         RunDir(tmp_path / "run").lock()
     held.close()
     RunDir(tmp_path / "run").lock().close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_can_be_trained_on(tmp_path, monkeypatch, caplog, number):
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    run = RunDir(tmp_path)
+    run.create()
+    run.lock().close()
+    assert "cannot lock it" in caplog.text
+
+
+def test_what_killed_processes_left_behind_is_removed(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    kept = ["config.toml", ".lock", "status.json", ".hidden", "notes.123.tmp"]
+    for name in [*kept, ".status.json.4711", ".status.json.4711.tmp", ".config.resolved.toml.4.tmp"]:
+        (run.path / name).write_text("x")
+    (run.checkpoints / ".latest.99").symlink_to("step_00000005")
+    (run.checkpoints / ".step_00000005.99.tmp").mkdir()
+    run.create()
+    files.discard_staging(run.checkpoints)
+    assert sorted(path.name for path in run.path.iterdir()) == sorted([*kept, "checkpoints", "logs"])
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_a_write_of_the_config_that_fails_leaves_the_old_one(config, tmp_path, monkeypatch):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.describe(config, tmp_path / "x.toml", RankInfo())
+    before = run.resolved_config.read_text()
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(UserError, match="cannot be written: No space left"):
+        run.describe(config, tmp_path / "x.toml", RankInfo())
+    assert run.resolved_config.read_text() == before
+    assert not list(run.path.glob(".*.tmp"))
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_it(tmp_path):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trainer.errors import UserError
+from trainer.files import write_file
 
 
 def report(
@@ -41,12 +40,8 @@ def report(
 
 
 def _write_atomically(target: Path, page: bytes) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(page)
-        temporary.replace(target)
+        write_file(target, page)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise UserError("--out", f"{target} cannot be written: {error.strerror}", "choose another path") from None

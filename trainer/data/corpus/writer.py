@@ -15,6 +15,7 @@ from trainer.data.corpus.documents import Document, ReportProgress
 from trainer.data.corpus.manifest import MANIFEST_NAME, Manifest, Skipped, StreamEntry, read_manifest
 from trainer.data.corpus.selection import Streams
 from trainer.errors import UserError
+from trainer.files import replacing, write_file
 
 
 def write_corpus(
@@ -57,7 +58,7 @@ def write_corpus(
                 done += len(documents)
             entries[modality] = tuple(written)
         manifest = Manifest(builder, digest, dict(rules), entries, tuple(skipped))
-        (directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        write_file(directory / MANIFEST_NAME, manifest.to_json())
     if progress is not None:
         progress(total, total, "done")
     return manifest
@@ -110,7 +111,7 @@ def _is_whole(out: Path, manifest: Manifest) -> bool:
 def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> StreamEntry:
     digest = hashlib.sha256()
     file_bytes = 0
-    with (directory / path).open("wb") as file:
+    with replacing(directory / path, sync=False) as file:  # the whole corpus is synced with its manifest, last
         for document in documents:
             text = document.text()
             if hashlib.sha256(text.encode("utf-8")).hexdigest() != document.digest:

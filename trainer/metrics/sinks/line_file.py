@@ -16,18 +16,30 @@ class LineFile:
 
     The lines are JSON objects. On opening, a last line without a newline (the writer was killed, the disk was full) is
     repaired: a complete object gets its newline, a fragment is removed, so that the file has only complete lines.
+
+    If the file, or its directory, is removed or replaced by somebody, lines would go on into a file that has no name any more.
+    That is noticed at the next line, which begins a new file, with a warning.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._open()
         self._is_open = True
         try:
             self._repair_last_line()
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def _repair_last_line(self) -> None:
         end = os.lseek(self._fd, 0, os.SEEK_END)
@@ -59,6 +71,12 @@ class LineFile:
         Raises:
             OSError: the line could not be written completely (disk full, quota); the error names the file.
         """
+        if not self._is_in_place():
+            logger.warning(
+                "%s was removed or replaced; what it held before is lost, a new file goes on here", self.path
+            )
+            os.close(self._fd)
+            self._open()
         self._write(line.encode("utf-8") + b"\n")
 
     def _write(self, data: bytes) -> None:
@@ -72,6 +90,8 @@ class LineFile:
         """Close the file; a second call does nothing."""
         if self._is_open:
             self._is_open = False
+            if not self._is_in_place():
+                logger.warning("%s was removed or replaced; what it held is lost", self.path)
             os.close(self._fd)
 
 

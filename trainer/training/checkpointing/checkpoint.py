@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from trainer.errors import UserError
+from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, sync_directory, write_json
 from trainer.metrics.logger import get_logger
 
 FORMAT_VERSION = 1
@@ -54,10 +54,8 @@ def rank_file(rank: int) -> str:
 
 def write_tensors(path: Path, value: dict[str, Any]) -> None:
     """`torch.save` to disk, not merely to the page cache."""
-    with path.open("wb") as file:
+    with replacing(path) as file:
         torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_tensors(path: Path) -> dict[str, Any]:
@@ -89,22 +87,14 @@ def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
         OSError: the disk is full or read-only; no older checkpoint is touched.
     """
     staging, target = staging_dir(checkpoints, step), checkpoints / checkpoint_name(step)
-    (staging / STATE_FILE).write_text(
-        json.dumps({"format_version": FORMAT_VERSION, **state}, indent=1), encoding="utf-8"
-    )
+    write_json(staging / STATE_FILE, {"format_version": FORMAT_VERSION, **state})
     files = {path.name: _fingerprint(path) for path in sorted(staging.iterdir())}
     if target.exists():  # The same step again, after a resume from an older checkpoint.
-        shutil.rmtree(target)
+        remove_tree(target)
     staging.rename(target)
-    marker = target / f".{MARKER}"
-    with marker.open("w", encoding="utf-8") as file:
-        json.dump({"format_version": FORMAT_VERSION, "step": step, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    marker.replace(target / MARKER)
-    for directory in (target, checkpoints):
-        _sync_directory(directory)
-    _point_latest(checkpoints, target)
+    write_json(target / MARKER, {"format_version": FORMAT_VERSION, "step": step, "files": files})
+    sync_directory(checkpoints)
+    replace_link(checkpoints / LATEST, target.name)
     return target
 
 
@@ -112,6 +102,7 @@ def discard_staging(checkpoints: Path) -> None:
     """Remove what an interrupted save left behind (rank 0, at the start of a run)."""
     for path in checkpoints.glob(".tmp_step_*"):
         shutil.rmtree(path, ignore_errors=True)
+    remove_leftovers(checkpoints)
 
 
 def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
@@ -124,7 +115,8 @@ def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
         if step_of(path) > step:
             target = checkpoints / "abandoned" / path.name
             target.parent.mkdir(exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)
+            if target.exists():
+                remove_tree(target)
             moved.append(path.rename(target))
     return moved
 
@@ -134,9 +126,7 @@ def prune(checkpoints: Path, *, keep_last: int, keep_every: int) -> None:
     for path in complete_checkpoints(checkpoints)[keep_last:]:
         step = step_of(path)
         if not keep_every or step % keep_every:
-            # The marker goes first: a half-deleted checkpoint is no checkpoint.
-            (path / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
@@ -282,18 +272,3 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _point_latest(checkpoints: Path, target: Path) -> None:
-    temporary = checkpoints / f".latest.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    temporary.replace(checkpoints / LATEST)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.config.load import to_toml
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
+from trainer.files import write_file
 from trainer.model.weights import WEIGHTS_FILE, save_weights
 from trainer.runs.load import load_run
 from trainer.training.export.model_card import render_card
@@ -37,7 +38,7 @@ def export_model(run_dir: Path, out: Path, *, step: int | None) -> SavedCheckpoi
             "run": run_dir.absolute().name,
         }
         save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
-        (staging / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+        write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
             shutil.copyfile(config.data.tokenizer, staging / "tokenizer.json")
         card = render_card(
@@ -48,7 +49,7 @@ def export_model(run_dir: Path, out: Path, *, step: int | None) -> SavedCheckpoi
             name=config.run.name,
             out=str(out),
         )
-        (staging / "README.md").write_text(card, encoding="utf-8")
+        write_file(staging / "README.md", card)
         shutil.rmtree(out, ignore_errors=True)
         staging.rename(out)
     except OSError as error:

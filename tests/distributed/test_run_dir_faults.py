@@ -1,0 +1,91 @@
+"""What happens to a run whose directory is taken away, shared or launched twice, and whose terminal is closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from tests.support.ranks import Ranks, last_logged, status
+from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
+
+pytestmark = pytest.mark.distributed
+STEPS = 100_000
+
+
+def test_a_directory_that_is_removed_during_the_run_is_said_and_made_again(tmp_path):
+    config, run_dir = write_tiny_config(tmp_path, "[checkpoint]\nevery = 5\n"), tmp_path / "run"
+    with Ranks(("--config", config, "--run-dir", run_dir, "--steps", STEPS), logs=tmp_path / "logs") as ranks:
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 3), ranks.said()
+        shutil.move(run_dir, tmp_path / "gone")  # for whoever writes there it is as good as removed
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") > 3), ranks.said()
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait() == [0, 0], ranks.said()
+        said = ranks.said(0)
+    assert said.count("metrics.jsonl was removed or replaced") == 1
+    ended = status(run_dir)
+    assert ended["state"] == "stopped"
+    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+    lost = {step for _, step in read_rows(tmp_path / "gone" / "metrics.jsonl")}
+    kept = {step for _, step in read_rows(run_dir / "metrics.jsonl")}
+    assert lost | kept == set(range(1, ended["last_step"] + 1))
+
+
+def test_a_second_run_in_a_busy_directory_is_told_so_and_touches_nothing(tmp_path):
+    config, run_dir = write_tiny_config(tmp_path, "[checkpoint]\nevery = 1\n"), tmp_path / "run"
+    arguments = ("--config", config, "--run-dir", run_dir)
+    with Ranks((*arguments, "--steps", STEPS), logs=tmp_path / "logs", world_size=1) as ranks:
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 3), ranks.said()
+        second = run(*arguments, "--resume", "auto", "--steps", 3)
+        assert second.returncode == 2
+        assert "is in use by another run" in second.stderr
+        assert "damaged" not in second.stderr
+        assert "falling back" not in second.stderr
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait() == [0], ranks.said()
+    assert not (run_dir / "checkpoints" / "abandoned").exists()
+
+
+def test_runs_that_are_launched_in_the_same_second_get_directories_of_their_own(tmp_path):
+    config = write_tiny_config(tmp_path)
+    (tmp_path / "clock").mkdir()
+    still = "import time\nlocal = time.localtime\ntime.localtime = lambda *_: local(1.7e9)\n"
+    (tmp_path / "clock" / "sitecustomize.py").write_text(still)
+    extra = {"PYTHONPATH": f"{tmp_path / 'clock'}:{PROGRAM.parent}"}
+    line = [sys.executable, str(PROGRAM), "--config", str(config), "--steps", "2", "--stdout", "off"]
+    processes = [subprocess.Popen(line, env=environment(extra), stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=TIMEOUT_SEC)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    found = sorted((tmp_path / "runs").iterdir())
+    assert len(found) == 2
+    assert [json.loads((path / "status.json").read_text())["state"] for path in found] == ["done"] * 2
+
+
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path):
+    config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
+    line = [sys.executable, str(PROGRAM), "--config", str(config), "--run-dir", str(run_dir), "--steps", str(STEPS)]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, line, environment({"PYTHONPATH": str(PROGRAM.parent)}))
+    try:
+        os.set_blocking(terminal, False)
+        while last_logged(run_dir / "metrics.jsonl") < 3:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+            with suppress(BlockingIOError):
+                os.read(terminal, 65536)
+        os.close(terminal)
+        _, code = os.waitpid(child, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    ended = status(run_dir)
+    assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGHUP")
+    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+    assert os.waitstatus_to_exitcode(code) == 0

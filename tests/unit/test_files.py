@@ -1,0 +1,100 @@
+"""Files are written completely or not at all, and all by the one helper."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ROOT
+from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, write_file
+
+# These append, or hold a lock: nothing is replaced.
+APPENDING = {"trainer/metrics/sinks/line_file.py", "trainer/distributed/watchdog.py"}
+HELPER = "trainer/files.py"
+
+
+def writes(path: Path) -> Iterator[str]:
+    """Calls of a module that write or replace a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        text = [a.value for a in [*node.args, *(k.value for k in node.keywords)] if isinstance(a, ast.Constant)]
+        modes = [value for value in text if isinstance(value, str) and 0 < len(value) <= 3]
+        opens = name in ("open", "fdopen") and any(set("wx") & set(mode) for mode in modes)
+        # `replace` of a path has one argument, that of a text two.
+        moves = name in ("replace", "rename") and len(node.args) == 1 and not node.keywords
+        if name in ("write_text", "write_bytes") or opens or moves:
+            yield f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_nothing_else_writes_files() -> None:
+    found = [
+        write
+        for path in sorted((ROOT / "trainer").rglob("*.py"))
+        if str(path.relative_to(ROOT)) not in {HELPER, *APPENDING}
+        for write in writes(path)
+    ]
+    # Whole directories, written beside their place by the helper, and the lock.
+    allowed = [
+        "trainer/data/corpus/writer.py",
+        "trainer/training/checkpointing/checkpoint.py",
+        "trainer/training/export/export.py",
+    ]
+    rest = [write for write in found if not (write.startswith(tuple(allowed)) and ".rename(" in write)]
+    assert [write for write in rest if "'.lock'" not in write] == []
+    assert list(writes(ROOT / HELPER)), "the search is blind"
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_write_that_fails_anywhere_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "it"
+    write_file(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def write() -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+            if call == "write":
+                fail()
+
+    with monkeypatch.context() as broken:
+        if call == "fsync":
+            broken.setattr(os, "fsync", fail)
+        elif call == "replace":
+            broken.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match="No space"):
+            write()
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["it"]
+    write_file(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_link_stays_a_link_and_a_device_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    write_file(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "new"
+    write_file(Path(os.devnull), "nowhere")
+
+
+def test_links_and_trees_are_replaced_and_removed(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        replace_link(tmp_path / "latest", name)
+        assert (tmp_path / "latest").readlink() == Path(name)
+    remove_tree(tmp_path / "one")
+    (tmp_path / ".two.1.tmp").mkdir()
+    (tmp_path / ".two.1").write_text("not ours")
+    remove_leftovers(tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".two.1", "latest", "two"]
