@@ -491,6 +491,12 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
+            "kappa * (1.0 - 1e-9)",
+            "0.0",
+            "tests/unit/metrics/test_noise_scale.py::test_the_middle_of_some_ranks_does_not_pass_for_that_of_all",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/estimate.py",
             "LOW_QUANTILE = 1.96",
             "LOW_QUANTILE = 1.4",
             "tests/properties/test_noise_scale_coverage.py::"
@@ -1128,7 +1134,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/restore.py",
-            'state.ledger.load_state_dict([part["ledger"] for part in parts])',
+            'state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)',
             "pass",
             "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
         ),

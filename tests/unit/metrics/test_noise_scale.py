@@ -47,6 +47,18 @@ def test_between_and_within_are_unbiased_on_several_ranks() -> None:
     assert_mean_is([w.within for w in windows if w.within is not None], TR_SIGMA)
 
 
+def test_the_middle_of_some_ranks_does_not_pass_for_that_of_all() -> None:
+    """A rank measures none if a parameter was not used in its last micro-batch."""
+    ranks = even_window(random.Random(3), 2, 4)
+    sums, grad_sq = sums_of(ranks)
+    alone, _ = sums_of(ranks[:1] * 2)
+    for index in (noise_scale.MIDDLE_KAPPA, noise_scale.MIDDLE_SQUARE, noise_scale.MIDDLE_NOISE):
+        sums[index] = alone[index] / 2
+    window = estimate(sums, grad_sq)
+    assert isinstance(window, noise_scale.Window)
+    assert window.between is window.within is None
+
+
 def mistake_increments_keep_their_factor(sums: list[float], grad_sq: float) -> list[float]:
     """(a) increments carry 1/m while the big gradient is their sum (m = 4)."""
     changed = list(sums)
