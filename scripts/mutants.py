@@ -1061,8 +1061,8 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/training/test_run_files.py::test_the_newest_and_every_nth_are_kept",
         ),
         Mutant(
-            "trainer/training/checkpointing/checkpoint.py",
-            "            (path / MARKER).unlink(missing_ok=True)\n",
+            "trainer/files.py",
+            "    path.rename(doomed)\n",
             "",
             "tests/unit/training/test_run_files.py::test_a_checkpoint_that_is_half_deleted_is_none",
         ),
@@ -1080,7 +1080,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/checkpoint.py",
-            "    _point_latest(checkpoints, target)\n",
+            "    replace_link(checkpoints / LATEST, target.name)\n",
             "",
             "tests/unit/training/test_run_files.py::test_a_checkpoint_reads_back_and_latest_points_to_it",
         ),

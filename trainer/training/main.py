@@ -78,7 +78,9 @@ def train(
         info = rank_info()
         device = pick_device(config.train.device, info)
         plan = make_plan(config, config_path, info.world_size)
-        refuse_unmet(plan.unmet_needs(device))
+        # A model of one's own may do anything while it is built: it is built once, where it is needed.
+        is_built_in = config.model.target == type(config.model).model_fields["target"].default
+        refuse_unmet(plan.unmet_needs(device, counts_model=is_built_in))
         backend = pick_backend(config.distributed.backend, device)
         timeout = config.distributed.timeout_sec
         try:

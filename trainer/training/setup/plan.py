@@ -56,14 +56,18 @@ class Plan:
         assert isinstance(width, int)
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad), width
 
-    def unmet_needs(self, device: torch.device) -> list[UserError]:
-        """What the run needs and this machine does not have; see `plausible`."""
+    def unmet_needs(self, device: torch.device, *, counts_model: bool = True) -> list[UserError]:
+        """What the run needs and this machine does not have; see `plausible`.
+
+        Args:
+            counts_model: count the model too, which has to be built for it, without weights.
+        """
         return unmet_needs(
             self.config,
             self.sources,
             vocab_size=self.vocab_size,
-            num_parameters=self.num_parameters(),
-            state_width=self.state_width(),
+            num_parameters=self.num_parameters() if counts_model else 0,
+            state_width=self.state_width() if counts_model else 0,
             device=device,
         )
 
