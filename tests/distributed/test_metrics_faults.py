@@ -107,8 +107,10 @@ def spoiled(tmp_path_factory):
 def test_a_diagnostic_that_fails_on_one_rank_costs_one_warning_and_the_run_goes_on(spoiled):
     directory, result = spoiled
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("WARNING") == 1
-    assert "[rank 1] WARNING token_type failed and is off from now on: ZeroDivisionError: spoiled" in result.stderr
+    warnings = [line for line in result.stderr.splitlines() if "WARNING" in line]
+    once, at_the_end = warnings
+    assert once.startswith("[rank 1] WARNING token_type failed and is off from now on: ZeroDivisionError: spoiled")
+    assert at_the_end.startswith("[rank 1] WARNING token_type ")
     assert [len(notes(directory, "types", rank)) for rank in range(3)] == [2 * STEPS, 3, 2 * STEPS]
     assert len(losses(directory / "run" / "metrics.jsonl")) == STEPS
 
