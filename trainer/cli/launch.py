@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.training.signals import StopRequest, say_stopping
 
-EXIT_CODE_FILE = "TRAINER_EXIT_CODE_FILE"
+REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
+EXIT_CODE, RUN_DIR = "exit_code", "run_dir"
 
 
 def run_training(
@@ -33,6 +37,9 @@ def run_training(
         UserError: the config or the launch is wrong.
         SystemExit: another mistake was found in this process, and printed.
     """
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed
+        # A signal that ends the process (SIGBUS: a mapped file was cut; SIGSEGV) leaves the stack of what was being done.
+        faulthandler.enable()
     config = load_config(config_path, overrides)
     if nproc is not None:
         return launch_ranks(nproc, _without_nproc(sys.argv[1:]))
@@ -43,12 +50,16 @@ def run_training(
     from trainer.training.checkpointing.data_changes import DataPolicy
     from trainer.training.main import train
 
+    def verdict_of(run_dir: Path) -> LiveVerdict:
+        report_to_launcher(RUN_DIR, str(run_dir))
+        return LiveVerdict(run_dir)
+
     policy = DataPolicy(verify_whole=verify_data, accept_change=accept_data_change)
     try:
-        code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=LiveVerdict, data_policy=policy)
+        code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=verdict_of, data_policy=policy)
     except UserError as error:
         refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
-    report_exit_code(code)
+    report_to_launcher(EXIT_CODE, str(code))
     return code
 
 
@@ -68,21 +79,36 @@ def launch_ranks(nproc: int, arguments: list[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     own = ["--standalone", f"--nproc-per-node={nproc}", "-m", "trainer", *arguments]
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        os.environ[EXIT_CODE_FILE] = str(Path(folder, "exit_code"))
+        os.environ[REPORT_FOLDER] = folder
         return _launch(own)
 
 
-def report_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Pass the run's exit code to the launcher of `launch_ranks`, if there is one (rank 0)."""
-    if EXIT_CODE_FILE in environ and environ.get("RANK") == "0":
-        write_file(Path(environ[EXIT_CODE_FILE]), str(code), sync=False)
+def report_to_launcher(what: str, value: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Pass the run's exit code, or its directory, to the launcher of `launch_ranks`, if there is one (rank 0)."""
+    if REPORT_FOLDER in environ and environ.get("RANK") == "0":
+        write_file(Path(environ[REPORT_FOLDER], what), os.fsencode(value), sync=False)
 
 
-def _reported_exit_code() -> int | None:
+def _reported(what: str) -> str | None:
     try:
-        return int(Path(os.environ[EXIT_CODE_FILE]).read_text(encoding="ascii"))
-    except (OSError, ValueError):
+        return os.fsdecode(Path(os.environ[REPORT_FOLDER], what).read_bytes())
+    except OSError:
         return None  # killed before it reported
+
+
+def _leave_status(reason: str) -> None:
+    """Say in status.json why the run ended, if no rank was left to do it."""
+    from trainer.training.run_dir import RunDir
+
+    run_dir = RunDir(Path(_reported(RUN_DIR) or ""))
+    status = run_dir.status()
+    if status.get("state") != "running":
+        return
+    print(f"train: {reason}", file=sys.stderr)  # noqa: T201 - a message for people
+    with suppress(OSError):
+        run_dir.write_status(
+            "failed", reason=reason, step=status.get("last_step", 0), wandb_run_id=status.get("wandb_run_id")
+        )
 
 
 def _launch(own: list[str]) -> int:
@@ -94,11 +120,15 @@ def _launch(own: list[str]) -> int:
         launcher: Any = torchrun  # it has no types
         launcher.run(launcher.get_args_parser().parse_args(own))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            number = -failure.exitcode
+            hint = "; a data file was cut while it was read, or its disk failed" if number == signal.SIGBUS else ""
+            _leave_status(f"rank {rank} was ended by {signal.Signals(number).name}{hint}")
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
         print(f"train: stopped by {error.sigval.name}", file=sys.stderr)  # noqa: T201 - a message for people
-        return 0 if _reported_exit_code() == 0 else 128 + error.sigval
+        return 0 if _reported(EXIT_CODE) == "0" else 128 + error.sigval
     return 0
 
 

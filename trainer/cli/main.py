@@ -8,6 +8,8 @@ once: a verb imports what it needs when it is called.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from typing import Annotated
@@ -120,16 +122,24 @@ def _print_versions() -> None:
 
 def main() -> None:
     """Run the program and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Paths may hold bytes that are not UTF-8, in Python lone surrogates: shown as escapes, not a traceback.
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False)
     except UserError as error:
         refuse(error.message)
-    except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            refuse(f"{str(error.filename)[:60]}...: {error.strerror}; use a shorter path")
+        if not isinstance(error, BrokenPipeError):
+            raise
         # Whoever read our stdout is gone. Python flushes stdout once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
     except Exception as error:
         # A wrong command line. Its exception is click's UsageError, which typer imports in some releases and carries a
         # private copy of in others; `format_message` is what click documents for it, and both have it.

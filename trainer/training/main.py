@@ -19,6 +19,7 @@ from trainer.distributed.env import RankInfo, pick_backend, pick_device, process
 from trainer.errors import UserError
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.sinks.stdout import Output, kept_for_payloads
+from trainer.names import printable
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
@@ -166,10 +167,18 @@ def _place(
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             resume = effective_resume(config.checkpoint.resume)
-            run_dir = choose_run_dir(config, given, resume)
-            if run_dir.path.exists() and not run_dir.is_new:
-                stack.enter_context(run_dir.lock())
-            found = checkpoint.find(run_dir.checkpoints, resume)
+            try:
+                run_dir = choose_run_dir(config, given, resume)
+                if run_dir.path.exists() and not run_dir.is_new:
+                    stack.enter_context(run_dir.lock())
+                found = checkpoint.find(run_dir.checkpoints, resume)
+            except OSError as error:  # a name that is too long, a directory that may not be read
+                place = printable(str(error.filename or given or config.run.dir))
+                raise UserError(
+                    f"{place[:80]}{'...' if len(place) > 80 else ''}",
+                    f"cannot be used: {error.strerror}",
+                    "choose another place with --run-dir",
+                ) from None
             answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
     answer = from_main_rank(answer, world_size=info.world_size)
     assert answer is not None

@@ -29,7 +29,8 @@ def report(
         raise UserError(out, "exists already", "name another file, or add --force")
     plotly = plotly_script()
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
-    page = render_page(diagnoses, plotly=plotly).encode("utf-8")
+    text = render_page(diagnoses, plotly=plotly)
+    page = text.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
     _write_atomically(target, page)
     for diagnosis in diagnoses:
         run = diagnosis.run

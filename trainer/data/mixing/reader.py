@@ -149,13 +149,18 @@ class StreamReader:
         self._rows_start, self._rows_stop = start, stop
 
     def take(self) -> Rows | None:
-        """The rows of the next batch; None if only other ranks' slices have batches left."""
+        """The rows of the next batch; None if only other ranks' slices have batches left.
+
+        Raises:
+            UserError: the stream's file was cut.
+        """
         index = self.picks
         assert self.remaining_picks, "an exhausted reader was picked"
         self.picks = index + 1
         self.remaining_picks -= 1
         if index >= self._num_own_picks:
             return None
+        self.source.check_size()
         if index >= self._rows_stop:
             self._prepare(index)
         rows = self._rows[index - self._rows_start]

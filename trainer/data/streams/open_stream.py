@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,16 +14,31 @@ from trainer.data.formats.registry import load_documents
 from trainer.data.streams.groups import GroupTable, build_groups
 from trainer.data.streams.holdout import Split, documents_of
 from trainer.data.streams.layout import Stream
+from trainer.errors import UserError
+from trainer.names import printable
 
 
 @dataclass(frozen=True)
 class OpenStream:
-    """A stream, its documents, and the groups they are cut into."""
+    """A stream, its documents, and the groups they are cut into; `num_bytes` is the size of its file when it was opened."""
 
     stream: Stream
     documents: TokenTable
     groups: GroupTable
     seq_len: int
+    num_bytes: int
+
+    def check_size(self) -> None:
+        """Check, before it is read from, that the file is as long as it was: the pages of a mapped file that are cut off end
+        the process at a touch (SIGBUS). A file that is gone stays readable where it is mapped.
+
+        Raises:
+            UserError: the file is shorter.
+        """
+        size = _size(self.stream.path)
+        if size is not None and size < self.num_bytes:
+            problem = f"was cut from {self.num_bytes} to {size} bytes during the run"
+            raise UserError(printable(self.stream.path), problem, "put the file back, and resume")
 
     @cached_property
     def windows(self) -> TokenArray | None:
@@ -55,6 +71,7 @@ def open_stream(stream: Stream, *, format: str, options: ReadOptions, cut: CutOp
     Raises:
         UserError: the file is unreadable or damaged.
     """
+    num_bytes = _size(stream.path) or 0  # before it is read, so that nothing is cut off unseen
     documents = load_documents(stream.path, format, options)
     kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
     groups = build_groups(
@@ -66,4 +83,12 @@ def open_stream(stream: Stream, *, format: str, options: ReadOptions, cut: CutOp
         max_group_cells=cut.max_group_cells,
         pack=cut.pack,
     )
-    return OpenStream(stream, documents, groups, cut.seq_len)
+    return OpenStream(stream, documents, groups, cut.seq_len, num_bytes)
+
+
+def _size(path: str) -> int | None:
+    """Bytes of a file; None if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None

@@ -28,6 +28,7 @@ import torch
 from trainer.errors import UserError
 from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, sync_directory, write_json
 from trainer.metrics.logger import get_logger
+from trainer.training.checkpointing.saved_state import problem_of
 
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
@@ -155,10 +156,12 @@ def verify(path: Path) -> dict[str, Any]:
         if found != expected:
             raise CheckpointError(f"{path / name}: is damaged (its size or hash is not what {MARKER} says)")
     state = read_state(path)
-    ranks = [rank_file(rank) for rank in range(state.get("world_size", 0))]
+    world_size = state["world_size"]
+    # No more names than there are files, whatever number the state holds.
+    ranks = [rank_file(rank) for rank in range(min(world_size, len(files)))]
     missing = sorted({MODEL_FILE, *ranks} - files.keys())
     if missing:
-        raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {len(ranks)} rank(s)")
+        raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {world_size} rank(s)")
     return state
 
 
@@ -166,7 +169,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """state.json of a checkpoint that has its marker; nothing is compared with its hash.
 
     Raises:
-        CheckpointError: there is none, or it is no JSON object.
+        CheckpointError: there is none, it is no JSON object, or it holds what cannot be.
     """
     if STATE_FILE not in _listed_files(path):
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
@@ -174,10 +177,12 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path / STATE_FILE}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE_FILE}: is damaged")
+    if (problem := problem_of(state)) is not None:
+        raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}")
     return state
 
 
@@ -189,7 +194,7 @@ def _listed_files(path: Path) -> dict[str, Any]:
         version = marker["format_version"]
     except OSError as error:
         raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path / MARKER}: is damaged") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: has format version {version}, this program reads {FORMAT_VERSION}")

@@ -17,6 +17,7 @@ from trainer.training.checkpointing.checkpoint import CheckpointError
 from trainer.training.checkpointing.data_changes import DataCheck, restart_changed
 from trainer.training.checkpointing.generators import set_generator_states
 from trainer.training.checkpointing.resume_checks import check_config
+from trainer.training.checkpointing.saved_state import loading
 from trainer.training.checkpointing.train_state import Position, TrainState
 
 logger = get_logger(__name__)
@@ -44,40 +45,50 @@ def restore(
     Raises:
         UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
     """
-    check_config(saved["config"], config)
-    saved_world_size = int(saved["world_size"])
-    try:
-        whole = files.read_tensors(path / files.MODEL_FILE)
-        parts = _read_parts(path, saved_world_size, state, info, needs_all=bool(data.change))
-    except CheckpointError as error:
-        raise UserError("--resume", str(error), "use auto, which falls back to a complete one") from None
-    try:
-        state.model.load_state_dict(whole["model"])
-    except RuntimeError as error:
-        problem = f"{path} holds another model: {str(error).splitlines()[-1].strip()}"
-        raise UserError("--resume", problem, "resume with the [model] it was trained with") from None
-    state.optimizer.load_state_dict(whole["optimizer"])
+    with loading(path, "config"):
+        check_config(saved["config"], config)
+    saved_world_size = saved["world_size"]
+    with loading(path, "files"):
+        try:
+            whole = files.read_tensors(path / files.MODEL_FILE)
+            parts = _read_parts(path, saved_world_size, state, info, needs_all=bool(data.change))
+        except CheckpointError as error:
+            raise UserError("--resume", str(error), "use auto, which falls back to a complete one") from None
+    with loading(path, "weights"):
+        try:
+            state.model.load_state_dict(whole["model"])
+        except RuntimeError as error:
+            problem = f"{path} holds another model: {str(error).splitlines()[-1].strip()}"
+            raise UserError("--resume", problem, "resume with the [model] it was trained with") from None
+    with loading(path, "optimizer"):
+        state.optimizer.load_state_dict(whole["optimizer"])
     if state.scaler.is_enabled():
-        state.scaler.load_state_dict(whole["scaler"])
+        with loading(path, "loss scaling"):
+            state.scaler.load_state_dict(whole["scaler"])
     if state.ledger is not None:
         room = groups_in_flight if saved_world_size != info.world_size else 0
-        state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)
-    state.load_shared(saved)
+        with loading(path, "ledger"):
+            state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)
+    with loading(path, "averages"):
+        state.load_shared(saved)
     own = parts[info.rank] if saved_world_size == info.world_size else None
     if own is None:
         text = "it was saved on %d rank(s), now there are %d: a step has another number of tokens"
         logger.warning(text, saved_world_size, info.world_size)
     else:
-        set_generator_states(own["generators"], device)
-    if data.change:
-        state.dataset.load_state_dict(restart_changed([part["data"] for part in parts], state.dataset, data))
-    else:
-        state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])
-    position = Position.of(state, int(saved["step"]))
-    position.evaluation_is_due = bool(saved.get("evaluation_is_due"))
+        with loading(path, "generators"):
+            set_generator_states(own["generators"], device)
+    with loading(path, "data cursors"):
+        if data.change:
+            state.dataset.load_state_dict(restart_changed([part["data"] for part in parts], state.dataset, data))
+        else:
+            state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])
+        position = Position.of(state, saved["step"])
+    position.evaluation_is_due = saved.get("evaluation_is_due", False)
     if own is not None:
-        # Absent in checkpoints from before it was kept.
-        position.load_counts(state, own.get("unlogged", {}))
+        with loading(path, "counts"):
+            # Absent in checkpoints from before it was kept.
+            position.load_counts(state, own.get("unlogged", {}))
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 

@@ -1,0 +1,64 @@
+"""A data file that is cut while a run has it mapped, and a rank that such a cut ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests.support.ranks import Ranks, last_logged, status
+from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, write_tiny_config
+
+pytestmark = pytest.mark.distributed
+
+
+def make_config(tmp_path):
+    """Two sources of text that is mapped as it is."""
+    for modality in ("a", "b"):
+        directory = tmp_path / "corpus" / modality
+        directory.mkdir(parents=True)
+        for number in range(2):
+            (directory / f"{number}.txt").write_bytes(b"what the model reads, again and again\n" * 20_000)
+    return write_tiny_config(tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_file_that_is_cut_under_a_run_ends_it_with_the_file_and_the_reason(tmp_path, world_size):
+    config, run_dir = make_config(tmp_path), tmp_path / "run"
+    arguments = ("--config", config, "--run-dir", run_dir, "--steps", 100_000, "--set", "distributed.timeout_sec=30")
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=world_size) as ranks:
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 2), ranks.said()
+        for path in (tmp_path / "corpus").glob("*/*.txt"):
+            os.truncate(path, 10)
+        assert all(code > 0 for code in ranks.wait()), ranks.said()
+        said = ranks.said()
+    ended = status(run_dir)
+    assert ended["state"] == "failed"
+    for told in (said, ended["reason"]):
+        assert ".txt: was cut from 760000 to 10 bytes during the run" in told
+    assert "Bus error" not in said
+
+
+def test_a_rank_that_a_signal_ends_leaves_its_stack_and_the_launcher_the_reason(tmp_path):
+    config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
+    line = ["--nproc", 2, "--config", config, "--run-dir", run_dir, "--stdout", "off"]
+    line += ["--steps", 100, "--set", "model.target=tests.support.faulty_model:build"]
+    fault = {"what": "signal", "name": "SIGBUS", "step": 3}
+    done = subprocess.run(
+        command(line),
+        env=environment({"FAULT": json.dumps(fault), "PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SEC,
+    )
+    assert done.returncode == 1
+    assert "Fatal Python error: Bus error" in done.stderr
+    assert "faulty_model.py" in done.stderr
+    ended = status(run_dir)
+    assert ended["state"] == "failed"
+    assert signal.SIGBUS.name in ended["reason"]
+    assert "a data file was cut while it was read" in ended["reason"]
+    assert ended["reason"] in done.stderr

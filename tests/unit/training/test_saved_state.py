@@ -1,0 +1,140 @@
+"""A checkpoint that was changed, with a marker that agrees, is refused in one line or restored; nothing raises or hangs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.runs import run, write_tiny_config
+from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
+from trainer.training.checkpointing import checkpoint as files
+from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.checkpointing.data_changes import DataPolicy, check_data
+from trainer.training.checkpointing.restore import restore
+from trainer.training.setup.parts import make_state
+from trainer.training.setup.plan import make_plan
+
+ALONE, CPU = RankInfo(), torch.device("cpu")
+ODD = [None, True, -1, 0, 3, 10**12, 2**70, -0.5, 1e308, math.nan, math.inf, "", "x", [], [1], {}, {"x": 1}]
+EXTRA = "[gns]\nenabled = true\n"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    config_path = write_tiny_config(directory, EXTRA)
+    done = run("--config", config_path, "--run-dir", directory / "run", "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    path = directory / "run" / "checkpoints" / "step_00000002"
+    parts = {name: files.read_tensors(path / name) for name in (files.MODEL_FILE, files.rank_file(0))}
+    return config_path, path, json.loads((path / files.STATE_FILE).read_text()), parts
+
+
+def write(path: Path, state: dict[str, Any], parts: dict[str, Any]) -> None:
+    """The checkpoint's files, and a marker that agrees with them."""
+    for name, value in parts.items():
+        torch.save(value, path / name)
+    (path / files.STATE_FILE).write_text(json.dumps(state))
+    marker = json.loads((path / files.MARKER).read_text())
+    marker["files"] = {name: files._fingerprint(path / name) for name in marker["files"]}
+    (path / files.MARKER).write_text(json.dumps(marker))
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something is in nested values."""
+    if above:
+        yield above
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        yield from places(each, (*above, key))
+
+
+def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """A copy with something else in a place; without it if that is `...`."""
+    found = copied = copy.deepcopy(value)
+    for key in place[:-1]:
+        found = found[key]
+    if new is ...:
+        del found[place[-1]]
+    else:
+        found[place[-1]] = new
+    return copied
+
+
+def resume(config_path: Path, path: Path) -> str:
+    """How it ends."""
+    config = load_config(str(config_path), ["gns.enabled=true"])
+    try:
+        _, state_json = files.find(path.parent, str(path)) or (None, {})
+        plan = make_plan(config, config_path, 1)
+        data = check_data(plan, state_json, ALONE, DataPolicy())
+        restore(path, state_json, make_state(plan, ALONE, CPU), config, ALONE, CPU, data)
+    except UserError as error:
+        return error.message
+    return "restored"
+
+
+def test_an_unchanged_one_is_restored(saved):
+    config_path, path, state, parts = saved
+    write(path, state, parts)
+    assert resume(config_path, path) == "restored"
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_any_other_value_anywhere_is_refused_in_one_line_or_restored(saved, data):
+    config_path, path, state, parts = saved
+    new = data.draw(st.sampled_from([*ODD, ...]))
+    if data.draw(st.booleans()):
+        place = data.draw(st.sampled_from(list(places({k: v for k, v in state.items() if k != "environment"}))))
+        state = changed(state, place, new)
+    else:
+        name = data.draw(st.sampled_from(sorted(parts)))
+        place = data.draw(st.sampled_from(list(places(parts[name]))))
+        parts = {**parts, name: changed(parts[name], place, new)}
+    write(path, state, parts)
+    assert "\n" not in resume(config_path, path)
+
+
+@pytest.mark.parametrize(
+    ("place", "new"),
+    [
+        (("world_size",), 10**12),
+        (("world_size",), 0),
+        (("world_size",), "1"),
+        (("step",), -1),
+        (("step",), 2.5),
+        (("step",), ...),
+        (("tracker", "tokens_seen"), None),
+        (("tracker", "smoothed"), []),
+        (("gns", "noise", "weight"), "x"),
+        (("spikes",), []),
+        (("config",), "x"),
+        (("evaluation_is_due",), 3),
+    ],
+)
+def test_what_state_json_cannot_hold_counts_as_damage_so_that_auto_falls_back(saved, place, new):
+    config_path, path, state, parts = saved
+    write(path, changed(state, place, new), parts)
+    with pytest.raises(CheckpointError, match=r"is damaged: |was saved on 1000000000000 rank"):
+        files.verify(path)
+    assert "--resume" in resume(config_path, path)
+
+
+def test_nesting_without_end_is_damage(saved):
+    _, path, state, parts = saved
+    write(path, state, parts)
+    (path / files.MARKER).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        files.verify(path)

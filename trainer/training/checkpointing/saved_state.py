@@ -1,0 +1,76 @@
+"""What state.json of a checkpoint may hold: it is read like any input, since a hash that agrees proves no meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainer.errors import UserError
+from trainer.import_path import format_error
+
+MOST = 2**62
+Count = Annotated[int, Field(ge=0, le=MOST)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Tracker(_Part):
+    tokens_seen: Count
+    smoothed: dict[str, float | None]
+
+
+class _NoiseScale(_Part):
+    noise: dict[str, float]
+    consistency: dict[str, float]
+    gauges: dict[str, float]
+
+
+class _Spikes(_Part):
+    count: Count
+    mean: float
+    variance: Annotated[float, Field(ge=0)]
+
+
+class _SavedState(_Part):
+    """Parts that a checkpoint of an earlier version lacks are optional; restoring says what it misses."""
+
+    step: Count
+    world_size: Annotated[int, Field(ge=1, le=MOST)]
+    evaluation_is_due: bool = False
+    tracker: _Tracker | None = None
+    gns: _NoiseScale | None = None
+    spikes: _Spikes | None = None
+    wandb_run_id: str | None = None
+    config: dict[str, Any] | None = None
+
+
+def problem_of(state: Mapping[str, Any]) -> str | None:
+    """The first thing in a state.json that cannot be, as `tracker.tokens_seen: ...`; None if there is none."""
+    try:
+        _SavedState.model_validate(state)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+    return None
+
+
+@contextmanager
+def loading(path: Path, part: str) -> Iterator[None]:
+    """Load a part of a checkpoint. What it holds may raise anything: that is the checkpoint's fault, in one line.
+
+    Raises:
+        UserError: naming the part.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        problem = f"{path}: its {part} cannot be restored: {format_error(error)}"
+        raise UserError("--resume", problem, "resume from another checkpoint") from error
