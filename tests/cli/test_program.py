@@ -68,6 +68,7 @@ def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     assert "#   tokens_per_step = 256" in result.stdout  # 4 cells * 16 tokens * 2 micro-batches * 2 ranks
     assert "#   groups_in_flight = 16" in result.stdout  # 2 sources * K 2 * 4 cells
     assert "#   ledger_capacity = 32" in result.stdout
+    assert result.stdout.count("#     tokens per rank: ") == result.stdout.count("% with device_per_stream") == 2
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(result.stdout)
     again = program(["check", "--config", resolved, "--nproc", "2"], capsys)
