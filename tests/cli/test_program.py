@@ -78,6 +78,7 @@ def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     assert "#   groups_in_flight = 16" in result.stdout  # 2 sources * K 2 * 4 cells
     assert "#   capacity_to_change_ranks = 48" in result.stdout  # of both ranks before, and of one after
     assert "#   ledger_capacity = 32" in result.stdout
+    assert result.stdout.count("#     tokens per rank: ") == result.stdout.count("% with device_per_stream") == 2
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(result.stdout)
     again = program(["check", "--config", resolved, "--nproc", "2"], capsys)

@@ -127,3 +127,24 @@ def test_repeated_epochs_idle_ranks_and_empty_lanes_are_named(tmp_path: Path) ->
     assert any("average batch has" in each.problem for each in warnings)
     _, warnings = preview_of(tmp_path, "data.mixing.batch_size=64", "ledger.capacity=400", world_size=30)
     assert any(each.key.endswith("mixing.batching_mode") for each in warnings)
+
+
+@pytest.mark.parametrize(("num_files", "is_advised"), [(60, True), (3, False)])
+def test_pools_of_their_own_are_advised_only_where_all_ranks_have_files(
+    tmp_path: Path, num_files: int, is_advised: bool
+) -> None:
+    corpus = tmp_path / "small" / "a"
+    corpus.mkdir(parents=True)
+    for number in range(num_files):  # one group each
+        (corpus / f"{number:02}.txt").write_text("x" * (60 + number), encoding="utf-8")
+    overrides = [source(tmp_path / "small", "weight=1.0", '["a"]'), "data.mixing.batch_size_by_modality={}"]
+    preview, warnings = preview_of(tmp_path, *overrides, world_size=8)
+    (view,) = preview.sources
+    assert sum(view.rank_token_shares) == pytest.approx(1.0)
+    assert view.masked_share["per_stream"] > 0.8
+    found = next(each for each in warnings if each.key == "source one: mixing.batching_mode")
+    assert ('set it to "device_per_stream"' in found.value) == is_advised
+    assert "fewer ranks" in found.value
+    alone, after = preview_of(tmp_path, *overrides, "data.mixing.batching_mode=device_per_stream", world_size=8)
+    assert alone.sources[0].rank_token_shares == view.rank_token_shares
+    assert any(each.key == found.key for each in after) == (not is_advised)
