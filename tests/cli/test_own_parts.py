@@ -51,6 +51,22 @@ def counting(rank, world_size, seed, seq_len, *, length=10**9, extra=None):
             batch[extra] = np.zeros(1)
         yield batch
 
+class Measured:
+    # Metrics of its own, of which one has no row in the catalog, and labels that do not fit.
+    metric_keys = ("my/thing", "ledger/cold_starts")
+    def __init__(self, seq_len):
+        self.batches, self.count = counting(0, 1, 0, seq_len), 0
+    def __iter__(self):
+        for batch in self.batches:
+            batch = {name: np.concatenate([array, array]) for name, array in batch.items()}
+            self.count += 1
+            yield {**batch, "dataset_labels": ["first"] * 3}
+    def drain_step_metrics(self):
+        return {"my/thing": float(self.count), "ledger/cold_starts": 1.0}
+
+def measured(rank, world_size, seed, seq_len):
+    return Measured(seq_len)
+
 def not_a_model(vocab_size, dim, num_layers):
     return object()
 """
@@ -173,3 +189,14 @@ def test_a_failure_is_told_once_with_its_place_and_recorded(tmp_path):
     assert "failed at step 0 of 6: AttributeError: 'Bigram' object has no attribute 'table'" in result.stderr
     assert "Traceback" in (tmp_path / "run" / "logs" / "rank_000.log").read_text()
     assert '"state": "failed"' in (tmp_path / "run" / "status.json").read_text()
+
+
+def test_metrics_of_one_s_own_are_logged_and_batches_that_a_diagnostic_skips_are_counted_at_the_end(tmp_path):
+    target = 'data.source=[{name="first", target="own_parts:measured"}]'
+    arguments = ["--set", target, "--set", "metrics.per_source=true", "--set", "data.mixing.batch_size_by_modality={}"]
+    result = run_own(tmp_path, *arguments)
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert all("my/thing" in row for row in rows.values())
+    assert result.stderr.count("'my/thing' is not in the catalog") == 1
+    assert "per_source skipped 40 batch(es), the last one because: 3 labels for 2 rows" in result.stderr
