@@ -1,7 +1,7 @@
 """Puts the values of several micro-steps, and of several steps between two logged ones, together on one rank.
 
 How values combine comes from the catalog's `window` column. Tensors stay on their device and nothing is read: a value
-is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `rank_reduction` goes on over ranks.
+is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `rank_reduction` combines the results over ranks.
 """
 
 from __future__ import annotations
