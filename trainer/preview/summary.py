@@ -221,7 +221,7 @@ def _source_view(
         idle_share=sum(masked) / len(masked),
         rank_token_shares=tuple(shape.token_shares()),
         masked_share=shape.worst_masked_shares(),
-        padding_share=1 - epoch_tokens / (epoch_cells * plan.config.data.seq_len),
+        padding_share=1 - epoch_tokens / (epoch_cells * plan.config.row_tokens),
         lane_fill=rows / configured_rows,
         wait_bound_steps=wait_bound(picks, num_mixed, share, train.micro_batches),
         modalities=tuple(modalities),

@@ -25,7 +25,7 @@ from trainer.training.progress import Progress
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, StatusKeeper, environment
 from trainer.training.setup.data import HeldOut, max_tokens_per_micro
-from trainer.training.setup.parts import autocast_context, make_eval_ledger, make_objective, wrap_ddp
+from trainer.training.setup.parts import autocast_context, in_cells, make_eval_ledger, make_objective, wrap_ddp
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest
@@ -203,7 +203,7 @@ def _train_step(
 ) -> TrainStep:
     table = plan.config.train
     return TrainStep(
-        model=wrap_ddp(state.model, info, device),
+        model=wrap_ddp(in_cells(state.model, plan.config), info, device),
         ledger=state.ledger,
         objective=make_objective(plan.config.objective),
         optimizer=state.optimizer,
