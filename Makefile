@@ -14,7 +14,7 @@ CORPUS := data/pytext
 MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)
 WORKERS ?= 2
-BENCHES := loop gns recurrence ledger data metrics startup growth
+BENCHES := loop gns recurrence ledger data metrics startup growth tbptt
 
 export OMP_NUM_THREADS ?= 1
 # Nothing here may wait for a key or a browser.

@@ -82,6 +82,9 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], in_flight: int)
     if train.tbptt_cells > config.data.max_group_cells:
         problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {config.data.max_group_cells})"
         found.append(UserError("train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"))
+    if config.ledger.burn_in >= config.data.seq_len:
+        problem = f"{config.ledger.burn_in} tokens must be less than a cell (data.seq_len = {config.data.seq_len})"
+        found.append(UserError("ledger.burn_in", problem, f"set it to at most {config.data.seq_len - 1}"))
     if train.activation_checkpointing and train.tbptt_cells == 1:
         problem = "recomputes cell by cell, which saves nothing when a row is one cell (train.tbptt_cells = 1)"
         fix = "raise train.tbptt_cells, or checkpoint the layers inside your model"
@@ -109,11 +112,32 @@ def check_state_rules(config: RunConfig, state_width: int) -> None:
     """Refuse what needs a recurrent state when the model has none.
 
     Raises:
-        UserError: `tbptt_cells` is set for such a model.
+        UserError: `tbptt_cells` or `burn_in` is set for such a model.
     """
     if state_width == 0 and config.train.tbptt_cells > 1:
         problem = "the model has no state, through which the gradient could flow from cell to cell"
         raise UserError("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")
+    if state_width == 0 and config.ledger.burn_in:
+        raise UserError("ledger.burn_in", "the model has no state that could be stale", "set it to 0")
+
+
+def costs_of_carry(config: RunConfig) -> dict[str, str]:
+    """What `tbptt_cells` and `burn_in` cost, for `check` and `preview`; empty without them.
+
+    A backward takes about two forwards, so a step of the model about three.
+    """
+    found, cell, row = {}, config.data.seq_len, config.row_tokens
+    if (cells := config.train.tbptt_cells) > 1:
+        found["tbptt"] = f"rows of {row:,} tokens: the gradient flows through {cells} cells; "
+        if config.train.activation_checkpointing:
+            more = (cells - 1) / cells / 3
+            found["tbptt"] += f"activations of {cell:,} tokens a row are held at once, for about {more:.0%} more time"
+        else:
+            found["tbptt"] += f"activations of {row:,} tokens a row are held at once"
+    if (again := config.ledger.burn_in) > 0:
+        more = again / row / 3
+        found["burn_in"] = f"{again:,} of every {row:,} tokens are read twice, for about {more:.1%} more time"
+    return found
 
 
 def _ownership(config: RunConfig, sources: list[SourceTable], world_size: int) -> tuple[str, str]:

@@ -81,6 +81,9 @@ class LedgerTable(Table):
     """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
+    burn_in: WholeNumber = 0
+    """r: tokens before each cell that are read again with today's weights, without gradient, from the stored state of r
+    tokens earlier; less than data.seq_len. 0: none."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Which rank holds a group's state. reader: the rank that reads the group; exchange: the rank that the group's id
     hashes to, by all-to-all; auto: reader, except where a source with a target may move groups between ranks."""

@@ -156,5 +156,5 @@ def test_the_state_returns_in_the_type_in_which_the_ledger_keeps_it():
 
 
 def test_rows_of_another_length_are_refused():
-    with pytest.raises(UserError, match=r"tbptt_cells x data\.seq_len = 16 tokens are needed, got 8"):
+    with pytest.raises(UserError, match=r"data\.seq_len x train\.tbptt_cells = 16 tokens are needed, got 8"):
         Cellwise(make_model(), cell=CELL, cells=2)(torch.zeros(1, 8).long())

@@ -31,7 +31,8 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="fraction",
         window="last",
         title="Model FLOPs utilization",
-        description="The model's own FLOPs per second over the devices' peak; absent if the peak is unknown.",
+        description="The model's own FLOPs per second over the devices' peak; absent if the peak is unknown. Only trained "
+        "tokens count: not what activation checkpointing or burn-in computes again.",
         band=(0.3, 0.6),
         healthy="0.3 to 0.6 for large matrices on one node.",
         pathological="Above 1: wrong peak or FLOP count. Below 0.1: bound by data, kernel launches or communication.",

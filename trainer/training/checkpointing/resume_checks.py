@@ -13,13 +13,15 @@ from trainer.training.checkpointing import checkpoint
 
 logger = get_logger(__name__)
 
-# Changing these changes the shapes of weights or the data; the data set itself refuses what changes its cells.
+# Changing these changes the shapes of weights, the data, or which tokens the stored states follow; the data set itself
+# refuses what changes its cells.
 BREAKING = (
     "model.",
     "data.tokenizer",
     "data.vocab_size",
     "data.seq_len",
     "train.tbptt_cells",
+    "ledger.burn_in",
     "run.seed",
     "optimizer.name",
 )

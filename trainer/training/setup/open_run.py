@@ -145,6 +145,7 @@ def open_run(
             info=info,
             device=device,
             is_resumed=source is not None,
+            burns_in=config.ledger.burn_in > 0,
         ),
         train_step=train_step,
         details=details,

@@ -112,14 +112,15 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 
 
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model as the training step calls it: cell by cell, where a row has several. Everything else, checkpoints
+    """The model as the training step calls it: in pieces, with `tbptt_cells` and `burn_in`. Everything else, checkpoints
     included, uses the model itself."""
-    if config.train.tbptt_cells == 1:
+    if config.train.tbptt_cells == 1 and config.ledger.burn_in == 0:
         return model
     return Cellwise(
         model,
         cell=config.data.seq_len,
         cells=config.train.tbptt_cells,
+        burn_in=config.ledger.burn_in,
         recompute=config.train.activation_checkpointing,
     )
 
