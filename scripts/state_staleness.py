@@ -338,7 +338,9 @@ def main() -> None:
     recall = args.work / "recall"
     if not recall.exists():
         command = ["data", "synth", "key-recall", "--out", str(recall), "--streams", "64"]
-        subprocess.run([sys.executable, "-m", "trainer", *command], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "trainer", *command], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
+        )
     folders = {"text": args.text, "recall": recall}
     found, results = [axis for axis in axes() if args.only in axis.title], Results(args.out)
     settings = list(dict.fromkeys(setting for axis in found for _, setting in axis.settings))

@@ -29,9 +29,11 @@ def train(directory: Path, name: str, *sets: str, nproc: int | None = None, step
     """A run's directory."""
     directory.mkdir(parents=True, exist_ok=True)
     config = write_tiny_config(directory, HELD_OUT)
-    options = [part for pair in ("optimizer.lr=5e-3", *sets) for part in ("--set", pair)]
+    options = [part for pair in ("optimizer.lr=5e-3", 'scheduler.name="constant"', *sets) for part in ("--set", pair)]
     run_dir = directory / name
-    done = run("--config", config, "--run-dir", run_dir, "--steps", steps, "--stdout", "off", *options, *more, nproc=nproc)
+    done = run(
+        "--config", config, "--run-dir", run_dir, "--steps", steps, "--stdout", "off", *options, *more, nproc=nproc
+    )
     assert done.returncode == 0, done.stderr
     return run_dir
 
@@ -52,16 +54,23 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 )
 def test_cells_through_which_the_gradient_flows_train_as_one_long_cell(tmp_path, nproc, sets):
     rows = tuple(each for each in sets if "activation" not in each)
-    short, long = train(tmp_path, "short", *CELLS, *sets, nproc=nproc), train(tmp_path, "long", *ROWS, *rows, nproc=nproc)
+    short, long = (
+        train(tmp_path, "short", *CELLS, *sets, nproc=nproc),
+        train(tmp_path, "long", *ROWS, *rows, nproc=nproc),
+    )
     tolerance = 2e-3 if any("bf16" in each for each in sets) else 1e-5
     first, second = read_rows(short / "metrics.jsonl"), read_rows(long / "metrics.jsonl")
     assert first.keys() == second.keys()
     for key, row in second.items():
-        exact = {name: row[name] for name in row if name.startswith(("ledger/", "stream_mixing/")) or "tokens" == name}
+        exact = {name: row[name] for name in row if name.startswith(("ledger/", "stream_mixing/")) or name == "tokens"}
         assert {name: first[key][name] for name in exact} == exact
-        close = [name for name in row if name in ("loss", "grad_norm", "accuracy", "eval_loss") or name.startswith("gns/")]
+        close = [name for name in row if name in ("loss", "grad_norm", "eval_loss")]
+        if tolerance < 1e-4:
+            close += [name for name in row if name == "accuracy" or name.startswith("gns/")]
         for name in close:
-            assert first[key][name] == pytest.approx(row[name], rel=30 * tolerance if "gns" in name else tolerance), name
+            assert first[key][name] == pytest.approx(row[name], rel=30 * tolerance if "gns" in name else tolerance), (
+                name
+            )
     assert {"loss", "grad_norm", "gns/b_simple"} <= second["train", 12].keys()
     assert second["eval", 12]["eval_loss"] > 0
     expected = weights(long)
@@ -93,16 +102,15 @@ def test_a_run_resumes_bit_for_bit(tmp_path, nproc):
 def test_another_k_is_refused_on_resume_and_takes_the_weights(tmp_path):
     before = train(tmp_path, "before", "data.max_group_cells=8", steps=6)
     config = write_tiny_config(tmp_path, HELD_OUT)
-    done = run("--config", config, "--run-dir", before, "--steps", 12, "--resume", "auto", "--set", "train.tbptt_cells=2")
+    done = run(
+        "--config", config, "--run-dir", before, "--steps", 12, "--resume", "auto", "--set", "train.tbptt_cells=2"
+    )
     assert done.returncode == 2
     assert "train.tbptt_cells: 1 -> 2" in done.stderr
     exported = tmp_path / "exported"
-    assert run("export", before, "--out", exported).returncode == 0
+    assert run("export", before, "--format", "safetensors", "--out", exported).returncode == 0
     after = train(tmp_path, "after", *CELLS, f'model.weights="{exported}"', steps=6)
     assert losses(after / "metrics.jsonl")[1] < losses(before / "metrics.jsonl")[1]
-
-
-STATELESS = ("--set", "model.target=tests.support.models:dropout")
 
 
 @pytest.mark.parametrize("verb", [(), ("check",), ("preview",)])
@@ -111,12 +119,15 @@ STATELESS = ("--set", "model.target=tests.support.models:dropout")
     [
         (("train.tbptt_cells=9",), "train.tbptt_cells: 9 is more cells than a group has"),
         (("train.activation_checkpointing=true",), "train.activation_checkpointing: recomputes cell by cell"),
-        (("train.tbptt_cells=2", "model.target=tests.support.models:dropout"), "train.tbptt_cells: the model has no state"),
+        (
+            ("train.tbptt_cells=2", "model.target=tests.support.models:dropout"),
+            "train.tbptt_cells: the model has no state",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path, verb, sets, text):
     options = [part for pair in sets for part in ("--set", pair)]
-    done = run(*verb, "--config", write_tiny_config(tmp_path), *options, extra={"PYTHONPATH": "."})
+    done = run(*verb, "--config", write_tiny_config(tmp_path), *options)
     assert done.returncode == 2
     assert text in done.stderr
 

@@ -80,7 +80,9 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], in_flight: int)
         problem = f"{warmup} is longer than the run (train.steps = {train.steps})"
         found.append(UserError("scheduler.warmup_steps", problem, f"set it to at most {train.steps}"))
     if train.tbptt_cells > config.data.max_group_cells:
-        problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {config.data.max_group_cells})"
+        problem = (
+            f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {config.data.max_group_cells})"
+        )
         found.append(UserError("train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"))
     if config.ledger.burn_in >= config.data.seq_len:
         problem = f"{config.ledger.burn_in} tokens must be less than a cell (data.seq_len = {config.data.seq_len})"

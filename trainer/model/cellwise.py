@@ -111,7 +111,8 @@ class Cellwise(nn.Module):
             raise UserError("ledger.burn_in", problem, "set it to 0")
         last = slice(tokens.shape[1] - self._burn_in, None)
         given = {} if resets is None else {"resets": resets[:, last]}
-        # Autocast would keep weights that it converts here, without the way back to the weight that the gradient needs.
+        # Autocast keeps the weights that it converts. Until torch 2.10 those converted here would be used for the row itself,
+        # without the way back to the parameter: no gradient (pytorch/pytorch issue 158232).
         device = tokens.device.type
         is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         with torch.autocast(device, dtype, enabled=is_on, cache_enabled=False):

@@ -38,6 +38,7 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool
         max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
         pack=config.data.pack,
         repeat=mixing.repeat and not is_holdout,
+        tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
         rank=info.rank,
         world_size=info.world_size,
