@@ -87,6 +87,10 @@ class LedgerTable(Table):
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Which rank holds a group's state. reader: the rank that reads the group; exchange: the rank that the group's id
     hashes to, by all-to-all; auto: reader, except where a source with a target may move groups between ranks."""
+    probe_every: WholeNumber = 500
+    """Steps between probes of what carrying states is worth; only logged steps have one. 0: none."""
+    probe_cells: Count = 8
+    """Cells that a probe reads again: it measures cells whose group began at most this many cells ago."""
 
     @model_validator(mode="after")
     def _has_what_the_mode_needs(self) -> LedgerTable:

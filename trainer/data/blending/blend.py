@@ -31,6 +31,7 @@ _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
     "sum_and_worst": sum,
     "mean": fmean,
     "weighted_mean": fmean,
+    "mean_and_error": fmean,
 }
 
 

@@ -61,6 +61,15 @@ ROWS: tuple[MetricSpec, ...] = (
             ("optimizer", "clipping and the optimizer", "A few percent.", "Large: tiny batch or an unfused optimizer."),
         )
     ),
+    _TimeRow(
+        name="time/probe_sec",
+        unit="s",
+        window="last",
+        title="Time: probe of carry",
+        description="Time of the probe in the logged step, on the slowest rank; no other time of the step includes it.",
+        healthy="A few steps long: divided by ledger.probe_every steps, below 1 % of the run.",
+        pathological="Longer: raise ledger.probe_every, or lower ledger.probe_cells.",
+    ),
     *(
         _TimeRow(
             name=f"time/{part}_share",

@@ -28,7 +28,7 @@ BREAKING = (
 # The checkpoint has weights of its own.
 HARMLESS = ("model.weights",)
 # These say where and how a run is executed, not what it computes.
-SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", *HARMLESS)
+SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", "ledger.probe_", *HARMLESS)
 
 
 def check_resume(config: RunConfig) -> None:

@@ -12,10 +12,12 @@ from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import start_watchdog
+from trainer.ledger.probe import CarryProbe
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import Reporter
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
+from trainer.objective.components import prepare
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluation.evaluator import Evaluator
@@ -29,6 +31,7 @@ from trainer.training.setup.parts import autocast_context, in_cells, make_eval_l
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest
+from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.step import StepSettings, TrainStep
@@ -109,10 +112,12 @@ def open_run(
     if watchdog is not None:
         stack.callback(watchdog.close)
     details = _details(plan, diagnostics)
+    probe = _probe(plan, state, device)
     parts: dict[str, Reporter | None] = {
         "counters": position.unlogged,
         "step_details": details,
         "ledger metrics": state.ledger,
+        "carry probe": probe,
         "gns": state.gns,
     }
     reporters = {name: part for name, part in parts.items() if part is not None}
@@ -149,6 +154,7 @@ def open_run(
         ),
         train_step=train_step,
         details=details,
+        probe=probe,
         reporters=reporters,
         metric_keys=tuple(key for reporter in reporters.values() for key in reporter.metric_keys),
         diagnostics=diagnostics,
@@ -232,6 +238,19 @@ def _details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
         modalities=sorted(modalities) if is_by_source else (),
         diagnostics=diagnostics,
     )
+
+
+def _probe(plan: Plan, state: TrainState, device: torch.device) -> StepProbe | None:
+    table = plan.config.ledger
+    if state.ledger is None or not table.probe_every:
+        return None
+    probe = CarryProbe(
+        state.model,
+        token_loss=lambda logits, targets: prepare(logits, targets).token_loss,
+        cells=table.probe_cells,
+        autocast=autocast_context(plan.config, device),
+    )
+    return StepProbe(probe, ledger=state.ledger, tracker=state.tracker, device=device)
 
 
 def _evaluator(
