@@ -40,6 +40,44 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, list[Mutant]] = {
+    "rows in pieces": [
+        Mutant(
+            "trainer/model/cellwise.py",
+            "            state = _returned(output.state, state)\n",
+            "            state = _returned(output.state, state).detach()\n",
+            "tests/unit/model/test_cellwise.py::test_all_cells_of_a_document_give_the_uncut_gradient",
+        ),
+        Mutant(
+            "trainer/model/cellwise.py",
+            "torch.where(continues[:, None], _returned(output.state, state), 0.0)",
+            "_returned(output.state, state)",
+            "tests/unit/model/test_burn_in.py::test_losses_gradients_and_stored_states_are_those_of_the_oracle",
+        ),
+        Mutant(
+            "trainer/model/cellwise.py",
+            "if stop == self._stores_at:",
+            "if stop == self._row:",
+            "tests/unit/model/test_burn_in.py::test_losses_gradients_and_stored_states_are_those_of_the_oracle",
+        ),
+        Mutant(
+            "trainer/model/cellwise.py",
+            "    @torch.no_grad()\n    def _burn",
+            "    def _burn",
+            "tests/unit/model/test_burn_in.py::test_losses_gradients_and_stored_states_are_those_of_the_oracle",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/resume_checks.py",
+            '    "ledger.burn_in",\n',
+            "",
+            "tests/distributed/test_burn_in.py::test_a_resume_with_another_burn_in_is_refused",
+        ),
+        Mutant(
+            "trainer/config/schema.py",
+            "return self.data.max_group_cells // self.train.tbptt_cells",
+            "return self.data.max_group_cells",
+            "tests/distributed/test_tbptt.py::test_cells_through_which_the_gradient_flows_train_as_one_long_cell",
+        ),
+    ],
     "ledger": [
         Mutant(
             "trainer/ledger/index.py",
@@ -1098,7 +1136,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/resume_checks.py",
-            'BREAKING = ("model.", ',
+            'BREAKING = (\n    "model.",',
             "BREAKING = (",
             "tests/unit/training/test_run_files.py::test_changed_keys_are_named_and_breaking_ones_refused",
         ),

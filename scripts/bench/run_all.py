@@ -24,6 +24,7 @@ TITLES = {
     "metrics": "Metrics",
     "startup": "Start-up",
     "growth": "Growth with the size of things",
+    "tbptt": "Gradient through several cells",
 }
 GROWTH_PLOT = PAGE.parent / "images" / "growth.png"
 # Fewer rounds than each takes alone, so that all of them fit into a quarter of an hour on two cores.

@@ -79,7 +79,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     (directory / "slow_saves.py").write_text(SLOW_SAVES)
     make_corpus(directory / "corpus", documents=6)
     config = write_tiny_config(directory, EXTRA)
-    sets = ("data.mixing.repeat=false", "model.target=slow_saves:build", "metrics.log_interval=3")
+    sets = (
+        "data.mixing.repeat=false",
+        "model.target=slow_saves:build",
+        "metrics.log_interval=3",
+        "ledger.probe_every=3",
+    )
     arguments = [part for pair in sets for part in ("--set", pair)]
     result = run("--config", config, "--run-dir", directory / "run", "--steps", 500, *arguments, nproc=2, cwd=directory)
     assert result.returncode == 0, result.stderr

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.broken_diagnostics import find_diagnostics, losses, train_with_broken
 from tests.support.runs import read_rows, write_tiny_config
+from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS
+from trainer.ledger.probe import SAMPLED_KEYS, SHARE_KEY
 
 pytestmark = pytest.mark.distributed
 
@@ -44,6 +46,7 @@ NAMED = [
     "trainer.data.blending.blend.BlendDataset.drain_step_metrics",
     "trainer.data.mixing.dataset.StreamMixingDataset.drain_step_metrics",
     "trainer.ledger.ledger.Ledger.drain_metrics",
+    "trainer.ledger.probe.CarryProbe.measure",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale.finish",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics",
@@ -56,9 +59,12 @@ NAMED = [
     "trainer.metrics.sinks.stdout.StdoutSink.log",
     "trainer.training.progress.Progress.update",
 ]
+PROBED = (*SAMPLED_KEYS, SHARE_KEY)
+COUNTED = (*COUNTER_KEYS, *GAUGE_KEYS)
 # What is absent from the last row, and not 0, where a function is broken.
 ABSENT = {
-    "trainer.ledger.ledger.Ledger.drain_metrics": "ledger",
+    "trainer.ledger.ledger.Ledger.drain_metrics": COUNTED,
+    "trainer.ledger.probe.CarryProbe.measure": (*PROBED, "time/probe"),
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
     "trainer.metrics.mfu.compute_mfu": ("mfu", "smoothed/mfu"),
@@ -90,7 +96,8 @@ def last_row(directory, name):
 
 def make_config(directory):
     config = write_tiny_config(directory, EXTRA)
-    config.write_text(config.read_text().replace("log_interval = 1", "log_interval = 2"))
+    text = config.read_text().replace("log_interval = 1", "log_interval = 2")
+    config.write_text(text.replace("[ledger]", "[ledger]\nprobe_every = 2"))
     return config
 
 

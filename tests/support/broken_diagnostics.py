@@ -43,17 +43,21 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.rank_reduction.reduce_over_ranks": "a collective",
     "trainer.metrics.rank_reduction._reduce": "a collective",
     "trainer.metrics.rank_reduction._gather": "a collective",
+    "trainer.metrics.rank_reduction._length": "size of the collective's vector; the same on all ranks",
+    "trainer.metrics.rank_reduction._with_errors": "which keys have a standard error; the same on all ranks",
     "trainer.metrics.rank_reduction.rank_operations": "which keys are reduced; the same on all ranks",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.background.BackgroundSink._run": "holds a guard",
 }
 SHOWN = (
     "trainer.cli.diagnosis",
+    "trainer.ledger.probe",
     "trainer.objective.token_types",
     "trainer.training.evaluation.sampler",
     "trainer.training.messages.summarize",
     "trainer.training.progress",
     "trainer.training.run_dir.StatusKeeper",
+    "trainer.training.step.carry",
     "trainer.training.step.details",
     "trainer.data.mixing.pool.ActivePool.snapshot",
 )

@@ -62,8 +62,8 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     return Facts(
         world_size=world_size,
         cells_per_step=cells,
-        tokens_per_step=cells * config.data.seq_len,
-        tokens_in_run=cells * config.data.seq_len * config.train.steps,
+        tokens_per_step=cells * config.row_tokens,
+        tokens_in_run=cells * config.row_tokens * config.train.steps,
         groups_in_flight=in_flight,
         capacity_to_change_ranks=in_flight * (world_size + 1),
         ledger_capacity=config.ledger.capacity,
@@ -79,6 +79,18 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], in_flight: int)
     if warmup > train.steps:
         problem = f"{warmup} is longer than the run (train.steps = {train.steps})"
         found.append(UserError("scheduler.warmup_steps", problem, f"set it to at most {train.steps}"))
+    if train.tbptt_cells > config.data.max_group_cells:
+        problem = (
+            f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {config.data.max_group_cells})"
+        )
+        found.append(UserError("train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"))
+    if config.ledger.burn_in >= config.data.seq_len:
+        problem = f"{config.ledger.burn_in} tokens must be less than a cell (data.seq_len = {config.data.seq_len})"
+        found.append(UserError("ledger.burn_in", problem, f"set it to at most {config.data.seq_len - 1}"))
+    if train.activation_checkpointing and train.tbptt_cells == 1:
+        problem = "recomputes cell by cell, which saves nothing when a row is one cell (train.tbptt_cells = 1)"
+        fix = "raise train.tbptt_cells, or checkpoint the layers inside your model"
+        found.append(UserError("train.activation_checkpointing", problem, fix))
     if config.eval.every and not config.eval.holdout_fraction:
         problem = "is 0, which leaves no documents for eval.every to evaluate on"
         found.append(UserError("eval.holdout_fraction", problem, "set it above 0 (0.02), or eval.every to 0"))
@@ -95,6 +107,38 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], in_flight: int)
             "that are still needed would be evicted"
         )
         found.append(UserError("ledger.capacity", problem, f"set it to {in_flight} or more"))
+    return found
+
+
+def check_state_rules(config: RunConfig, state_width: int) -> None:
+    """Refuse what needs a recurrent state when the model has none.
+
+    Raises:
+        UserError: `tbptt_cells` or `burn_in` is set for such a model.
+    """
+    if state_width == 0 and config.train.tbptt_cells > 1:
+        problem = "the model has no state, through which the gradient could flow from cell to cell"
+        raise UserError("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")
+    if state_width == 0 and config.ledger.burn_in:
+        raise UserError("ledger.burn_in", "the model has no state that could be stale", "set it to 0")
+
+
+def costs_of_carry(config: RunConfig) -> dict[str, str]:
+    """What `tbptt_cells` and `burn_in` cost, for `check` and `preview`; empty without them.
+
+    A backward takes about two forwards, so a step of the model about three.
+    """
+    found, cell, row = {}, config.data.seq_len, config.row_tokens
+    if (cells := config.train.tbptt_cells) > 1:
+        found["tbptt"] = f"rows of {row:,} tokens: the gradient flows through {cells} cells; "
+        if config.train.activation_checkpointing:
+            more = (cells - 1) / cells / 3
+            found["tbptt"] += f"activations of {cell:,} tokens a row are held at once, for about {more:.0%} more time"
+        else:
+            found["tbptt"] += f"activations of {row:,} tokens a row are held at once"
+    if (again := config.ledger.burn_in) > 0:
+        more = again / row / 3
+        found["burn_in"] = f"{again:,} of every {row:,} tokens are read twice, for about {more:.1%} more time"
     return found
 
 

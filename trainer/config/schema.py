@@ -29,6 +29,11 @@ class TrainTable(Table):
     """Number of optimizer steps."""
     micro_batches: Count = 1
     """m: micro-batches per optimizer step and rank (gradient accumulation)."""
+    tbptt_cells: Count = 1
+    """k: consecutive cells of a group that the gradient flows through (truncated back-propagation through time). Rows
+    then have k * data.seq_len tokens, and groups at most data.max_group_cells // k rows."""
+    activation_checkpointing: bool = False
+    """With tbptt_cells above 1: recompute each cell's activations in the backward instead of keeping those of all k."""
     clip_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -76,9 +81,16 @@ class LedgerTable(Table):
     """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
+    burn_in: WholeNumber = 0
+    """r: tokens before each cell that are read again with today's weights, without gradient, from the stored state of r
+    tokens earlier; less than data.seq_len. 0: none."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Which rank holds a group's state. reader: the rank that reads the group; exchange: the rank that the group's id
     hashes to, by all-to-all; auto: reader, except where a source with a target may move groups between ranks."""
+    probe_every: WholeNumber = 500
+    """Steps between probes of what carrying states is worth; only logged steps have one. 0: none."""
+    probe_cells: Count = 8
+    """Cells that a probe reads again: it measures cells whose group began at most this many cells ago."""
 
     @model_validator(mode="after")
     def _has_what_the_mode_needs(self) -> LedgerTable:
@@ -237,3 +249,13 @@ class RunConfig(Table):
     sample: SampleTable = SampleTable()
     checkpoint: CheckpointTable = CheckpointTable()
     distributed: DistributedTable = DistributedTable()
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens per row of a training batch: what the data set, the ledger and the metrics of both call a cell."""
+        return self.data.seq_len * self.train.tbptt_cells
+
+    @property
+    def max_group_rows(self) -> int:
+        """Rows per group at most."""
+        return self.data.max_group_cells // self.train.tbptt_cells

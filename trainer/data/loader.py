@@ -14,7 +14,7 @@ import torch
 from trainer.arrays import IGNORED
 from trainer.metrics.best_effort import BestEffort
 
-TENSOR_KEYS = ("tokens", "targets", "resets", "token_types")
+TENSOR_KEYS = ("tokens", "targets", "resets", "token_types", "tokens_before", "resets_before")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LoadedBatch:
     """One micro-batch with the dataset's state and metrics.
 
     Args:
-        batch: the dataset's dict; `tokens`, `targets`, `resets` and `token_types` are tensors on the device.
+        batch: the dataset's dict; those of `TENSOR_KEYS` are tensors on the device.
         state: the dataset's state after this batch: resuming from it gives the next one, however far the loader has
             read ahead. None if the dataset has no `state_dict`.
         metrics: drained from the dataset right after this batch; {} if it has no `drain_step_metrics`.

@@ -17,6 +17,7 @@ the right continuation. Only rows that are not finite are dropped. That is decid
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -102,6 +103,8 @@ class Ledger:
         # Counted on the device, which alone knows them; added to `_counts` where metrics are read.
         self._cold_starts, self._refused = InvalidCount(self._slab), InvalidCount(self._slab)
         self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
+        # Computed where it is asked for, which is on few steps.
+        self._stored_steps: Callable[[], Tensor] | None = None
         self._exchange: OwnerExchange | None = None
         if ownership == "exchange" and world_size > 1:
             self._exchange = OwnerExchange(world_size=world_size, process_group=process_group, device=self._slab.device)
@@ -150,11 +153,25 @@ class Ledger:
             slots = self._index.find(group_ids)
             slots[is_fresh] = self._slab.capacity
             states, is_valid = self._slab.read(slots)
+            self._stored_steps = partial(self._steps_at, slots, is_valid)
         else:
             distinct(group_ids)
             states, is_valid = self._fetch(self._exchange, group_ids, np.flatnonzero(~is_fresh))
         self._cold_starts.add(is_valid, ~is_fresh)
         return states
+
+    def lookup_age(self) -> Tensor:
+        """Steps since each state that the last `lookup` returned was stored, int64 [B] on the device; -1 where it was zeros.
+
+        Call it before the next `store`. It communicates nothing, and waits for nothing.
+
+        Raises:
+            RuntimeError: nothing was looked up since the last store.
+        """
+        if self._stored_steps is None or self._step is None:
+            raise RuntimeError("the age of states is known between a lookup and the next store, in a step")
+        steps = self._stored_steps()
+        return torch.where(steps >= 0, self._step - steps, -1)
 
     def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
         """Store the states after a micro-batch's cells ([B, state_width], copied); call it after the backward.
@@ -190,6 +207,7 @@ class Ledger:
         if self._exchange is not None:
             distinct(group_ids)
             group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)
+        self._stored_steps = None
         is_kept = ~is_last & (group_ids >= 0)
         slots = self._index.place(group_ids, cell_index, is_kept, self._step)  # raises before it changes anything
         if is_kept.any():
@@ -274,11 +292,22 @@ class Ledger:
         asked_for = exchange.to_owners(route, torch.from_numpy(group_ids[asked])).numpy()
         wanted, places = np.unique(asked_for, return_inverse=True)
         index = to_device(asked, self._slab.device)
+        slots = self._index.find(wanted)[places]
+        rows, is_valid = self._slab.read(slots)
+        # The step of the store says that there was one, and the reader alone cannot know it.
         answers = []
-        for found in map(torch.as_tensor, self._slab.read(self._index.find(wanted)[places])):
-            whole = found.new_zeros(group_ids.size, *found.shape[1:])
+        for found, absent in ((rows, 0), (self._steps_at(slots, is_valid), -1)):
+            whole = found.new_full((group_ids.size, *found.shape[1:]), absent)
             answers.append(whole.index_copy_(0, index, exchange.from_owners(route, found)))
-        return answers[0], self._slab.native(answers[1])
+        states, steps = answers
+        self._stored_steps = lambda: steps
+        return states, self._slab.native(steps >= 0)
+
+    def _steps_at(self, slots: Ints, is_valid: Native) -> Tensor:
+        """The step at which each slot was stored, int64 on the device; -1 without a valid state."""
+        held = np.minimum(slots, self._slab.capacity - 1)  # the slot that stands for none is never valid
+        steps = to_device(self._index.last_step[held], self._slab.device)
+        return torch.where(torch.as_tensor(is_valid), steps, -1)
 
     def _send(
         self, exchange: OwnerExchange, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor

@@ -1,11 +1,13 @@
 """Puts the values of several micro-steps, and of several steps between two logged ones, together on one rank.
 
 How values combine comes from the catalog's `window` column. Tensors stay on their device and nothing is read: a value
-is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `rank_reduction` combines the results over ranks.
+is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `rank_reduction` combines the results over ranks,
+also the `Moments` of what a reporter has sampled.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -26,7 +28,53 @@ class SumCount(NamedTuple):
     weight: Scalar
 
 
+class Moments(NamedTuple):
+    """A weighted mean over sampled units on its way, with what its standard error needs.
+
+    Unit i has a total y_i and a weight w_i. The mean is R = sum(y) / sum(w), a ratio of two sums that both vary from sample to
+    sample, and its standard error sqrt(n / (n - 1) sum((y - R w)^2)) / sum(w) (Cochran, Sampling Techniques, 3rd ed. 1977,
+    section 6.4). With equal weights this is the standard error of an ordinary mean.
+    """
+
+    num: Scalar
+    """Number of units, n."""
+    total: Scalar
+    """Sum of y."""
+    weight: Scalar
+    """Sum of w."""
+    total_sq: Scalar
+    """Sum of y^2."""
+    cross: Scalar
+    """Sum of y w."""
+    weight_sq: Scalar
+    """Sum of w^2."""
+
+    @classmethod
+    def of(cls, totals: torch.Tensor, weights: torch.Tensor) -> Moments:
+        """Of units with these totals and weights, [n] each, without waiting for the device. Those of weight 0 are no units."""
+        weights = weights.double()
+        is_unit = weights != 0
+        totals = torch.where(is_unit, totals.double(), 0.0)
+        squares = (totals.square().sum(), (totals * weights).sum(), weights.square().sum())
+        return cls(is_unit.sum(), totals.sum(), weights.sum(), *squares)
+
+    def mean(self) -> float:
+        """R; NaN without units. Waits for the device."""
+        return float(self.total) / float(self.weight) if float(self.num) else math.nan
+
+    def error(self) -> float:
+        """The standard error of R; NaN for fewer than two units. Waits for the device."""
+        num = float(self.num)
+        if num < 2:
+            return math.nan
+        ratio = self.mean()
+        squares = float(self.total_sq) - 2 * ratio * float(self.cross) + ratio**2 * float(self.weight_sq)
+        # Rounding may leave a sum of squares below zero; a NaN stays one.
+        return math.sqrt(0.0 if squares < 0 else squares * num / (num - 1)) / float(self.weight)
+
+
 Value = Scalar | SumCount
+Reported = Value | Moments
 # What callers may pass: a component's own pair counts as a SumCount.
 Input = Scalar | tuple[Scalar, Scalar]
 

@@ -15,6 +15,8 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
     "dataset_segments": "modality of each row, a list of names",
     "pack_num_samples": "documents in each row, integers [B]",
     "token_types": "type of each target token, small integers [B, T], -1 where masked",
+    "tokens_before": "inputs of the row's earlier cells in its group, the last n of them, right-aligned, integers [B, n]",
+    "resets_before": "resets of the row's earlier cells, booleans [B, n]",
     "instability_meta_json": "JSON text that locates the batch: stream, slice position, group ids",
 }
 

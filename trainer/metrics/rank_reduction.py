@@ -1,8 +1,8 @@
 """Combines the values of all ranks: every key of a logged step in one collective.
 
 The catalog says how each key combines; the keys are the same on all ranks, and a rank without a value contributes the
-identity. The collective is one all-gather of a float64 vector, two numbers per key, from which every rank computes the same
-minima, maxima, sums and means.
+identity. The collective is one all-gather of a float64 vector, two numbers per key (six for a mean with a standard error), from
+which every rank computes the same minima, maxima, sums and means.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from trainer.metrics.aggregate import Scalar, SumCount, Value
+from trainer.metrics.aggregate import Moments, Reported, Scalar, SumCount, Value
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.catalog.lookup import WORST_SUFFIX, lookup_or_gauge
+from trainer.metrics.catalog.lookup import ERROR_SUFFIX, WORST_SUFFIX, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
 
 _MEANS = ("mean", "weighted_mean")
+NUM_MOMENTS = len(Moments._fields)
 _Matrix = NDArray[np.float64]
 Operations = Mapping[str, RankReduction]
 
@@ -32,7 +33,7 @@ class Reporter(Protocol):
     def metric_keys(self) -> tuple[str, ...]:
         """Every key that it can report, the same on all ranks."""
 
-    def drain_metrics(self) -> Mapping[str, Value]:
+    def drain_metrics(self) -> Mapping[str, Reported]:
         """This rank's values since the last drain, some of the keys; starts anew."""
 
 
@@ -44,12 +45,25 @@ def rank_operations(keys: Iterable[str]) -> Operations:
     return {key: lookup_or_gauge(key).ranks for key in sorted(set(keys))}
 
 
-def _pack(local: Mapping[str, Value], operations: Operations, device: torch.device | str) -> torch.Tensor:
-    """The vector [2K] float64: for each key its value (or sum) and its count; count 0 where the rank has none."""
+def _with_errors(operations: Operations) -> list[str]:
+    """The keys that have a standard error, for which `Moments` are sent."""
+    return [key for key, operation in operations.items() if operation == "mean_and_error"]
+
+
+def _length(operations: Operations) -> int:
+    """Numbers in the vector of `_pack`."""
+    return 2 * len(operations) + NUM_MOMENTS * len(_with_errors(operations))
+
+
+def _pack(local: Mapping[str, Reported], operations: Operations, device: torch.device | str) -> torch.Tensor:
+    """The vector float64: for each key its value (or sum) and its count, count 0 where the rank has none; then the moments.
+
+    Keys with moments leave their pair at zero.
+    """
     unknown = sorted(local.keys() - operations.keys())
     if unknown:
         raise KeyError(f"not among the keys of the reduction: {', '.join(unknown)}")
-    numbers = np.zeros(2 * len(operations))
+    numbers = np.zeros(_length(operations))
     places: list[int] = []
     tensors: list[torch.Tensor] = []
 
@@ -62,18 +76,35 @@ def _pack(local: Mapping[str, Value], operations: Operations, device: torch.devi
 
     for index, key in enumerate(operations):
         value = local.get(key)
-        if value is not None:
-            total, count = value if isinstance(value, tuple) else SumCount(value, 1.0)
-            put(2 * index, total)
-            put(2 * index + 1, count)
+        if value is None or operations[key] == "mean_and_error":
+            continue
+        if isinstance(value, Moments):
+            raise TypeError(f"{key}: has moments, but its reduction over ranks is {operations[key]}")
+        total, count = value if isinstance(value, tuple) else SumCount(value, 1.0)
+        put(2 * index, total)
+        put(2 * index + 1, count)
+    for index, key in enumerate(_with_errors(operations)):
+        for offset, number in enumerate(_moments(key, local.get(key))):
+            put(2 * len(operations) + NUM_MOMENTS * index + offset, number)
     vector = torch.from_numpy(numbers).to(device)
     if tensors:
         vector[torch.tensor(places, device=device)] = torch.stack(tensors)
     return vector
 
 
+def _moments(key: str, value: Reported | None) -> tuple[Scalar, ...]:
+    """A plain number is a sample of one: the mean over ranks then has the standard error over ranks."""
+    if value is None:
+        return ()
+    if isinstance(value, Moments):
+        return value
+    if isinstance(value, tuple):
+        raise TypeError(f"{key}: a sum and a count have no standard error; report Moments")
+    return Moments(1.0, value, 1.0, value * value, value, 1.0)
+
+
 def _gather(vector: torch.Tensor, group: dist.ProcessGroup | None, world_size: int) -> _Matrix:
-    """[W, 2K]: the vectors of all ranks."""
+    """[W, N]: the vectors of all ranks."""
     if world_size == 1:
         return vector.cpu().numpy()[None]
     gathered = [torch.empty_like(vector) for _ in range(world_size)]
@@ -82,7 +113,8 @@ def _gather(vector: torch.Tensor, group: dist.ProcessGroup | None, world_size: i
 
 
 def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
-    values, counts = gathered[:, 0::2], gathered[:, 1::2]  # [W, K] each
+    pairs = gathered[:, : 2 * len(operations)]
+    values, counts = pairs[:, 0::2], pairs[:, 1::2]  # [W, K] each
     present = counts != 0
     totals = np.where(present, values, 0.0).sum(0)
     weights = counts.sum(0)
@@ -102,11 +134,18 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
             reduced[key] = float(totals[index])
             if operation == "sum_and_worst":
                 reduced[key + WORST_SUFFIX] = float(most[index])
+    sums = gathered[:, 2 * len(operations) :].sum(0).reshape(-1, NUM_MOMENTS)
+    for key, numbers in zip(_with_errors(operations), sums.tolist(), strict=True):
+        moments = Moments(*numbers)
+        if moments.num > 0:
+            reduced[key] = moments.mean()
+        if moments.num > 1:
+            reduced[key + ERROR_SUFFIX] = moments.error()
     return reduced
 
 
 def _reduce(
-    local: Mapping[str, Value],
+    local: Mapping[str, Reported],
     operations: Operations,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
@@ -118,13 +157,13 @@ def _reduce(
     # The collective stands outside of the guard: the other ranks wait for it.
     vector = guard.run(_pack, local, operations, device)
     if vector is None:
-        vector = torch.zeros(2 * len(operations), dtype=torch.float64, device=device)
+        vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
     gathered = _gather(vector, group, world_size)
     return guard.run(_combine, gathered, operations) or {}
 
 
 def reduce_over_ranks(
-    local: Mapping[str, Value],
+    local: Mapping[str, Reported],
     keys: Iterable[str],
     *,
     group: dist.ProcessGroup | None = None,
@@ -135,14 +174,16 @@ def reduce_over_ranks(
     """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
 
     Args:
-        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count.
+        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count, and
+            the units of `Moments` one by one.
         keys: all keys that any rank may have, the same on every rank.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
         guard: what this rank cannot pack costs a warning, and the rank then contributes nothing; None: it raises.
 
     Returns:
         The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside
-        counters that ask for it. A NaN on any rank makes the result NaN; a key that no rank has is absent.
+        counters that ask for it, or `<key>_se` (the standard error) beside means that have one. A NaN on any rank makes the
+        result NaN; a key that no rank has is absent.
 
     Raises:
         KeyError: a local key is not among `keys` (without a guard).

@@ -114,6 +114,7 @@ class MetricsTracker:
         self._extra = UnloggedCounters(counters)
         self._tokens_seen: Scalar = 0
         self._start = 0.0
+        self._outside_sec = 0.0
         # Of each step that was started and has not ended: part -> seconds.
         self._open: deque[dict[str, float]] = deque()
         self._checked_keys: set[str] = set()
@@ -155,9 +156,20 @@ class MetricsTracker:
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Times a part of the step started last (`data`, `forward_backward`, `optimizer`); entered twice, it adds up."""
-        parts, began = self._open[-1] if self._open else {}, self._clock()
+        parts, began, outside = self._open[-1] if self._open else {}, self._clock(), self._outside_sec
         yield
-        parts[name] = parts.get(name, 0.0) + self._clock() - began
+        parts[name] = parts.get(name, 0.0) + self._clock() - began - (self._outside_sec - outside)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Takes a part out of the times of the step and of its sections: what measures a step is not work of that step."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - began
+            self._start += seconds
+            self._outside_sec += seconds
 
     def end_step(
         self,

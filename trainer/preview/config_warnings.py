@@ -109,7 +109,8 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
         yield ConfigWarning(key, problem, fix, settable=False)
     yield from _rank_warnings(view, config.data.max_group_cells)
     if view.padding_share > PADDING and not config.data.pack:
-        problem = f"{config.data.seq_len} pads {view.padding_share:.0%} of the tokens of source {view.name}"
+        cut = "" if config.train.tbptt_cells == 1 else f" (rows of {config.row_tokens}, with train.tbptt_cells)"
+        problem = f"{config.data.seq_len}{cut} pads {view.padding_share:.0%} of the tokens of source {view.name}"
         shorter = int(config.data.seq_len * (1 - view.padding_share) / 2)
         yield ConfigWarning("data.seq_len", problem, str(max(shorter, 1)))
 

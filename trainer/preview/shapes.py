@@ -157,7 +157,7 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
     config, table, mixing = plan.config, source.table, mixing_of(plan.config, source.table)
     data, holdout = config.data, config.eval.holdout_fraction
     options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split)
-    cut = CutOptions(source.name, data.seq_len, data.max_group_cells, data.pack, "train", holdout)
+    cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, data.pack, "train", holdout)
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
     shapes = []

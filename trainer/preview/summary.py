@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from trainer.config.rules import check_state_rules, costs_of_carry
 from trainer.data.mixing.dataset import BatchingMode
 from trainer.preview.forecast import Forecast, count_run
 from trainer.preview.shapes import SourceShape, StreamShape, source_shape
@@ -117,6 +118,7 @@ class Preview:
         ends_at_step: the step at which a source without `repeat` runs out of data.
         cells_per_step: minimum, mean, maximum over the counted steps, over all ranks.
         ledger: None for a model without recurrent state.
+        costs_of_carry: of `train.tbptt_cells` and `ledger.burn_in`, in words.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Preview:
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None
     curves: Curves
+    costs_of_carry: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_batches(self) -> int:
@@ -141,9 +144,11 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
     """Compute a preview. Opens every stream, but reads only document lengths.
 
     Raises:
-        UserError: a stream cannot be opened, or a source has nothing to train on.
+        UserError: a stream cannot be opened, a source has nothing to train on, or the model lacks the state that a setting
+            needs.
     """
     train = plan.config.train
+    check_state_rules(plan.config, plan.state_width())
     shapes = [source_shape(plan, source, world_size) for source in plan.sources]
     forecast = count_run(plan, shapes, world_size)
     weights = [source.weight for source in plan.sources]
@@ -169,6 +174,7 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
         sources=tuple(shared),
         ledger=_ledger_view(plan, sources, forecast),
         curves=_curves(plan, num_batches),
+        costs_of_carry=costs_of_carry(plan.config),
     )
 
 
@@ -221,7 +227,7 @@ def _source_view(
         idle_share=sum(masked) / len(masked),
         rank_token_shares=tuple(shape.token_shares()),
         masked_share=shape.worst_masked_shares(),
-        padding_share=1 - epoch_tokens / (epoch_cells * plan.config.data.seq_len),
+        padding_share=1 - epoch_tokens / (epoch_cells * plan.config.row_tokens),
         lane_fill=rows / configured_rows,
         wait_bound_steps=wait_bound(picks, num_mixed, share, train.micro_batches),
         modalities=tuple(modalities),

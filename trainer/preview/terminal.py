@@ -52,6 +52,7 @@ def _headline(preview: Preview) -> str:
             f"waits and absences were counted over the first {preview.counted_batches:,} of {preview.num_batches:,} batches; "
             "picks, exhausts and tokens are averages"
         )
+    lines += [f"{name}: {cost}" for name, cost in preview.costs_of_carry.items()]
     return "\n".join(lines)
 
 

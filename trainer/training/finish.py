@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from trainer.distributed.agree import gather_from_ranks
-from trainer.metrics.aggregate import Value
+from trainer.metrics.aggregate import Reported
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.metrics.rank_reduction import Reporter, reduce_over_ranks
@@ -76,7 +76,7 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
         if run.info.world_size > 1:
             ready_after = taken.launched.ready_at - run.tracker.step_start
             run.count({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
-        local: dict[str, Value] = {}
+        local: dict[str, Reported] = {}
         guard = run.diagnostics.best_effort
         for name, reporter in reporters.items():
             local.update(guard(name).run(drain, reporter) or {})
@@ -103,7 +103,7 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
         run.diagnostics.best_effort("status.json").run(run.status, step)
 
 
-def drain(reporter: Reporter) -> Mapping[str, Value]:
+def drain(reporter: Reporter) -> Mapping[str, Reported]:
     """What a reporter has, once it is known to fit into the reduction.
 
     Raises:

@@ -50,7 +50,12 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         return "data exhausted", None
     run.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
-        run.train_step.accumulate(step, window.micros, details=run.details if run.logs(step) else None)
+        run.train_step.accumulate(
+            step,
+            window.micros,
+            details=run.details if run.logs(step) else None,
+            probe=run.probe if run.probes(step) else None,
+        )
     run.at("optimizer", step)
     with run.tracker.section("optimizer"):
         lr = lr_at(step, steps=config.train.steps, peak=config.optimizer.lr, table=config.scheduler)

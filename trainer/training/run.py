@@ -24,6 +24,7 @@ from trainer.training.evaluation.sampler import Sampler
 from trainer.training.progress import Progress
 from trainer.training.run_dir import StatusKeeper
 from trainer.training.signals import StopRequest
+from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.step import Launched, TrainStep
 from trainer.training.step.window import Window, WindowReader
@@ -49,6 +50,8 @@ class Run:
     windows: WindowReader
     train_step: TrainStep
     details: StepDetails
+    probe: StepProbe | None
+    """None: off, or the model has no state."""
     reporters: Mapping[str, Reporter]
     """What a logged step reports beside its loss, by the name of its guard; `position.unlogged` and `details` among them."""
     metric_keys: tuple[str, ...]
@@ -98,3 +101,8 @@ class Run:
     def logs(self, step: int) -> bool:
         """Whether `step` is logged; the same on all ranks."""
         return self.tracker.will_log(step) or step == self.config.train.steps
+
+    def probes(self, step: int) -> bool:
+        """Whether `step` measures what carrying is worth; the same on all ranks."""
+        every = self.config.ledger.probe_every
+        return every > 0 and step % every == 0 and self.logs(step)

@@ -9,7 +9,15 @@ import pytest
 from trainer.errors import UserError
 from trainer.metrics.batch_extras import BATCH_EXTRAS, check_inputs, pop_extras
 
-NAMES = ["dataset_labels", "dataset_segments", "pack_num_samples", "token_types", "instability_meta_json"]
+NAMES = [
+    "dataset_labels",
+    "dataset_segments",
+    "pack_num_samples",
+    "token_types",
+    "tokens_before",
+    "resets_before",
+    "instability_meta_json",
+]
 
 
 def test_the_registered_extras_are_those_of_the_contract() -> None:

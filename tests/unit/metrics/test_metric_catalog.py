@@ -79,6 +79,8 @@ def test_an_unknown_key_names_the_nearest_one() -> None:
         ("source/a/loss", "weighted_mean"),
         ("ledger/live_groups", "sum"),
         ("ledger/fill_fraction", "max"),
+        ("ledger/stale_gap", "mean_and_error"),
+        ("ledger/probe_share", "weighted_mean"),
     ],
 )
 def test_rank_reductions_are_those_of_the_design(key: str, ranks: str) -> None:
@@ -104,6 +106,11 @@ def test_kinds_and_reductions_fit_together() -> None:
         if spec.ranks == "sum_and_worst":
             assert spec.kind == "counter", spec.name
             assert spec.name + "_max" not in {other.name for other in CATALOG}
+        if spec.ranks == "mean_and_error":
+            assert spec.kind == "gauge", spec.name
+            assert spec.name + "_se" not in {other.name for other in CATALOG}
+            assert family(f"{spec.name}_se") == (spec.name, "")
+            assert "standard error" in lookup(f"{spec.name}_se").title
         if spec.ranks == "weighted_mean":
             assert spec.window == "weighted_mean", spec.name
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
-from trainer.metrics.aggregate import SumCount, Value
+from trainer.metrics.aggregate import Moments, SumCount, Value
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.rank_reduction import rank_operations, reduce_loss_metrics, reduce_over_ranks
 
@@ -161,3 +161,82 @@ def test_with_a_guard_what_cannot_be_packed_costs_one_warning(capsys: pytest.Cap
 def test_a_key_outside_the_plan_is_refused() -> None:
     with pytest.raises(KeyError, match="not among the keys of the reduction: lr"):
         reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1)
+
+
+UNITS = {0: ([1.0, -2.0, 4.0], [1.0, 2.0, 3.0]), 1: ([0.5], [7.0]), 2: ([], [])}
+
+
+def reduce_moments(rank: int, world_size: int) -> dict[str, float]:
+    totals, weights = (torch.tensor(numbers) for numbers in UNITS[rank])
+    local = {"ledger/carry_gain": Moments.of(totals, weights), "ledger/state_age": float(rank), "grad_norm": 2.0}
+    if rank == 2:  # what a rank whose probe has failed has
+        del local["ledger/carry_gain"]
+    keys = ("ledger/carry_gain", "ledger/state_age", "ledger/stale_gap", "grad_norm", "loss_spike")
+    return reduce_over_ranks(local, keys, device="cpu", world_size=world_size)
+
+
+@pytest.mark.distributed
+def test_mean_and_error() -> None:
+    """A weighted mean over the units of all ranks, and its standard error from the definition."""
+    first, *others = run_on_ranks(reduce_moments, 3)
+    assert all(other == first for other in others)
+    totals = [y for rank in UNITS for y in UNITS[rank][0]]
+    weights = [w for rank in UNITS for w in UNITS[rank][1]]
+    mean = sum(totals) / sum(weights)
+    squares = sum((y - mean * w) ** 2 for y, w in zip(totals, weights, strict=True))
+    assert first == {
+        "ledger/carry_gain": pytest.approx(mean),
+        "ledger/carry_gain_se": pytest.approx(math.sqrt(4 / 3 * squares) / sum(weights)),
+        "ledger/state_age": pytest.approx(1.0),
+        "ledger/state_age_se": pytest.approx(math.sqrt(1.0 / 3)),  # three ranks, standard deviation 1
+        "grad_norm": 2.0,
+    }
+
+
+def moments_of(totals: list[float], weights: list[float]) -> dict[str, float]:
+    moments = Moments.of(torch.tensor(totals), torch.tensor(weights))
+    return reduce_over_ranks({"ledger/stale_gap": moments}, ["ledger/stale_gap"], device="cpu", world_size=1)
+
+
+def test_the_error_of_equal_weights_is_that_of_a_mean() -> None:
+    values = torch.randn(50, generator=torch.Generator().manual_seed(0)) + 3
+    found = moments_of(values.tolist(), [1.0] * 50)
+    assert found["ledger/stale_gap"] == pytest.approx(float(values.mean()), rel=1e-6)
+    assert found["ledger/stale_gap_se"] == pytest.approx(float(values.std() / 50**0.5), rel=1e-6)
+
+
+def test_the_error_covers_the_truth_as_often_as_it_should() -> None:
+    """Units of random weights, whose totals depend on them: 2000 samples of 40."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randint(1, 20, (2000, 40), generator=generator).double()
+    totals = weights * (0.3 + torch.randn(2000, 40, generator=generator, dtype=torch.float64) / weights.sqrt())
+    covered = 0
+    for y, w in zip(totals.tolist(), weights.tolist(), strict=True):
+        found = moments_of(y, w)
+        covered += abs(found["ledger/stale_gap"] - 0.3) <= 1.96 * found["ledger/stale_gap_se"]
+    assert 0.92 <= covered / 2000 <= 0.965
+
+
+def test_units_without_weight_are_none_and_one_has_no_error() -> None:
+    assert moments_of([0.0, math.nan, 3.0], [0.0, 0.0, 2.0]) == {"ledger/stale_gap": 1.5}
+    assert moments_of([0.0], [0.0]) == {}
+    assert moments_of([], []) == {}
+
+
+def test_a_unit_that_is_not_finite_shows() -> None:
+    found = moments_of([1.0, math.nan], [1.0, 1.0])
+    assert math.isnan(found["ledger/stale_gap"])
+    assert math.isnan(found["ledger/stale_gap_se"])
+
+
+def test_equal_units_have_an_error_of_exactly_0() -> None:
+    assert moments_of([0.1] * 7, [1.0] * 7)["ledger/stale_gap_se"] < 1e-9
+    assert moments_of([0.0] * 7, [1.0] * 7) == {"ledger/stale_gap": 0.0, "ledger/stale_gap_se": 0.0}
+
+
+def test_moments_and_other_values_are_not_confused() -> None:
+    moments = Moments(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    with pytest.raises(TypeError, match="moments"):
+        reduce_over_ranks({"grad_norm": moments}, ["grad_norm"], device="cpu", world_size=1)
+    with pytest.raises(TypeError, match="Moments"):
+        reduce_over_ranks({"ledger/stale_gap": SumCount(1.0, 1.0)}, ["ledger/stale_gap"], device="cpu", world_size=1)

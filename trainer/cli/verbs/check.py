@@ -24,6 +24,7 @@ def check(
     import torch
 
     from trainer.config.load import load_config, to_toml
+    from trainer.config.rules import check_state_rules, costs_of_carry
     from trainer.metrics.logger import get_logger
     from trainer.preview.shapes import source_shape
     from trainer.training.checkpointing.resume_checks import check_resume
@@ -38,6 +39,8 @@ def check(
     for unmet in plan.unmet_needs(device):
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    check_state_rules(resolved, plan.state_width())
+    facts.update(costs_of_carry(resolved))
     facts["forward_pass"] = try_forward(plan)
     sources: dict[str, dict[str, Any]] = {
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}

@@ -31,6 +31,7 @@ _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
     "sum_and_worst": sum,
     "mean": fmean,
     "weighted_mean": fmean,
+    "mean_and_error": fmean,
 }
 
 
@@ -62,13 +63,22 @@ class BlendDataset:
         seed: of the choices.
         micro_batches: micro-batches per optimizer step; batch i belongs to step `i // micro_batches + 1`.
         per_source: also report `blend/share/<name>`.
+        history_every, history_tokens: the batches of steps that are a multiple of `history_every` have `history_tokens`
+            tokens before each cell (see `Collator`), where the source has `next_with_tokens_before`; 0: none have.
 
     Raises:
         UserError: no sources, or a name that occurs twice; while iterating: a batch at which all weights are zero.
     """
 
     def __init__(
-        self, sources: Sequence[BlendSource], *, seed: int, micro_batches: int = 1, per_source: bool = False
+        self,
+        sources: Sequence[BlendSource],
+        *,
+        seed: int,
+        micro_batches: int = 1,
+        per_source: bool = False,
+        history_every: int = 0,
+        history_tokens: int = 0,
     ) -> None:
         if not sources:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
@@ -81,6 +91,7 @@ class BlendDataset:
         self.sources = list(sources)
         self._micro_batches = micro_batches
         self._per_source = per_source
+        self._history_every, self._history_tokens = history_every, history_tokens
         self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in sources]
         self._names = names
         self._seed = seed
@@ -120,6 +131,16 @@ class BlendDataset:
         """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name.
 
         Raises:
+            StopIteration, UserError: as `next_with_tokens_before`.
+        """
+        step = self._batch_index // self._micro_batches + 1
+        is_due = self._history_every and step % self._history_every == 0
+        return self.next_with_tokens_before(self._history_tokens if is_due else 0)
+
+    def next_with_tokens_before(self, tokens_before: int) -> Batch:
+        """The next micro-batch, with at least that many tokens before each cell if its source can give them.
+
+        Raises:
             StopIteration: every source is exhausted, or stays at weight zero.
             UserError: all weights are zero at this batch.
         """
@@ -134,7 +155,7 @@ class BlendDataset:
             self._unsaved.add(chosen)
             self._undrained.add(chosen)
             try:
-                batch = next(self._iterators[chosen])
+                batch = _next(self._iterators[chosen], tokens_before)
             except StopIteration:
                 self._ended[chosen] = True
                 self._choose(self._expected[at])
@@ -294,6 +315,13 @@ class BlendDataset:
                 f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed",
                 "give its dataset state_dict and load_state_dict, or start without this checkpoint",
             )
+
+
+def _next(iterator: Iterator[Batch], tokens_before: int) -> Batch:
+    """A source's next batch. One that cannot give tokens before its cells may still have given them by itself."""
+    with_tokens_before = getattr(iterator, "next_with_tokens_before", None) if tokens_before else None
+    batch: Batch = next(iterator) if with_tokens_before is None else with_tokens_before(tokens_before)
+    return batch
 
 
 def _drain_source(drain: Callable[[], dict[str, Any]], keys: frozenset[str]) -> dict[str, float]:

@@ -22,6 +22,10 @@ class Collator:
     Keys (B rows of T tokens): `tokens`, `targets` int64 [B, T]; `resets` bool [B, T] (only with `pack`); `group_ids`,
     `cell_index` int64 [B]; `is_last` bool [B]; `token_types` int8 [B, T] (only if the tokenizer has types);
     `dataset_labels`, `dataset_segments` lists of B names; `pack_num_samples` int64 [B]; `instability_meta_json`.
+
+    Where n tokens before each cell are asked for: `tokens_before` int64 [B, n], the inputs of the row's earlier cells in
+    its group, right-aligned, 0 where the group begins less than n tokens before the cell; with `pack` also
+    `resets_before` bool [B, n]. Every cell before a group's last is full: the last min(n, cell_index * T) count.
     """
 
     def __init__(self, *, name: str, tokenizer: Tokenizer, seq_len: int, pack: bool) -> None:
@@ -33,26 +37,31 @@ class Collator:
         self._seq_len = seq_len
         self._pack = pack
 
-    def batch(self, reader: StreamReader, rows: Rows | None, *, epoch: int, position: int) -> Batch:
+    def batch(
+        self, reader: StreamReader, rows: Rows | None, *, epoch: int, position: int, num_before: int = 0
+    ) -> Batch:
         """The micro-batch of these rows; without rows, one fully masked row.
 
         Args:
             reader: the rows are of its stream.
             rows: what the reader gave, B rows.
             epoch, position: of the reader before the pick (for `instability_meta_json`).
+            num_before: n, columns of `tokens_before`; 0: the batch has none.
         """
         source = reader.source
         if rows is None:
-            return self.masked(source.stream.modality, reader.name_json, epoch, position)
+            return self.masked(source.stream.modality, reader.name_json, epoch, position, num_before)
         batch: Batch = {"group_ids": rows.group_ids, "cell_index": rows.cell_index, "is_last": rows.is_last}
         if self._pack or source.windows is None:
             self._fill_row_by_row(batch, source, rows)
         else:
             self._fill_together(batch, source, source.windows, rows)
+        if num_before:
+            self._fill_before(batch, source, rows, num_before)
         meta = f'{reader.name_json}, "epoch": {epoch}, "position": {position}'
         return self._complete(batch, source.stream.modality, meta, rows.ids_text, rows.cells_text)
 
-    def masked(self, modality: str, name_json: str, epoch: int, position: int) -> Batch:
+    def masked(self, modality: str, name_json: str, epoch: int, position: int, num_before: int = 0) -> Batch:
         """One row without targets, for a rank that has nothing to read while others do."""
         batch: Batch = {
             **self._blank(1),
@@ -61,6 +70,10 @@ class Collator:
             "is_last": np.zeros(1, dtype=np.bool_),
             "pack_num_samples": np.zeros(1, dtype=np.int64),
         }
+        if num_before:
+            batch["tokens_before"] = np.zeros((1, num_before), dtype=np.int64)
+            if self._pack:
+                batch["resets_before"] = np.zeros((1, num_before), dtype=np.bool_)
         return self._complete(batch, modality, f'{name_json}, "epoch": {epoch}, "position": {position}', "-1", "0")
 
     def _complete(self, batch: Batch, modality: str, meta: str, ids_text: str, cells_text: str) -> Batch:
@@ -119,6 +132,31 @@ class Collator:
                 self._fill_row(documents, document, 0, tokens[at : at + size], targets[at : at + size])
                 batch["resets"][row, at] = at > 0
                 at += size
+
+    def _fill_before(self, batch: Batch, source: OpenStream, rows: Rows, num_before: int) -> None:
+        """The inputs of earlier cells, in one gather: a group is a run of one document's tokens.
+
+        Packed rows need none: each is a group of one cell.
+        """
+        documents, groups = source.documents, source.groups
+        columns = np.arange(num_before)
+        of_document = groups.documents[rows.owners]
+        begins = documents.starts[of_document]
+        ends = begins + (groups.first_cells[rows.owners] + rows.cell_index) * self._seq_len  # of the earlier targets
+        # An input is the token before its target: there is none before the first, whose input is `bos`.
+        places = (ends - num_before - 1)[:, None] + columns
+        is_earlier = columns >= (num_before - rows.cell_index * self._seq_len)[:, None]
+        is_token = is_earlier & (places >= begins[:, None])
+        read = documents.tokens[np.where(is_token, places, 0)]  # [B, n]
+        read[~is_token] = 0
+        if documents.bounds is not None and documents.bounds.is_broken_by(read):
+            for row, begin in zip(read, places[:, 0].tolist(), strict=True):
+                documents.bounds.check(row, begin)
+        tokens = read.astype(np.int64)
+        tokens[is_earlier & ~is_token] = self._bos
+        batch["tokens_before"] = tokens
+        if self._pack:
+            batch["resets_before"] = np.zeros(tokens.shape, dtype=np.bool_)
 
     def _fill_row(self, documents: TokenTable, document: int, cell: int, tokens: Ints, targets: Ints) -> None:
         """Write the cell of a document to the beginning of a row."""

@@ -77,6 +77,7 @@ class StreamMixingDataset:
         max_group_cells: most cells per group.
         pack: put several documents shorter than a cell into one row.
         repeat: begin a new epoch after the last cell.
+        tokens_before: n: every batch has the n tokens before each cell too; 0: none. See `Collator`.
         seed: of every random choice.
         rank, world_size: this rank, and the number of ranks.
         split, holdout_fraction: which documents are used.
@@ -102,6 +103,7 @@ class StreamMixingDataset:
         max_group_cells: int = 64,
         pack: bool = False,
         repeat: bool = True,
+        tokens_before: int = 0,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -118,6 +120,8 @@ class StreamMixingDataset:
         if batching_mode not in BATCHING_MODES:
             raise UserError("batching_mode", f"must be one of {', '.join(BATCHING_MODES)}; got {batching_mode!r}")
         _check_positive(num_streams_mixed=num_streams_mixed, batch_size=batch_size)
+        if isinstance(tokens_before, bool) or not isinstance(tokens_before, int) or tokens_before < 0:
+            raise UserError("tokens_before", f"must be an integer >= 0, got {tokens_before!r}")
         _check_positive(seq_len=seq_len, max_group_cells=max_group_cells)
         _check_positive(**{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()})
         check_split(split, holdout_fraction)
@@ -130,6 +134,7 @@ class StreamMixingDataset:
         self._pick_mode: PickMode = pick_mode
         self._shared = batching_mode == "per_stream"
         self._repeat = repeat
+        self._num_before = tokens_before
         self._guard = BestEffort(f"pool metrics of {name} ({split})")
         self._batch_sizes = BatchSizes(batch_size, sizes)
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
@@ -167,20 +172,24 @@ class StreamMixingDataset:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch.
+        return self.next_with_tokens_before(0)
+
+    def next_with_tokens_before(self, tokens_before: int) -> Batch:
+        """The next micro-batch, with at least that many tokens before each cell.
 
         Raises:
             StopIteration: without `repeat`, after the last.
             UserError: a file is unreadable or damaged, or the split has no documents.
         """
+        num_before = max(tokens_before, self._num_before)
         pool, queue = self._pool, self._queue
         if not pool.readers and not self._fill():
             self._batch_index += 1
-            return self._collator.masked(self.modalities[0], self._no_stream, queue.epoch, 0)
+            return self._collator.masked(self.modalities[0], self._no_stream, queue.epoch, 0, num_before)
         slot = pool.pick(self._uniforms(self._batch_index) if len(pool.readers) > 1 else 0.0)
         reader = pool.readers[slot]
         position = reader.position
-        batch = self._collator.batch(reader, reader.take(), epoch=queue.epoch, position=position)
+        batch = self._collator.batch(reader, reader.take(), epoch=queue.epoch, position=position, num_before=num_before)
         self._batch_index += 1
         if reader.remaining_picks:
             pool.note(slot)

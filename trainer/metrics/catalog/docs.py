@@ -15,7 +15,8 @@ value is unknown (MFU on an unknown device), the key is absent rather than zero.
 under `train/` and `eval/` (`loss` as `train/loss`, `eval_loss` as `eval/loss`) and the others unchanged.
 
 *Window* is the reduction over micro-steps and *ranks* the reduction over ranks. `weighted_mean` sums values and counts
-before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under `<key>_max`. Counters
+before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under `<key>_max`;
+`mean_and_error` gives the mean and its standard error under `<key>_se`. Counters
 count since the last logged step.
 """
 

@@ -27,6 +27,7 @@ CATALOG: Final[tuple[MetricSpec, ...]] = (
 logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"
 WORST_SUFFIX: Final = "_max"
+ERROR_SUFFIX: Final = "_se"
 
 # The catalog's rows and registered ones. The latter are process-wide, as an imported module is: a metric is declared
 # where it is defined, and every part that reduces or shows a key has to know it.
@@ -93,14 +94,26 @@ def _find(key: str) -> MetricSpec | None:
             title=f"{base.title}, worst rank",
             description=f"{base.description} This is the largest value of any rank.",
         )
+    base = _direct(key.removesuffix(ERROR_SUFFIX)) if key.endswith(ERROR_SUFFIX) else None
+    if base is not None and base.ranks == "mean_and_error":
+        return replace(
+            base,
+            name=key,
+            ranks="max",
+            band=None,
+            title=f"{base.title}, standard error",
+            description=f"Standard error of {base.name}; absent for a sample of one.",
+            healthy="Small against the value.",
+            pathological="As large as the value: too few rows were sampled to tell.",
+        )
     return None
 
 
 def lookup(key: str) -> MetricSpec:
     """The row of a key, with `name` set to the key itself.
 
-    A key matches by its name, by a pattern, with the prefix `eval_`, or as the `_max` sibling of a counter whose worst
-    rank is reported.
+    A key matches by its name, by a pattern, with the prefix `eval_`, as the `_max` sibling of a counter whose worst
+    rank is reported, or as the `_se` sibling of a mean with a standard error.
 
     Raises:
         UnknownMetric: the key matches no row.
@@ -127,13 +140,18 @@ def family(key: str) -> tuple[str, str]:
     """(name of the key's row, the part of the key that stands for the row's angle brackets).
 
     `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key gives itself and "". The family of an
-    evaluation key, and of a worst-rank key, is that of its base key.
+    evaluation key, of a worst-rank key and of a standard error is that of its base key.
 
     Raises:
         UnknownMetric: the key matches no row.
     """
     spec = lookup(key)
-    for base in (key, key.removeprefix(EVAL_PREFIX), key.removesuffix(WORST_SUFFIX)):
+    for base in (
+        key,
+        key.removeprefix(EVAL_PREFIX),
+        key.removesuffix(WORST_SUFFIX),
+        key.removesuffix(ERROR_SUFFIX),
+    ):
         if base in _BY_NAME:
             return base, ""
         for regex, row in _PATTERNS:

@@ -31,7 +31,8 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="fraction",
         window="last",
         title="Model FLOPs utilization",
-        description="The model's own FLOPs per second over the devices' peak; absent if the peak is unknown.",
+        description="The model's own FLOPs per second over the devices' peak; absent if the peak is unknown. Only trained "
+        "tokens count: not what activation checkpointing or burn-in computes again.",
         band=(0.3, 0.6),
         healthy="0.3 to 0.6 for large matrices on one node.",
         pathological="Above 1: wrong peak or FLOP count. Below 0.1: bound by data, kernel launches or communication.",
@@ -59,6 +60,15 @@ ROWS: tuple[MetricSpec, ...] = (
             ("forward_backward", "forward and backward", "Most of the step.", "Uneven: uneven batches or a slow rank."),
             ("optimizer", "clipping and the optimizer", "A few percent.", "Large: tiny batch or an unfused optimizer."),
         )
+    ),
+    _TimeRow(
+        name="time/probe_sec",
+        unit="s",
+        window="last",
+        title="Time: probe of carry",
+        description="Time of the probe in the logged step, on the slowest rank; no other time of the step includes it.",
+        healthy="A few steps long: divided by ledger.probe_every steps, below 1 % of the run.",
+        pathological="Longer: raise ledger.probe_every, or lower ledger.probe_cells.",
     ),
     *(
         _TimeRow(

@@ -9,7 +9,7 @@ Kind = Literal["gauge", "counter", "flag"]
 WindowReduction = Literal["mean", "weighted_mean", "sum", "max", "min", "last"]
 # Lowest and highest healthy value; None if that side is unbounded.
 Band = tuple[float | None, float | None]
-RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst"]
+RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst", "mean_and_error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class MetricSpec:
         kind: gauge (a level), counter (accumulates) or flag (0 or 1).
         window: reduction over several micro-steps or steps.
         ranks: reduction over ranks; `sum_and_worst` gives the total under the key and the largest rank's value under
-            `<key>_max`.
+            `<key>_max`; `mean_and_error` gives the mean over all that was sampled and its standard error under `<key>_se`.
         description: the meaning, in a sentence.
         healthy: what a good run shows.
         pathological: what a bad run shows, and the likely cause.

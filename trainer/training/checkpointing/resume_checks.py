@@ -13,12 +13,22 @@ from trainer.training.checkpointing import checkpoint
 
 logger = get_logger(__name__)
 
-# Changing these changes the shapes of weights or the data; the data set itself refuses what changes its cells.
-BREAKING = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "run.seed", "optimizer.name")
+# Changing these changes the shapes of weights, the data, or which tokens the stored states follow; the data set itself
+# refuses what changes its cells.
+BREAKING = (
+    "model.",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.seq_len",
+    "train.tbptt_cells",
+    "ledger.burn_in",
+    "run.seed",
+    "optimizer.name",
+)
 # The checkpoint has weights of its own.
 HARMLESS = ("model.weights",)
 # These say where and how a run is executed, not what it computes.
-SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", *HARMLESS)
+SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", "ledger.probe_", *HARMLESS)
 
 
 def check_resume(config: RunConfig) -> None:
@@ -39,7 +49,10 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
         UserError: keys differ that the saved state does not fit.
     """
     before, now = flatten(saved), flatten(config.model_dump(mode="json"))
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
+    # A key that the saved config lacks is newer than the checkpoint: it was made with what is the default now.
+    unchanged = now.keys() - before.keys() - chosen.keys()
+    changed = sorted(key for key in (before.keys() | now.keys()) - unchanged if before.get(key) != now.get(key))
     breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
     if breaking:
         listed = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in breaking)

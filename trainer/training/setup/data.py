@@ -29,15 +29,16 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool
         source.streams,
         name=source.name,
         tokenizer=plan.tokenizer,
-        seq_len=config.data.seq_len,
+        seq_len=config.data.seq_len if is_holdout else config.row_tokens,
         num_streams_mixed=mixing.num_streams_mixed,
         pick_mode="round_robin" if is_holdout else mixing.pick_mode,
         batching_mode="per_stream" if is_holdout else mixing.batching_mode,
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
-        max_group_cells=config.data.max_group_cells,
+        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
         pack=config.data.pack,
         repeat=mixing.repeat and not is_holdout,
+        tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
         rank=info.rank,
         world_size=info.world_size,
@@ -68,6 +69,8 @@ def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
         seed=plan.config.run.seed,
         micro_batches=plan.config.train.micro_batches,
         per_source=plan.config.metrics.per_source,
+        history_every=plan.config.ledger.probe_every,
+        history_tokens=plan.config.ledger.probe_cells * plan.config.row_tokens,
     )
 
 
@@ -79,7 +82,7 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
         "rank": info.rank,
         "world_size": info.world_size,
         "seed": plan.config.run.seed,
-        "seq_len": plan.config.data.seq_len,
+        "seq_len": plan.config.row_tokens,
     }
     try:
         dataset = target(**given, **source.table.args)
@@ -127,4 +130,4 @@ def holdout_batches(plan: Plan, info: RankInfo, device: torch.device) -> HeldOut
 def max_tokens_per_micro(plan: Plan) -> int:
     """The most tokens that a micro-batch of the configured sources can have (what scales the loss; any constant works)."""
     sizes = [largest_batch(mixing_of(plan.config, s.table)) for s in plan.sources if s.table.target is None]
-    return max(sizes, default=1) * plan.config.data.seq_len
+    return max(sizes, default=1) * plan.config.row_tokens

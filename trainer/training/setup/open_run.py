@@ -7,15 +7,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
+from torch import nn
 
 from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import start_watchdog
+from trainer.ledger.probe import CarryProbe
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import Reporter
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
+from trainer.objective.components import prepare
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluation.evaluator import Evaluator
@@ -25,10 +28,11 @@ from trainer.training.progress import Progress
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, StatusKeeper, environment
 from trainer.training.setup.data import HeldOut, max_tokens_per_micro
-from trainer.training.setup.parts import autocast_context, make_eval_ledger, make_objective, wrap_ddp
+from trainer.training.setup.parts import autocast_context, in_cells, make_eval_ledger, make_objective, wrap_ddp
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest
+from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.step import StepSettings, TrainStep
@@ -84,7 +88,9 @@ def open_run(
     diagnostics = state.tracker.diagnostics
     if config.train.compile:
         state.model.compile()
-    train_step = _train_step(plan, state, info, device, diagnostics)
+    # What a row is run through; everything that keeps or shows the model has the model itself.
+    row_model = in_cells(state.model, config)
+    train_step = _train_step(plan, state, row_model, info, device, diagnostics)
     saver = Saver(
         directory=run_dir.checkpoints,
         table=config.checkpoint,
@@ -109,10 +115,12 @@ def open_run(
     if watchdog is not None:
         stack.callback(watchdog.close)
     details = _details(plan, diagnostics)
+    probe = _probe(plan, state, row_model, device)
     parts: dict[str, Reporter | None] = {
         "counters": position.unlogged,
         "step_details": details,
         "ledger metrics": state.ledger,
+        "carry probe": probe,
         "gns": state.gns,
     }
     reporters = {name: part for name, part in parts.items() if part is not None}
@@ -145,9 +153,11 @@ def open_run(
             info=info,
             device=device,
             is_resumed=source is not None,
+            burns_in=config.ledger.burn_in > 0,
         ),
         train_step=train_step,
         details=details,
+        probe=probe,
         reporters=reporters,
         metric_keys=tuple(key for reporter in reporters.values() for key in reporter.metric_keys),
         diagnostics=diagnostics,
@@ -199,11 +209,11 @@ def _open_record(
 
 
 def _train_step(
-    plan: Plan, state: TrainState, info: RankInfo, device: torch.device, diagnostics: Diagnostics
+    plan: Plan, state: TrainState, row_model: nn.Module, info: RankInfo, device: torch.device, diagnostics: Diagnostics
 ) -> TrainStep:
     table = plan.config.train
     return TrainStep(
-        model=wrap_ddp(state.model, info, device),
+        model=wrap_ddp(row_model, info, device),
         ledger=state.ledger,
         objective=make_objective(plan.config.objective),
         optimizer=state.optimizer,
@@ -231,6 +241,19 @@ def _details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
         modalities=sorted(modalities) if is_by_source else (),
         diagnostics=diagnostics,
     )
+
+
+def _probe(plan: Plan, state: TrainState, row_model: nn.Module, device: torch.device) -> StepProbe | None:
+    table = plan.config.ledger
+    if state.ledger is None or not table.probe_every:
+        return None
+    probe = CarryProbe(
+        row_model,
+        token_loss=lambda logits, targets: prepare(logits, targets).token_loss,
+        cells=table.probe_cells,
+        autocast=autocast_context(plan.config, device),
+    )
+    return StepProbe(probe, ledger=state.ledger, tracker=state.tracker, device=device)
 
 
 def _evaluator(

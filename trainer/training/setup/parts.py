@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.config.rules import check_state_rules
 from trainer.config.schema import ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
+from trainer.model.cellwise import Cellwise
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training.checkpointing.train_state import TrainState
@@ -36,6 +38,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device) -> TrainState:
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = build_model(config.model, plan.vocab_size).to(device)
+    check_state_rules(config, state_width(model))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
     flops = getattr(model, "flops_per_token", None)
     group = dist.group.WORLD if info.world_size > 1 else None
@@ -106,6 +109,20 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
     if dtype is None:
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
+    """The model as the training step calls it: in pieces, with `tbptt_cells` and `burn_in`. Everything else, checkpoints
+    included, uses the model itself."""
+    if config.train.tbptt_cells == 1 and config.ledger.burn_in == 0:
+        return model
+    return Cellwise(
+        model,
+        cell=config.data.seq_len,
+        cells=config.train.tbptt_cells,
+        burn_in=config.ledger.burn_in,
+        recompute=config.train.activation_checkpointing,
+    )
 
 
 def wrap_ddp(model: nn.Module, info: RankInfo, device: torch.device) -> nn.Module:

@@ -76,7 +76,7 @@ def unmet_needs(
             found.append(UserError("distributed.backend", problem, f'{fix}, or "auto"'))
     batches = [largest_batch(mixing_of(config, source.table)) for source in sources if source.table.target is None]
     cells = max(batches, default=1)
-    tokens = cells * config.data.seq_len
+    tokens = cells * config.row_tokens
     needs = {
         "data.seq_len": (
             tokens * vocab_size * (4 if config.train.precision == "fp32" else 2),

@@ -43,7 +43,8 @@ def try_forward(plan: Plan) -> str:
         return f"not tried: {not_tried}"
     with torch.random.fork_rng(devices=[]):
         model = build_model(plan.config.model, plan.vocab_size).eval()
-        inputs = _inputs(plan)
+        cell, burn_in = plan.config.data.seq_len, plan.config.ledger.burn_in
+        inputs = _inputs(plan, cell)
         accepted = accepted_inputs(model)
         if _has_own_data(plan) and not _required(model) <= _KNOWN_INPUTS:
             return "not tried: the model takes inputs that only the data of your own have"
@@ -51,11 +52,13 @@ def try_forward(plan: Plan) -> str:
             check_inputs(inputs, accepted)
         width = state_width(model)
         state = torch.zeros(1, width) if width else None
-        with torch.no_grad(), autocast_context(plan.config, torch.device("cpu"))():
-            output = _call(plan, model, inputs, state)
-    problem = _mismatch(output, plan.config.data.seq_len, plan.vocab_size, width)
-    if problem:
-        raise _refusal(plan, f"{problem}{_place_of_forward(model)}")
+        # Burn-in runs a cell in two pieces.
+        for length in sorted({cell, cell - burn_in, burn_in or cell}, reverse=True):
+            with torch.no_grad(), autocast_context(plan.config, torch.device("cpu"))():
+                output = _call(plan, model, _inputs(plan, length), state)
+            problem = _mismatch(output, length, plan.vocab_size, width)
+            if problem:
+                raise _refusal(plan, f"{problem}{_place_of_forward(model)}")
     return "ran"
 
 
@@ -80,9 +83,8 @@ def _why_not(plan: Plan) -> str:
     return ""
 
 
-def _inputs(plan: Plan) -> dict[str, Any]:
+def _inputs(plan: Plan, length: int) -> dict[str, Any]:
     """What the training step passes beside the state: see `trainer.data.mixing.collate`."""
-    length = plan.config.data.seq_len
     inputs = {"tokens": (torch.arange(length) % plan.vocab_size)[None]}  # [1, T]
     if plan.config.data.pack and not _has_own_data(plan):
         inputs["resets"] = torch.zeros(1, length, dtype=torch.bool)

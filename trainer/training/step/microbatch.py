@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.errors import UserError
+from trainer.ledger.slab import to_device
 from trainer.metrics.batch_extras import check_inputs, pop_extras
 
 CARRY_KEYS = ("group_ids", "cell_index", "is_last")
@@ -51,8 +52,12 @@ def accepted_inputs(model: nn.Module) -> frozenset[str] | None:
     return frozenset(parameters) - {"state"}
 
 
-def split(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBatch:
+def split(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, burns_in: bool = False) -> MicroBatch:
     """Take a data set's dict apart.
+
+    Args:
+        accepted: inputs that the model takes; None: any.
+        burns_in: the model is a `Cellwise` with burn-in: pass it the tokens before each row, and which rows continue.
 
     Raises:
         UserError: `targets` is absent, only some of the carry keys are there, or a key is neither a registered extra nor
@@ -71,7 +76,17 @@ def split(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBat
     carry = Carry(**{key: rest.pop(key) for key in CARRY_KEYS}) if given else None
     if accepted is not None:
         check_inputs(rest, accepted)
+    if burns_in:
+        rest.update(_history(extras, carry, targets.device))
     return MicroBatch(rest, targets, carry, extras, meta=str(extras.get("instability_meta_json", "{}")))
+
+
+def _history(extras: Mapping[str, Any], carry: Carry | None, device: torch.device) -> dict[str, Any]:
+    """The inputs of burn-in, as far as the batch has them."""
+    found = {name: extras[name] for name in ("tokens_before", "resets_before") if name in extras}
+    if carry is not None:
+        found["continues"] = to_device((carry.cell_index > 0) & (carry.group_ids >= 0), device)
+    return found
 
 
 def masked_copy(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Objective
+from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
@@ -96,7 +97,8 @@ class TrainStep:
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
         autocast: makes the context in which forward and loss run.
-        diagnostics: guards of the noise scale and of a step's details: their failure costs them, never the step.
+        diagnostics: guards of the noise scale, of a step's details and of its probe: their failure costs them, never the
+            step.
         clock: monotonic seconds.
     """
 
@@ -129,6 +131,7 @@ class TrainStep:
         diagnostics = diagnostics or Diagnostics()
         self._gns_guard = diagnostics.best_effort("gns")
         self._details_guard = diagnostics.best_effort("step_details")
+        self._probe_guard = diagnostics.best_effort("carry probe")
         self._clock = clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
@@ -141,12 +144,20 @@ class TrainStep:
         """Factor of the loss scaling; None without it. Waits for the device."""
         return self._scaler.get_scale() if self._scaler.is_enabled() else None
 
-    def accumulate(self, step: int, window: Sequence[MicroBatch], *, details: StepDetails | None) -> None:
+    def accumulate(
+        self,
+        step: int,
+        window: Sequence[MicroBatch],
+        *,
+        details: StepDetails | None,
+        probe: StepProbe | None = None,
+    ) -> None:
         """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
 
         Args:
             step: global step, for the ledger's clock.
             details: collects what is logged beside the loss; None on steps that do not log.
+            probe: measures what carrying is worth; None on steps that do not probe.
         """
         if self._ledger is not None:
             self._ledger.begin_step(step)
@@ -161,6 +172,8 @@ class TrainStep:
             state = None
             if self._ledger is not None and carry is not None:
                 state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
+                if probe is not None:
+                    self._probe_guard.run(probe.measure, micro, carry, state)
             with self._no_sync_unless(is_last):
                 with self._autocast():
                     output = self._model(**micro.inputs, state=state)

@@ -40,7 +40,7 @@ class WindowReader:
     had read everything, or with fewer documents than ranks) gets a row to mask from a rank that has one.
 
     Args:
-        accepted: inputs that the model takes; None: any.
+        accepted, burns_in: see `split`.
         data_state: the data set's, before the first window.
         is_resumed: the run continues from a checkpoint, so its data may be exhausted.
     """
@@ -55,10 +55,12 @@ class WindowReader:
         info: RankInfo,
         device: torch.device,
         is_resumed: bool,
+        burns_in: bool = False,
     ) -> None:
         self._loader = loader
         self._micro_batches = micro_batches
         self._accepted = accepted
+        self._burns_in = burns_in
         self._data_state = data_state
         self._info = info
         self._device = device
@@ -87,7 +89,7 @@ class WindowReader:
                 assert self._last_batch is not None
                 batch = masked_copy(self._last_batch)
                 metrics.append({MASKED_SHARE: 1.0})
-            micros.append(split(batch, self._accepted))
+            micros.append(split(batch, self._accepted, burns_in=self._burns_in))
         return Window(micros, self._data_state, metrics)
 
     def _start(self) -> bool:

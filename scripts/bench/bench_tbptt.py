@@ -1,0 +1,126 @@
+"""Gradient through several cells (`[train] tbptt_cells`) against one long cell: time and peak memory of a training step.
+
+Forward and backward of the built-in model on rows of `cell` times `cells` tokens: as one cell, in cells, and in cells with
+activation checkpointing. All three give the same gradient. Memory is the growth of the process's peak resident memory over one
+step (on CUDA, of the peak allocated), each in a process of its own; times are paired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from bench_table import Figure, print_figures, ratio_figure
+from torch import Tensor, nn
+
+from trainer.model.build import build
+from trainer.model.cellwise import Cellwise
+
+VOCAB = 256
+WAYS = ("one long cell", "in cells", "in cells, checkpointed")
+
+
+def make(args: argparse.Namespace) -> dict[str, nn.Module]:
+    """The model, called in the three ways, and `truncated`: the gradient of one cell alone."""
+    torch.manual_seed(0)
+    model = build(VOCAB, args.dim, args.layers).to(args.device)
+    cells = {"cell": args.cell, "cells": args.cells}
+    ways = (model, Cellwise(model, **cells), Cellwise(model, **cells, recompute=True))
+    return {**dict(zip(WAYS, ways, strict=True)), "truncated": model}
+
+
+def draw(args: argparse.Namespace, way: str) -> Tensor:
+    """Tokens [B, T], one row or one cell long."""
+    length = args.cell * (1 if way == "truncated" else args.cells)
+    return torch.randint(0, VOCAB, (args.rows, length), device=args.device)
+
+
+def step(model: nn.Module, tokens: Tensor) -> float:
+    """Seconds of one forward and backward."""
+    model.zero_grad(set_to_none=True)
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    logits = model(tokens=tokens, state=None).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def peak_mb(device: str) -> float:
+    """Highest memory so far: allocated on CUDA, resident on the CPU (Linux counts in KiB)."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def memory_of_step(args: argparse.Namespace) -> float:
+    """MB by which a step raises the peak, in this process. A first step of one token loads what torch loads once."""
+    model, tokens = make(args)[args.memory_of], draw(args, args.memory_of)
+    small = make(args)["truncated"]
+    step(small, tokens[:1, :1])
+    before = peak_mb(args.device)
+    step(model, tokens)
+    return peak_mb(args.device) - before
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Time per token and memory of each way, and their ratios to one long cell."""
+    ways = make(args)
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(args.rounds + 1):
+        for way, model in ways.items():
+            tokens = draw(args, way)
+            spent = step(model, tokens) / tokens.numel()
+            if turn:
+                times[way].append(spent * 1e6)
+    memory = {}
+    for way in ways:
+        command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", way]
+        memory[way] = float(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout))
+    found = []
+    for way in ("truncated", *WAYS):
+        found.append(Figure(f"{way}: time per token", statistics.median(times[way]), "us"))
+        found.append(Figure(f"{way}: peak memory of a step", memory[way], "MB"))
+    long = times[WAYS[0]]
+    for way, most_time, most_memory in ((WAYS[1], 1.5, 1.5), (WAYS[2], 2.0, 0.5)):
+        ratios = [own / other for own, other in zip(times[way], long, strict=True)]
+        found.append(ratio_figure(f"{way}: time over one long cell", ratios, at_most=most_time))
+        ratio = memory[way] / memory[WAYS[0]]
+        found.append(Figure(f"{way}: memory over one long cell", ratio, "x", at_most=most_memory))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print; exits with 1 when --check is given and a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=4, help="rows per micro-batch")
+    parser.add_argument("--cell", type=int, default=128, help="tokens per cell")
+    parser.add_argument("--cells", type=int, default=8, help="cells per row, k")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--memory-of", choices=[*WAYS, "truncated"], help="print the MB of this way alone")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
+    args = parser.parse_args(argv)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    if args.memory_of:
+        print(json.dumps(memory_of_step(args)))
+        return
+    print_figures("tbptt", measure(args), as_json=args.json, check=args.check)
+
+
+if __name__ == "__main__":
+    main()

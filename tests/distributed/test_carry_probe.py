@@ -1,0 +1,195 @@
+"""The probe of carry in real runs: it changes no training number, resumes bit for bit, and can never end a run."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import make_corpus, read_rows, run, write_tiny_config
+from trainer.ledger.probe import SAMPLED_KEYS, SHARE_KEY
+
+pytestmark = pytest.mark.distributed
+
+AGE, DRIFT, GAIN, GAP = SAMPLED_KEYS
+TIMES = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
+PROBES = ("ledger.probe_every=4",)
+Row = dict[str, float]
+
+
+def train(
+    directory: Path, name: str, *sets: str, nproc: int | None = 2, extra: str = "", steps: int = 12, ends: int = 0
+) -> Path:
+    """A tiny run of two ranks; returns its directory."""
+    config = write_tiny_config(directory, extra)
+    arguments = [part for pair in ("checkpoint.every=6", *sets) for part in ("--set", pair)]
+    run_dir = directory / name
+    result = run("--config", config, "--run-dir", run_dir, "--steps", steps, *arguments, nproc=nproc, cwd=directory)
+    assert result.returncode == ends, result.stderr
+    (run_dir / "stderr").write_text(result.stderr)
+    return run_dir
+
+
+def rows(run_dir: Path) -> dict[int, Row]:
+    """Step -> what is not a time."""
+    found = read_rows(run_dir / "metrics.jsonl")
+    return {
+        step: {key: value for key, value in row.items() if not key.startswith(TIMES)}
+        for (_, step), row in found.items()
+    }
+
+
+def probed(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key.startswith((*SAMPLED_KEYS, SHARE_KEY))}
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(run_dir / "checkpoints/latest/model.pt", weights_only=True)["model"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("probe"), "whole", *PROBES)
+
+
+def test_only_logged_steps_that_are_multiples_have_numbers_and_all_of_them(whole: Path) -> None:
+    found = {step: probed(row) for step, row in rows(whole).items()}
+    assert {step for step, row in found.items() if row} == {4, 8, 12}
+    for step in (4, 8, 12):
+        assert found[step].keys() == {SHARE_KEY, *SAMPLED_KEYS, *(f"{key}_se" for key in SAMPLED_KEYS)}
+        assert 0 < found[step][SHARE_KEY] <= 1
+        assert found[step][AGE] >= 1
+        assert found[step][DRIFT] > 0
+        assert all(math.isfinite(value) for value in found[step].values())
+    times = {step: row.get("time/probe_sec") for (_, step), row in read_rows(whole / "metrics.jsonl").items()}
+    assert {step for step, seconds in times.items() if seconds} == {4, 8, 12}
+
+
+def test_probing_changes_no_other_number_and_no_weight(whole: Path) -> None:
+    without = train(whole.parent, "without", "ledger.probe_every=0")
+    unprobed = {step: {k: v for k, v in row.items() if k not in probed(row)} for step, row in rows(whole).items()}
+    assert rows(without) == unprobed
+    kept = weights(without)
+    assert all(torch.equal(kept[name], value) for name, value in weights(whole).items())
+
+
+def test_a_resumed_run_probes_as_the_uninterrupted_one(whole: Path) -> None:
+    again = whole.parent / "again"
+    shutil.copytree(whole, again, symlinks=True)
+    shutil.rmtree(again / "checkpoints" / "step_00000012")
+    lines = (again / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (again / "metrics.jsonl").write_text("".join(lines[:6]))
+    (again / "checkpoints" / "latest").unlink()
+    (again / "checkpoints" / "latest").symlink_to("step_00000006")
+    train(whole.parent, "again", *PROBES, 'checkpoint.resume="auto"')
+    assert rows(again) == rows(whole)
+    assert probed(rows(again)[8])
+
+
+def test_ages_are_known_to_readers_that_own_nothing(whole: Path) -> None:
+    """With owners by hash the states come from another rank, and their ages with them."""
+    by_hash = train(whole.parent, "by_hash", *PROBES, 'ledger.ownership="exchange"')
+    assert {step: probed(row) for step, row in rows(by_hash).items()} == {
+        step: probed(row) for step, row in rows(whole).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "sets", [(), ("data.pack=true",), ('train.precision="bf16"',)], ids=["plain", "packed", "bf16"]
+)
+def test_without_learning_nothing_drifts(tmp_path: Path, sets: tuple[str, ...]) -> None:
+    """A learning rate whose updates vanish in rounding, and streams of one length, whose batches keep their shape."""
+    make_corpus(tmp_path / "corpus", streams=2, documents=40)
+    run_dir = train(tmp_path, "still", *PROBES, "optimizer.lr=1e-30", *sets, nproc=None, steps=8)
+    for step in (4, 8):
+        row = rows(run_dir)[step]
+        assert [row[key] for key in (DRIFT, f"{DRIFT}_se", GAP, f"{GAP}_se")] == [0.0] * 4, row
+
+
+OWN = """
+import numpy as np
+from torch import nn
+from trainer.model.build import build as build_ours
+
+def own(rank, world_size, seed, seq_len, *, columns=True, fails=False):
+    # Groups of four cells, on rows of their own.
+    generator = np.random.default_rng(rank)
+    for group in range(10**6):
+        document = generator.integers(1, 50, (2, 4 * seq_len + 1))
+        for cell in range(4):
+            at = cell * seq_len
+            batch = {
+                "tokens": document[:, at : at + seq_len],
+                "targets": document[:, at + 1 : at + seq_len + 1],
+                "group_ids": np.array([2, 3]) * (group + 1) * 10**3 + rank,
+                "cell_index": np.full(2, cell),
+                "is_last": np.full(2, cell == 3),
+            }
+            if columns:
+                before = np.zeros((2, 3 * seq_len), np.int64)
+                before[:, 3 * seq_len - at :] = document[:, :at]
+                batch["tokens_before"] = before
+            yield batch
+
+class Fails(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.state_width = inner, inner.state_width
+    def forward(self, tokens, state=None):
+        if not self.training:
+            raise ArithmeticError("broken on purpose")
+        return self.inner(tokens, state=state)
+
+def fails(vocab_size, dim, num_layers):
+    return Fails(build_ours(vocab_size, dim=dim, num_layers=num_layers))
+
+class Stateless(nn.Module):
+    state_width = 0
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, tokens, state=None):
+        return type(self.inner(tokens))(self.inner(tokens).logits, None)
+
+def stateless(vocab_size, dim, num_layers):
+    return Stateless(build_ours(vocab_size, dim=dim, num_layers=num_layers))
+"""
+SOURCE = 'data.source=[{{name="own",target="own:own",args={{columns={columns}}}}}]'
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+def test_data_of_ones_own_are_probed_if_they_have_the_column(own: Path) -> None:
+    found = rows(train(own, "with", *PROBES, SOURCE.format(columns="true"), "train.micro_batches=1"))
+    assert {step for step, row in found.items() if probed(row)} == {4, 8, 12}
+    assert found[4][SHARE_KEY] == 1.0
+    assert found[4][AGE] == 1.0
+
+
+def test_data_of_ones_own_without_the_column_say_why_not(own: Path) -> None:
+    run_dir = train(own, "without", *PROBES, SOURCE.format(columns="false"))
+    assert not any(probed(row) for row in rows(run_dir).values())
+    said = (run_dir / "stderr").read_text()
+    assert "carry probe skipped" in said
+    assert "tokens_before" in said
+
+
+def test_a_model_without_state_is_not_probed(own: Path) -> None:
+    run_dir = train(own, "stateless", *PROBES, 'model.target="own:stateless"', nproc=None)
+    assert not any(probed(row) for row in rows(run_dir).values())
+    assert "probe" not in (run_dir / "stderr").read_text()
+
+
+def test_a_probe_that_fails_costs_its_numbers_alone(own: Path) -> None:
+    failed = train(own, "failed", *PROBES, 'model.target="own:fails"')
+    without = train(own, "unprobed", "ledger.probe_every=0", 'model.target="own:fails"')
+    assert rows(failed) == rows(without)
+    assert "carry probe failed" in (failed / "stderr").read_text()

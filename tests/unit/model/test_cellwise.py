@@ -1,0 +1,165 @@
+"""Rows run cell by cell give the outputs and gradients of rows run whole, also where activations are recomputed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.model.build import build
+from trainer.model.cellwise import Cellwise
+from trainer.model.protocol import ModelOutput
+
+VOCAB, CELL, ROWS = 13, 8, 3
+
+
+class Spied(nn.Module):
+    """Keeps the lengths and the states that a model is called with; may break the gradient's way between cells."""
+
+    def __init__(self, inner: nn.Module, *, detaches: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.state_width, self.detaches = inner, inner.state_width, detaches
+        self.dropout = nn.Dropout(dropout)
+        self.calls: list[int] = []
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
+        self.calls.append(tokens.shape[1])
+        if self.detaches and state is not None:
+            state = state.detach()
+        output = self.inner(tokens, state, resets)
+        return ModelOutput(self.dropout(output.logits), self.dropout(output.state))
+
+
+def make_model(dtype: torch.dtype = torch.float64, **spied: object) -> Spied:
+    torch.manual_seed(0)
+    return Spied(build(VOCAB, dim=8, num_layers=2).to(dtype), **spied)
+
+
+def make_rows(length: int, document: int, *, has_resets: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Rows of which `document` tokens are there; the rest is padding, without targets."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (ROWS, length), generator=generator)
+    targets = torch.randint(0, VOCAB, (ROWS, length), generator=generator)
+    tokens[:, document:], targets[:, document:] = 0, -100
+    resets = torch.rand(ROWS, length, generator=generator) < 0.1
+    return tokens, targets, {"resets": resets} if has_resets else {}
+
+
+def gradient(model: nn.Module, rows: tuple[Tensor, Tensor, dict[str, Tensor]], state: Tensor | None) -> list[Tensor]:
+    tokens, targets, inputs = rows
+    logits = model(tokens=tokens, state=state, **inputs).logits
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Of the whole gradient."""
+    one, other = (torch.cat([each.flatten() for each in parts]) for parts in (found, expected))
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("has_resets", [False, True])
+@pytest.mark.parametrize(("cells", "document"), [(2, 16), (4, 32), (3, 19), (4, 27), (5, 8)])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_all_cells_of_a_document_give_the_uncut_gradient(cells, document, has_resets, recompute, has_state):
+    """Also if the last row is padded, because k does not divide the number of cells."""
+    model = make_model()
+    state = torch.randn(ROWS, model.state_width, dtype=torch.float64) if has_state else None
+    rows = make_rows(cells * CELL, document, has_resets=has_resets)
+    cellwise = Cellwise(model, cell=CELL, cells=cells, recompute=recompute)
+    torch.testing.assert_close(
+        cellwise(rows[0], state, **rows[2]), model(rows[0], state, **rows[2]), rtol=1e-12, atol=1e-12
+    )
+    found, uncut = gradient(cellwise, rows, state), gradient(model, rows, state)
+    torch.testing.assert_close(found, uncut, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_uncut_gradient_in_single_precision(recompute):
+    model, rows = make_model(torch.float32), make_rows(64, 61, has_resets=False)
+    found = gradient(Cellwise(model, cell=CELL, cells=8, recompute=recompute), rows, None)
+    assert relative_error(found, gradient(model, rows, None)) < 1e-6
+
+
+def test_a_gradient_that_stops_at_a_cell_is_another_one():
+    """The tests above can fail."""
+    rows = make_rows(32, 32, has_resets=False)
+    cut = gradient(Cellwise(make_model(detaches=True), cell=CELL, cells=4), rows, None)
+    uncut = gradient(make_model(), rows, None)
+    assert relative_error(cut, uncut) > 1e-2
+
+
+def test_the_model_sees_one_cell_per_call_and_recomputes_all_but_the_last():
+    model, rows = make_model(), make_rows(32, 32, has_resets=True)
+    gradient(Cellwise(model, cell=CELL, cells=4), rows, None)
+    assert model.calls == [CELL] * 4
+    model.calls.clear()
+    gradient(Cellwise(model, cell=CELL, cells=4, recompute=True), rows, None)
+    assert model.calls == [CELL] * 7
+
+
+def test_recomputing_repeats_the_dropout_and_leaves_the_generator_alone():
+    rows, model, found = make_rows(32, 32, has_resets=False), make_model(dropout=0.3), []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        found.append((gradient(Cellwise(model, cell=CELL, cells=4, recompute=recompute), rows, None), torch.rand(1)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-15)
+
+
+def saved_bytes(model: nn.Module, rows: tuple[Tensor, Tensor, dict[str, Tensor]]) -> int:
+    """What the forward keeps for the backward, beside the parameters."""
+    kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    total = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal total
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in kept:
+            kept.add(storage.data_ptr())
+            total += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens=rows[0], state=None)
+    return total
+
+
+def test_recomputing_keeps_the_activations_of_one_cell():
+    model, rows = make_model(), make_rows(64, 64, has_resets=False)
+    of_a_cell = saved_bytes(model, make_rows(CELL, CELL, has_resets=False))
+    assert saved_bytes(Cellwise(model, cell=CELL, cells=8), rows) > 6 * of_a_cell
+    assert saved_bytes(Cellwise(model, cell=CELL, cells=8, recompute=True), rows) < 2 * of_a_cell
+
+
+def test_inputs_over_time_are_cut_and_others_are_not():
+    seen = []
+
+    class Own(nn.Module):
+        state_width = 1
+
+        def forward(self, tokens, state, positions, styles):
+            seen.append((positions[0].tolist(), styles.tolist()))
+            return ModelOutput(tokens[..., None].float(), torch.zeros(len(tokens), 1))
+
+    cellwise = Cellwise(Own(), cell=2, cells=2)
+    cellwise(torch.zeros(3, 4).long(), positions=torch.arange(4).expand(3, 4), styles=torch.tensor([7, 8, 9]))
+    assert seen == [([0, 1], [7, 8, 9]), ([2, 3], [7, 8, 9])]
+
+
+def test_the_state_returns_in_the_type_in_which_the_ledger_keeps_it():
+    class Half(nn.Module):
+        def forward(self, tokens, state):
+            assert state.dtype == torch.float32
+            return ModelOutput(tokens[..., None].bfloat16(), state.bfloat16())
+
+    assert Cellwise(Half(), cell=2, cells=2)(torch.zeros(1, 4).long(), torch.zeros(1, 3)).state.dtype == torch.float32
+
+
+def test_rows_of_another_length_are_refused():
+    with pytest.raises(UserError, match=r"data\.seq_len x train\.tbptt_cells = 16 tokens are needed, got 8"):
+        Cellwise(make_model(), cell=CELL, cells=2)(torch.zeros(1, 8).long())

@@ -1,0 +1,237 @@
+"""`CarryProbe`: what carrying states is worth, and what their age costs, measured on cells that are about to be read.
+
+    probe = CarryProbe(model, token_loss=token_loss, cells=8)
+    ...
+    state = ledger.lookup(batch.group_ids, batch.cell_index)
+    if step % 500 == 0:
+        probe.measure(
+            {"tokens": batch.tokens},
+            batch.targets,
+            group_ids=batch.group_ids,
+            cell_index=batch.cell_index,
+            tokens_before=batch.tokens_before,
+            state=state,
+            age=ledger.lookup_age(),
+        )
+    ...forward, backward, store...
+    if step % 500 == 0:
+        print(reduce_over_ranks(probe.drain_metrics(), probe.metric_keys, device="cpu", world_size=1))
+
+A stored state was made by the weights of earlier steps. The probe recomputes it from the group's first token with the weights
+of now, and evaluates the cell from zero, from the stored state and from the fresh one. It has no gradient, runs in evaluation
+mode, leaves mode and generators as they were, changes no state, and holds no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.arrays import IGNORED, Flags, Ints
+from trainer.ledger.slab import to_device
+from trainer.metrics.aggregate import Moments, Reported, SumCount
+from trainer.metrics.best_effort import SkipBatch
+
+SAMPLED_KEYS = ("ledger/state_age", "ledger/state_drift", "ledger/carry_gain", "ledger/stale_gap")
+"""Means over the probed cells, each with its standard error as `<key>_se`."""
+SHARE_KEY = "ledger/probe_share"
+# What the probe can give a model for earlier cells too. `tokens_before`, `resets_before` and `continues` are the inputs of a
+# model that reads the end of the cell before again (burn-in).
+_KNOWN_INPUTS = {"tokens", "resets", "tokens_before", "resets_before", "continues"}
+
+
+class CarryProbe:
+    """Measures one micro-batch between two drains.
+
+    Cells that measure are those whose group began at most `cells` cells ago, all of which are read again, and for which a
+    state was held. The rows keep their places and earlier cells the shape [B, T]: with a learning rate of 0, and cells that
+    were read in batches of that shape, the same kernels give the same bits, and drift and gap are exactly 0. With dropout they
+    are not, since stored states were made with it.
+
+    Args:
+        model: the one that is trained, without DDP. Under torch.compile its uncompiled form is run: other kernels, so that even
+            at a learning rate of 0 a drift of the size of rounding remains.
+        token_loss: logits [B, T, V] and targets [B, T] -> loss of each target, [B, T], 0 where masked.
+        cells: most cells that are read again before a probed one.
+        autocast: makes the context in which the model runs. Call `measure` outside of autocast: weights that it converts
+            without a gradient must not be kept for the training step.
+    """
+
+    metric_keys = (*SAMPLED_KEYS, SHARE_KEY)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        token_loss: Callable[[Tensor, Tensor], Tensor],
+        cells: int,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        assert cells >= 1, cells
+        self._model = model
+        self._token_loss = token_loss
+        self._cells = cells
+        self._autocast = autocast
+        self._sampled: dict[str, Reported] = {}
+        self._num_probed: float | Tensor = 0.0
+        self._num_continuing = 0
+
+    def measure(
+        self,
+        inputs: Mapping[str, Any],
+        targets: Tensor,
+        *,
+        group_ids: Ints,
+        cell_index: Ints,
+        tokens_before: Tensor | None,
+        resets_before: Tensor | None = None,
+        state: Tensor,
+        age: Tensor,
+    ) -> None:
+        """Measure a micro-batch that is about to be trained on; nothing if one was measured since the last drain.
+
+        Args:
+            inputs: of the model, beside the state: `tokens` int64 [B, T] and what else it takes.
+            targets: int64 [B, T].
+            group_ids, cell_index: int64 [B], as the ledger gets them.
+            tokens_before: int64 [B, n]: the tokens of the row's earlier cells, right-aligned. All of them are full cells, T
+                tokens; cells further back than n // T are not read again.
+            resets_before: bool [B, n]: where the state resets among them.
+            state: what the ledger returned, [B, state_width].
+            age: steps since it was stored, int64 [B]; negative where no state was held.
+
+        Raises:
+            SkipBatch: the batch does not have what is needed.
+        """
+        cells_before = np.where(group_ids >= 0, cell_index, 0)
+        if self._sampled or not cells_before.any():
+            return
+        length = targets.shape[1]
+        _check(inputs, tokens_before, length)
+        assert tokens_before is not None
+        self._num_continuing += int((cells_before > 0).sum())
+        is_exact = (cells_before > 0) & (cells_before <= min(self._cells, tokens_before.shape[1] // length))
+        if not is_exact.any():
+            return
+        with self._in_evaluation(targets.device):
+            past = _Past(inputs, tokens_before, resets_before, length)
+            fresh = self._fresh_state(past, np.where(is_exact, cells_before, 0), state)
+            no_row = _without_history(inputs)
+            from_zero = self._loss(no_row, targets, torch.zeros_like(state))
+            stored_loss = self._loss(inputs, targets, state)
+            fresh_loss = self._loss(inputs, targets, fresh)
+        is_probed = to_device(is_exact, age.device) & (age >= 0)
+        tokens = (targets != IGNORED).sum(dim=1) * is_probed  # [B]
+        distance, norm = (_norm(rows) for rows in (state.double() - fresh.double(), fresh))
+        # A model may return zeros for a state: equal ones have not drifted, and of others no ratio is known.
+        has_drift = is_probed & ((norm > 0) | (distance == 0))
+        self._sampled = {
+            "ledger/state_age": Moments.of(age, is_probed),
+            "ledger/state_drift": Moments.of(distance / torch.where(norm > 0, norm, 1.0), has_drift),
+            "ledger/carry_gain": Moments.of((from_zero - stored_loss).sum(dim=1), tokens),
+            "ledger/stale_gap": Moments.of((stored_loss - fresh_loss).sum(dim=1), tokens),
+        }
+        self._num_probed = self._num_probed + is_probed.sum()
+
+    def drain_metrics(self) -> dict[str, Reported]:
+        """What was measured since the last drain; {} if nothing was."""
+        drained = dict(self._sampled)
+        if self._num_continuing:
+            drained[SHARE_KEY] = SumCount(self._num_probed, self._num_continuing)
+        self._sampled, self._num_probed, self._num_continuing = {}, 0.0, 0
+        return drained
+
+    def _fresh_state(self, past: _Past, cells_before: Ints, stored: Tensor) -> Tensor:
+        """The states before the cell, [B, state_width], where `cells_before` is above 0; elsewhere anything."""
+        state = torch.zeros_like(stored)
+        for back in range(int(cells_before.max()), 0, -1):
+            continues = cells_before > back  # the others begin here, or later
+            begun = to_device(continues, stored.device)[:, None]
+            inputs = past.inputs(back, continues)
+            # As the ledger would hand it on.
+            state = self._model(**inputs, state=torch.where(begun, state, 0.0)).state.to(stored.dtype)
+        return state
+
+    def _loss(self, inputs: Mapping[str, Any], targets: Tensor, state: Tensor) -> Tensor:
+        return self._token_loss(self._model(**inputs, state=state).logits, targets).double()
+
+    @contextmanager
+    def _in_evaluation(self, device: torch.device) -> Iterator[None]:
+        # Module by module: some may be in evaluation mode while the others train.
+        was_training, modes = self._model.training, [(module, module.training) for module in self._model.modules()]
+        devices = [device] if device.type == "cuda" else []
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            torch.compiler.set_stance("force_eager"),
+            self._autocast(),
+        ):
+            self._model.eval()
+            try:
+                yield
+            finally:
+                self._model.train(was_training)
+                for module, mode in modes:
+                    module.training = mode
+
+
+class _Past:
+    """The model's inputs for the cells before a row.
+
+    Args:
+        inputs: those of the row itself; earlier cells get the same ones.
+        tokens, resets: of the tokens before the row, [B, n].
+        length: tokens per cell, T.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], tokens: Tensor, resets: Tensor | None, length: int) -> None:
+        self._names = inputs.keys()
+        self._tokens, self._length = tokens, length
+        if resets is None and "resets" in inputs:
+            resets = torch.zeros_like(tokens, dtype=torch.bool)
+        self._resets = resets
+
+    def inputs(self, back: int, continues: Flags) -> dict[str, Any]:
+        """Those of the cell that is `back` cells before the row's, given which rows have begun before it."""
+        given: dict[str, Any] = {"tokens": self._cell(self._tokens, back)}
+        if "resets" in self._names and self._resets is not None:
+            given["resets"] = self._cell(self._resets, back)
+        if "continues" in self._names:
+            given["continues"] = to_device(continues, self._tokens.device)
+            given["tokens_before"] = self._cell(self._tokens, back + 1)
+            if self._resets is not None and "resets_before" in self._names:
+                given["resets_before"] = self._cell(self._resets, back + 1)
+        return given
+
+    def _cell(self, values: Tensor, back: int) -> Tensor:
+        stop = values.shape[1] - (back - 1) * self._length
+        cell = values[:, max(stop - self._length, 0) : stop]
+        # Before the first cell that is known no row has begun: nothing of this is read.
+        return nn.functional.pad(cell, (self._length - cell.shape[1], 0)) if cell.shape[1] < self._length else cell
+
+
+def _check(inputs: Mapping[str, Any], tokens_before: Tensor | None, length: int) -> None:
+    """Raise `SkipBatch` for a batch whose cells cannot be read again."""
+    if tokens_before is None:
+        raise SkipBatch("the data set gives no tokens_before (docs/ledger.md)")
+    if tokens_before.shape[1] < length:
+        raise SkipBatch(f"tokens_before has {tokens_before.shape[1]} tokens, less than a cell of {length}")
+    if unknown := sorted(inputs.keys() - _KNOWN_INPUTS):
+        raise SkipBatch(f"the model's input {', '.join(unknown)} is not known for earlier cells")
+
+
+def _without_history(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of rows that begin their groups: a model that reads tokens again then reads none."""
+    if "continues" not in inputs:
+        return dict(inputs)
+    return {**inputs, "continues": torch.zeros_like(inputs["continues"])}
+
+
+def _norm(rows: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms
