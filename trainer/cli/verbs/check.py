@@ -13,6 +13,9 @@ def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
     nproc: Annotated[int, typer.Option(min=1, help="World size to assume.")] = 1,
+    no_contract: Annotated[
+        bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Validate a config; print it with all defaults, and the values derived from it."""
@@ -27,8 +30,8 @@ def check(
     from trainer.metrics.logger import get_logger
     from trainer.preview.shapes import source_shape
     from trainer.training.checkpointing.resume_checks import check_resume
+    from trainer.training.setup.contract import check_here, refuse_breaches
     from trainer.training.setup.plan import make_plan
-    from trainer.training.setup.probe import try_forward
 
     resolved = load_config(config_path, overrides or [])
     plan = make_plan(resolved, Path(config_path), nproc)
@@ -38,7 +41,15 @@ def check(
     for unmet in plan.unmet_needs(device):
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
-    facts["forward_pass"] = try_forward(plan)
+    found = "--no-contract" if no_contract else check_here(plan)
+    if isinstance(found, str):
+        facts["forward_pass"] = facts["contract"] = f"not tried: {found}"
+    else:
+        refuse_breaches(plan, found)
+        for verdict in [*found.breaches, *found.warnings]:
+            get_logger("check").warning("model: %s: %s", verdict.check, verdict.text)
+        facts["forward_pass"] = "ran" if found["forward"].status == "held" else found["forward"].text
+        facts["contract"] = found.to_json() if as_json else found.summary()
     sources: dict[str, dict[str, Any]] = {
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
         for source in plan.sources
