@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -203,6 +203,14 @@ def _inputs(model: nn.Module) -> _Inputs:
     return _Inputs(required, "resets" in parameters)
 
 
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled parts uncompiled. Nothing is compiled where the compiler was never imported, which takes seconds."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Restore the random generators; run compiled parts uncompiled."""
@@ -211,7 +219,7 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
     library = sys.modules.get("numpy")
     numpy_state = library.random.get_state() if library is not None else None
     try:
-        with torch.random.fork_rng(devices=sorted(devices)), torch.compiler.set_stance("force_eager"):
+        with torch.random.fork_rng(devices=sorted(devices)), _uncompiled():
             yield
     finally:
         random.setstate(python)

@@ -24,17 +24,14 @@ def check_precision(trial: Trial, subject: Subject, *, check: str, name: str) ->
         subject: the model at the lower precision.
         check, name: of the verdict, and of the precision in its text.
     """
-    subject.is_pure = trial.subject.is_pure
-    subject.training = trial.modes[0]
+    subject.is_pure, subject.training = trial.subject.is_pure, trial.modes[0]
     tokens = trial.tokens()
-    with trial.in_mode(trial.modes[0]):
-        exact = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
-        effect = _effect(trial, tokens, exact) if trial.width else 0.0
+    exact, effect = _exact(trial, tokens)
     try:
         whole = subject(tokens, subject.zeros(ROWS))
         if not torch.isfinite(whole.logits[exact.isfinite()]).all():
             return Verdict(check, "broken", f"the logits are not finite in {name}")
-        leak = _leaks(trial, subject, tokens, whole.logits, name)
+        leak = "" if check == "carry" else _leaks(trial, subject, tokens, whole.logits, name)
         if leak:
             return Verdict(check, "broken", leak)
         if not trial.width:
@@ -46,11 +43,17 @@ def check_precision(trial: Trial, subject: Subject, *, check: str, name: str) ->
         return Verdict(check, "not testable here", str(error))
 
 
-def _effect(trial: Trial, tokens: Tensor, exact: Tensor) -> float:
-    other = tokens.clone()
-    other[:, : trial.cell] = trial.others(tokens)[:, : trial.cell]
-    moved = trial.subject(other, trial.subject.zeros(ROWS)).logits
-    return float(trial.errors(moved, exact)[:, trial.cell :].square().mean().sqrt())
+def _exact(trial: Trial, tokens: Tensor) -> tuple[Tensor, float]:
+    """The exact logits of the uncut row, and how far the first cell's tokens move those after it."""
+    if "exact" not in trial.facts:
+        other = tokens.clone()
+        other[:, : trial.cell] = trial.others(tokens)[:, : trial.cell]
+        with trial.in_mode(trial.modes[0]):
+            exact, moved = (trial.subject(each, trial.subject.zeros(ROWS)).logits for each in (tokens, other))
+        effect = trial.errors(moved, exact)[:, trial.cell :]
+        trial.facts["exact"] = exact, float(effect.square().mean().sqrt()) if trial.width else 0.0
+    found: tuple[Tensor, float] = trial.facts["exact"]
+    return found
 
 
 def _leaks(trial: Trial, subject: Subject, tokens: Tensor, whole: Tensor, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.contracts.report import Verdict
 from trainer.contracts.subject import Result
@@ -21,16 +21,16 @@ def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
     """
     subject = trial.subject
     tokens, state = trial.tokens(), trial.start_state(ROWS)
-    text, size = "", 0.0
-    results = {}
+    text, written, size = "", "", 0.0
+    results: dict[bool, Result] = {}
     for training in (True, False):
         with trial.in_mode(training):
-            results[training] = subject(tokens, state)
-            text, found = _twice(trial, tokens, state)
-            size = max(size, found)
+            model = subject.fresh()
+            results[training], found = _with_writes(trial, tokens, state, model)
+            written = written or found
+            text, size = _again(trial, tokens, state, model, results[training])
         if text:
             break
-    written = _written(trial, tokens, state)
     if not text:
         subject.is_pure = True
     if written:
@@ -52,10 +52,8 @@ def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
     return Verdict("purity", "held", f"the same call twice gives the same answer, in train() as in eval(){note}"), trial
 
 
-def _twice(trial: Trial, tokens: Tensor, state: Tensor | None) -> tuple[str, float]:
-    """Whether one object gives the same answer to the same call, after another call in between."""
-    model = trial.subject.fresh()
-    first = trial.subject(tokens, state, on=model)
+def _again(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module, first: Result) -> tuple[str, float]:
+    """Whether the same object gives the same answer to the same call, after another call in between."""
     trial.subject(trial.others(tokens), None if state is None else state.flip(0), on=model)
     size = _difference(trial, trial.subject(tokens, state, on=model), first)
     if size <= max(64 * trial.noise, 1e-12):
@@ -65,17 +63,16 @@ def _twice(trial: Trial, tokens: Tensor, state: Tensor | None) -> tuple[str, flo
     return f"{text}something of its own from call to call, which the ledger cannot see", size
 
 
-def _written(trial: Trial, tokens: Tensor, state: Tensor | None) -> str:
-    """Whether a forward writes into its arguments."""
-    for training in (True, False):
-        with trial.in_mode(training):
-            given_tokens, given = tokens.to(trial.subject.device, copy=True), None if state is None else state.clone()
-            trial.subject.forward(trial.subject.fresh(), {"tokens": given_tokens, "state": given}, with_grad=False)
-        if given is not None and state is not None and not torch.equal(given, state):
-            return "forward writes into the incoming state, in place; compute a new tensor instead"
-        if not torch.equal(given_tokens.cpu(), tokens):
-            return "forward writes into tokens, in place; compute a new tensor instead"
-    return ""
+def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module) -> tuple[Result, str]:
+    """A call's result, and which of its arguments the forward writes into."""
+    subject = trial.subject
+    given_tokens, given = tokens.to(subject.device, copy=True), None if state is None else state.clone()
+    result = subject(given_tokens, given, on=model, copies=False)
+    if given is not None and state is not None and not torch.equal(given, state):
+        return result, "forward writes into the incoming state, in place; compute a new tensor instead"
+    if not torch.equal(given_tokens.cpu(), tokens):
+        return result, "forward writes into tokens, in place; compute a new tensor instead"
+    return result, ""
 
 
 def _is_random(trial: Trial, tokens: Tensor) -> bool:

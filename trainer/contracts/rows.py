@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.contracts.report import Verdict
 from trainer.contracts.subject import CallFailed, Result, Subject
-from trainer.contracts.trial import ROWS, SAMPLES, NotTestable, Trial, relative
+from trainer.contracts.trial import ROWS, NotTestable, Trial, judge_samples, relative
 
 DISCRETE = (
     "rows are coupled, but by a discrete choice alone, such as an expert's capacity: a small change of the other rows changes "
@@ -45,7 +45,7 @@ def _in_all_modes(trial: Trial, check: str, judge: Judge) -> Verdict:
     for training in trial.modes:
         with trial.in_mode(training):
             try:
-                found = [judge(trial, sample) for sample in range(SAMPLES)]
+                found = judge_samples(lambda sample: judge(trial, sample))
             except NotTestable as error:
                 return Verdict(check, "not testable here", str(error))
         statuses = [verdict.status for verdict in found]
@@ -65,7 +65,7 @@ def _judge_causality(trial: Trial, sample: int) -> Verdict:
     state = trial.start_state(1, sample=sample)
     before = subject(tokens, state).logits
     largest = 0.0
-    for position in dict.fromkeys((trial.length - 1, trial.length // 2, trial.length // 4 + 1)):
+    for position in dict.fromkeys((trial.length - 1, trial.length // 2)):
         changed = tokens.clone()
         changed[:, position:] = trial.others(tokens, sample=sample)[:, position:]
         errors = trial.errors(subject(changed, state).logits, before)
@@ -127,14 +127,14 @@ def _judge_others(
         other_state[row] = state[row]
     after = trial.subject(changed, other_state)
     errors = trial.errors(after.logits, before.logits)
-    # What changed tokens do to their own row, the state being the same.
-    own = float(trial.errors(trial.subject(changed, state).logits, before.logits)[others].amax(1).min())
     if float(errors.max()) == 0.0:
         raise NotTestable("the logits do not depend on the tokens")
     limit = trial.limit(float(errors.max()))
     size, position = _deviation(trial, after, before, limit, row=row)
     if size <= limit:
         return Verdict("isolation", "held", "", size), limit
+    # What changed tokens do to their own row, the state being the same.
+    own = float(trial.errors(trial.subject(changed, state).logits, before.logits)[others].amax(1).min())
     if own > limit and _is_discrete(trial, tokens, state, before, limit, row):
         return Verdict("isolation", "not testable here", DISCRETE, size, position), limit
     text = (
@@ -203,19 +203,17 @@ def _judge_resets(trial: Trial, sample: int) -> Verdict:
     for row, position in enumerate(at):
         resets[row, position] = True
     joined = subject(tokens, state, resets).logits
-    plain = subject(tokens, state, torch.zeros_like(resets)).logits
     unmarked = subject(tokens, state).logits
     changed = tokens.clone()
     for row, position in enumerate(at):
         changed[row, :position] = trial.others(tokens, sample=sample)[row, :position]
     after = subject(changed, trial.start_state(ROWS, sample=sample + 100), resets).logits
-    effect = _effect_across(trial, tokens, changed, at, state)
+    effect = _effect_across(trial, changed, at, state, unmarked)
     limit = trial.limit(effect)
-    size = float(trial.errors(plain, unmarked).max())
-    if size > limit:
-        text = f"resets that are False everywhere change the logits by {size:.1e}"
-        return Verdict("resets", "broken", text, size)
-    largest = size
+    # Before the reset nothing may change: resets that are False are no resets.
+    largest = max(float(trial.errors(joined, unmarked)[row, :position].max()) for row, position in enumerate(at))
+    if largest > limit:
+        return Verdict("resets", "broken", f"a reset changes the logits before it, by {largest:.1e}", largest)
     for row, position in enumerate(at):
         leak = trial.errors(after, joined)[row, position:]
         size = float(leak.max())
@@ -240,18 +238,18 @@ def _words_of_reset(trial: Trial, leak: Tensor, joined: Tensor, unmarked: Tensor
     return "part of the state crosses the reset"
 
 
-def _effect_across(trial: Trial, tokens: Tensor, changed: Tensor, at: list[int], state: Tensor) -> float:
+def _effect_across(trial: Trial, changed: Tensor, at: list[int], state: Tensor, unmarked: Tensor) -> float:
     """How far the first document moves the second without a reset."""
-    errors = trial.errors(trial.subject(changed, state).logits, trial.subject(tokens, state).logits)
+    errors = trial.errors(trial.subject(changed, state).logits, unmarked)
     return max(float(errors[row, position:].max()) for row, position in enumerate(at))
 
 
 def _compare_apart(
     trial: Trial, tokens: Tensor, state: Tensor, joined: Tensor, at: list[int], limit: float, largest: float
 ) -> Verdict:
-    """The two documents of a row against each run alone."""
+    """The two documents of a row against each run alone; of the last row."""
     subject: Subject = trial.subject
-    for row, position in enumerate(at):
+    for row, position in list(enumerate(at))[-1:]:
         try:
             first = subject(tokens[row : row + 1, :position], state[row : row + 1]).logits
             second = subject(tokens[row : row + 1, position:], subject.zeros(1)).logits

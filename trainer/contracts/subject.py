@@ -17,6 +17,9 @@ from trainer.import_path import format_error
 CALL_SEED = 20_251
 ZERO_MATRIX_SCALE = 0.5  # times 1 / sqrt(fan-in): about half of what an ordinary initialization draws
 ZERO_VECTOR_SCALE = 0.1
+BLOCK = 65_521  # a prime: rows of a matrix do not repeat
+DROPOUTS = frozenset({"dropout", "dropout_", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"})
+NO_DROPOUT: tuple[dict[str, float], ...] = ({"dropout_p": 0.0}, {})  # as a keyword, unless it is given by position
 LIFTED = {
     torch.float32: torch.float64,
     torch.bfloat16: torch.float64,
@@ -66,14 +69,15 @@ class Subject:
         return other
 
     def fresh(self) -> nn.Module:
-        """A copy that shares the parameters and nothing else."""
+        """A copy in the subject's mode that shares the parameters and nothing else."""
         shared: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}
-        return copy.deepcopy(self.model, shared)
+        return copy.deepcopy(self.model, shared).train(self.training)
 
     def in_float64(self) -> Subject:
         """A copy that shares nothing, in double precision."""
         model = copy.deepcopy(self.model)
-        model._apply(lambda tensor: tensor.to(LIFTED.get(tensor.dtype, tensor.dtype)))
+        convert: Any = model._apply  # torch leaves it without types; `double()` would pass over complex numbers
+        convert(lambda tensor: tensor.to(LIFTED.get(tensor.dtype, tensor.dtype)))
         return Subject(model, dtype=torch.float64)
 
     def zeros(self, rows: int) -> Tensor | None:
@@ -98,6 +102,7 @@ class Subject:
         *,
         with_grad: bool = False,
         on: nn.Module | None = None,
+        copies: bool = True,
         around: AbstractContextManager[Any] | None = None,
     ) -> Result:
         """Run a forward.
@@ -107,6 +112,7 @@ class Subject:
             resets: passed only if not None.
             with_grad: keep the graph.
             on: call this copy instead.
+            copies: pass copies of the arguments: a forward that writes into them must not spoil the next comparison.
             around: a context for the call.
 
         Raises:
@@ -114,9 +120,9 @@ class Subject:
         """
         model = on if on is not None else self.model if self.is_pure else self.fresh()
         model.train(self.training)
-        given = {"tokens": tokens.to(self.device, copy=True), "state": state}
-        if state is not None and not with_grad:
-            given["state"] = state.clone()  # a forward that writes into it must not spoil the next comparison
+        given = {"tokens": tokens.to(self.device, copy=copies), "state": state}
+        if state is not None and copies and not with_grad:
+            given["state"] = state.clone()
         if resets is not None:
             given["resets"] = resets.to(self.device)
         with around or nullcontext():
@@ -144,7 +150,7 @@ class Subject:
         torch.set_default_dtype(self.dtype if self.dtype in (torch.float32, torch.float64) else before)
         cast = torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
         try:
-            with NoDropout(), Lifted() if self.dtype == torch.float64 else nullcontext(), cast:
+            with Plain(lift=self.dtype == torch.float64), cast:
                 yield
         finally:
             torch.set_default_dtype(before)
@@ -177,35 +183,29 @@ class Subject:
                     parameter.copy_(value)
 
 
-class Lifted(TorchFunctionMode):
-    """Turns casts to a lower precision into casts to float64.
+class Plain(TorchFunctionMode):
+    """Turns functional dropouts off, and casts to a lower precision into casts to float64.
 
-    Scans, norms and softmaxes are often run in float32 whatever the weights are. Lifted, honest models agree to float64's
-    rounding, and a breach stands out that float32 would hide.
+    A dropout's mask differs between a row and its cells. Scans, norms and softmaxes are often run in float32 whatever the
+    weights are: lifted, honest models agree to float64's rounding, and a breach stands out that float32 would hide.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("float", "half", "bfloat16") and args:
-            return args[0].double()
-        args = tuple(LIFTED.get(each, each) if isinstance(each, torch.dtype) else each for each in args)
-        kwargs = {key: LIFTED.get(v, v) if isinstance(v, torch.dtype) else v for key, v in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-class NoDropout(TorchFunctionMode):
-    """Turns the functional dropouts off, also in training mode: their masks differ between a row and its cells."""
+    def __init__(self, *, lift: bool) -> None:
+        super().__init__()
+        self._lift = lift
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("dropout", "dropout_", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"):
+        if name in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
+            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs, **NO_DROPOUT[len(args) > 4]}
+        if self._lift:
+            if name in ("float", "half", "bfloat16") and args:
+                return args[0].double()
+            args = tuple(LIFTED.get(each, each) if isinstance(each, torch.dtype) else each for each in args)
+            kwargs = {key: LIFTED.get(v, v) if isinstance(v, torch.dtype) else v for key, v in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -248,10 +248,11 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 
 def _normal(like: Tensor) -> Tensor:
-    """Normal numbers of a generator of our own, the same for every dtype of a copy."""
+    """Normal numbers of a generator of our own; the same block again and again, since drawing takes long."""
     generator = torch.Generator().manual_seed(like.numel())
-    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float32)
-    return drawn.to(like.device, like.dtype)
+    count = like.numel()
+    block = torch.randn(min(count, BLOCK), generator=generator).to(like.device, like.dtype)
+    return block.repeat(-(-count // max(block.numel(), 1)))[:count].view(like.shape)
 
 
 def one_line(error: Exception) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
+from trainer.contracts.report import Verdict
 from trainer.contracts.subject import CallFailed, Result, Subject
 
-ROWS = 3
-CELLS = 4
+ROWS = 2
+CELLS = 3
 CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
-SAMPLES = 2  # a breach has to show with each of these draws of tokens
+SAMPLES = (0, 1)  # a breach has to show with each of these draws of tokens
 # An effect this many times above rounding can be told from it; see `Trial.limit`.
 TESTABLE = 1000.0
 
@@ -35,6 +36,7 @@ class Trial:
         vocab_size: token ids to draw from.
         width: `state_width`.
         cell: tokens of a cell; a whole row has `CELLS` of them.
+        takes_cells: rows may be longer than a cell; not so for a model of a fixed length, which must have no state.
         noise: relative error of logits that rounding explains.
         unit: the spread of the logits over positions, which errors are relative to.
         varies: the columns of the logits that are compared, bool [V]: those of a padded vocabulary are constant.
@@ -46,18 +48,19 @@ class Trial:
     width: int
     cell: int
     takes_resets: bool
+    takes_cells: bool = True
     noise: float = 0.0
     unit: float = 1.0
     varies: Tensor | None = None
     modes: tuple[bool, ...] = (True,)
     mode_note: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Findings of one check that another needs."""
+    facts: dict[Any, Any] = field(default_factory=dict)
+    """What one check found or computed and another needs."""
 
     @property
     def length(self) -> int:
         """Tokens of a whole row."""
-        return CELLS * self.cell
+        return CELLS * self.cell if self.takes_cells else self.cell
 
     def tokens(self, rows: int = ROWS, length: int | None = None, *, sample: int = 0) -> Tensor:
         """Random token ids, [rows, length]."""
@@ -69,12 +72,16 @@ class Trial:
         generator = torch.Generator().manual_seed(2000 + sample)
         return (tokens + torch.randint(1, self.vocab_size, tokens.shape, generator=generator)) % self.vocab_size
 
-    def start_state(self, rows: int, *, sample: int = 0) -> Tensor | None:
+    def start_state(self, rows: int = ROWS, *, sample: int = 0) -> Tensor | None:
         """A state as the ledger may hold it: after a cell of other tokens."""
         if not self.width:
             return None
-        tokens = self.tokens(rows, self.cell, sample=500 + sample)
-        return self.subject.carried(self.subject(tokens, self.subject.zeros(rows)).state)
+        key = ("state", self.subject.training, sample)
+        if key not in self.facts:
+            tokens = self.tokens(ROWS, self.cell, sample=500 + sample)
+            self.facts[key] = self.subject.carried(self.subject(tokens, self.subject.zeros(ROWS)).state)
+        state: Tensor = self.facts[key]
+        return state[:rows].clone()
 
     def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
         """Relative error of logits at each position, [B, T]."""
@@ -133,7 +140,7 @@ def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets:
     """
     width: int = subject.model.state_width  # type: ignore[assignment]
     trial = Trial(subject, vocab_size, width, seq_len, takes_resets)
-    trial = replace(trial, cell=_cell_length(trial, seq_len))
+    trial = _with_cell_length(trial, seq_len)
     tokens = trial.tokens()
     whole = subject(tokens, subject.zeros(ROWS)).logits
     unit, varies = spread(whole)
@@ -145,19 +152,19 @@ def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets:
     return replace(trial, noise=_noise(trial, tokens, whole))
 
 
-def _cell_length(trial: Trial, seq_len: int) -> int:
+def _with_cell_length(trial: Trial, seq_len: int) -> Trial:
     """The first length of which the model takes a cell and a whole row; models may need a multiple of a chunk."""
     failure: CallFailed | None = None
     for length in [*(each for each in CELL_LENGTHS if each < max(seq_len, 7)), seq_len]:
-        try:
-            for size in (length, CELLS * length):
-                trial.subject(trial.tokens(1, size), trial.subject.zeros(1))
-        except CallFailed as error:
-            failure = error
-            continue
-        return length
-    if seq_len % CELLS == 0 and trial.width == 0:
-        return seq_len // CELLS  # it takes the training length alone, and carries nothing
+        for takes_cells in (True, False) if length == seq_len and not trial.width else (True,):
+            tried = replace(trial, cell=length, takes_cells=takes_cells)
+            try:
+                for size in dict.fromkeys((length, tried.length)):
+                    trial.subject(trial.tokens(1, size), trial.subject.zeros(1))
+            except CallFailed as error:
+                failure = error
+                continue
+            return tried
     assert failure is not None
     raise failure
 
@@ -181,30 +188,28 @@ def _noise(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
 def effective_dtype(trial: Trial, tokens: Tensor) -> torch.dtype:
     """The least precise dtype of an intermediate result that depends on the tokens.
 
-    Models cast inside: a float64 copy whose scan runs in float32 rounds like float32. Constants such as rotary angles do not
-    count: they are the same in every order of computing.
+    Casts are lifted to float64 (`Plain`); what escapes that, such as an operator of the model's own, rounds like float32.
+    Constants such as rotary angles do not count: they are the same in every order of computing.
     """
-    rounded = [_Rounded(trial.subject.dtype), _Rounded(trial.subject.dtype)]
+    own = trial.subject.dtype
+    rounded = [_Rounded(own), _Rounded(own)]
     for found, row in zip(rounded, (tokens[:1], trial.others(tokens)[:1]), strict=True):
-        try:
-            trial.subject(row, trial.subject.zeros(1), around=found)
-        except CallFailed:  # some operators refuse to be watched
-            return torch.float32
+        trial.subject(row, trial.subject.zeros(1), around=found)
     seen = [first[0] for first, second in zip(rounded[0].seen, rounded[1].seen, strict=False) if first != second]
     if len(rounded[0].seen) != len(rounded[1].seen):
         seen += [dtype for each in rounded for dtype, _ in each.seen]
-    return max((trial.subject.dtype, *seen), key=lambda dtype: torch.finfo(dtype).eps)
+    return max((own, *seen), key=lambda dtype: torch.finfo(dtype).eps)
 
 
-class _Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Rounded(TorchFunctionMode):
     """Notes every result that is less precise than `dtype`, with its sum."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._eps = torch.finfo(dtype).eps
         self.seen: list[tuple[torch.dtype, float]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for each in found if isinstance(found, (tuple, list)) else (found,):
             is_real = isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex())
@@ -221,3 +226,13 @@ def run_cells(subject: Subject, tokens: Tensor, lengths: list[int], state: Tenso
         pieces.append(result.logits)
         state = subject.carried(result.state)
     return Result(torch.cat(pieces, dim=1), state)
+
+
+def judge_samples(judge: Callable[[int], Verdict]) -> list[Verdict]:
+    """The verdicts on one draw of tokens, or on several if the first is not `held`."""
+    found: list[Verdict] = []
+    for sample in SAMPLES:
+        found.append(judge(sample))
+        if found[-1].status == "held":
+            break
+    return found

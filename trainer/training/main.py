@@ -125,7 +125,7 @@ def _train_in_group(
         with raise_on_all_ranks(world_size=info.world_size):
             # The tests prove the built-in model. On a resume too: the code of a model may have changed since.
             if info.is_main and not plan.has_built_in_model:
-                contract = check_before_run(plan, state.model, device)
+                contract = check_before_run(plan, state.model, device, step=position.step)
         with raise_on_all_ranks(world_size=info.world_size):
             if info.is_main:
                 if not run_dir.is_locked:

@@ -41,15 +41,15 @@ def check(
     for unmet in plan.unmet_needs(device):
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
-    found = "--no-contract" if no_contract else check_here(plan)
-    if isinstance(found, str):
-        facts["forward_pass"] = facts["contract"] = f"not tried: {found}"
+    report = "--no-contract" if no_contract else check_here(plan)
+    if isinstance(report, str):
+        facts["forward_pass"] = facts["contract"] = f"not tried: {report}"
     else:
-        refuse_breaches(plan, found)
-        for verdict in [*found.breaches, *found.warnings]:
+        refuse_breaches(plan, report)
+        for verdict in [*report.breaches, *report.warnings]:
             get_logger("check").warning("model: %s: %s", verdict.check, verdict.text)
-        facts["forward_pass"] = "ran" if found["forward"].status == "held" else found["forward"].text
-        facts["contract"] = found.to_json() if as_json else found.summary()
+        facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
+        facts["contract"] = report.to_json() if as_json else report.summary()
     sources: dict[str, dict[str, Any]] = {
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
         for source in plan.sources

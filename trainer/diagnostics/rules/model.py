@@ -19,17 +19,19 @@ def check_contract(run: RunRecord) -> Outcome:
             return healthy("a built-in model, which the tests prove")
         return not_measured("the run has no record of a check of its model")
     broken: dict[str, str] = {}
+    starts: dict[int, float] = {}  # step -> number of breaches found there
     for event in events:
         for verdict in _verdicts(event):
             if verdict.get("status") == "broken":
                 broken.setdefault(str(verdict.get("check")), str(verdict.get("text")))
+                step = int(event.get("global_step", 0))
+                starts[step] = starts.get(step, 0.0) + 1.0
     if broken:
-        trusted = run.setting("model.trust", [])
+        trusted = run.setting("model.trust", None)
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
+        evidence = Evidence("breaches of the contract", tuple(starts), tuple(starts.values()))
         return finding(
-            sentence,
-            evidence=[Evidence("events.jsonl", (), ())],
-            knob=Knob("model.trust", trusted, []) if set(broken) & set(trusted) else None,
+            sentence, evidence=[evidence], knob=Knob("model.trust", trusted, "[], with a model that keeps it")
         )
     if not any(_verdicts(event) for event in events):
         return not_measured(f"the model was not checked: {events[-1].get('not_tried', 'unknown reason')}")

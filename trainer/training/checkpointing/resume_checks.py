@@ -15,8 +15,8 @@ logger = get_logger(__name__)
 
 # Changing these changes the shapes of weights or the data; the data set itself refuses what changes its cells.
 BREAKING = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "run.seed", "optimizer.name")
-# The checkpoint has weights of its own.
-HARMLESS = ("model.weights",)
+# The checkpoint has weights of its own; trust decides which models are refused, not what they compute.
+HARMLESS = ("model.weights", "model.trust")
 # These say where and how a run is executed, not what it computes.
 SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", *HARMLESS)
 

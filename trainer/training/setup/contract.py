@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,9 @@ from trainer.training.step.microbatch import accepted_inputs
 
 logger = get_logger(__name__)
 
-MAX_PARAMETERS = (
-    20_000_000  # about three seconds of one core; larger models are checked at a reduced size if they have one
-)
+MAX_PARAMETERS = 20_000_000  # about four seconds of one core
+SMALL_PARAMETERS = 5_000_000  # of the smaller model that is checked in place of a larger one
+LEAST_DIM = 32
 MAX_PARAMETERS_ONCE = 200_000_000  # of a model that has no smaller size
 # Parameters times tokens: under a second of one core. One row is as long as in training, since a model may need that length.
 MAX_WORK = 20_000_000_000
@@ -93,8 +94,11 @@ def check_here(plan: Plan) -> Report | str:
     return check_contract(plan, torch.device("cpu"))
 
 
-def check_before_run(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, Any]:
+def check_before_run(plan: Plan, model: nn.Module, device: torch.device, *, step: int) -> dict[str, Any]:
     """Check the model of a run that is about to begin, on its device.
+
+    Args:
+        step: at which the run begins, or resumes.
 
     Returns:
         The event for the run's record.
@@ -103,7 +107,7 @@ def check_before_run(plan: Plan, model: nn.Module, device: torch.device) -> dict
         UserError: the model breaks a part of the contract that `[model] trust` does not name.
     """
     found = check_contract(plan, device, model=model)
-    event: dict[str, Any] = {"event": "contract", "trusted": list(plan.config.model.trust)}
+    event: dict[str, Any] = {"event": "contract", "global_step": step, "trusted": list(plan.config.model.trust)}
     if isinstance(found, str):
         logger.warning("the model was not checked against its contract: %s", found)
         return {**event, "not_tried": found}
@@ -142,49 +146,40 @@ def _fix(plan: Plan, verdict: Verdict) -> str:
 
 
 def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:
-    """The largest size that can be checked in a few seconds; why not, if there is none."""
-    sizes = []
-    for dim, layers in _candidates(table):
-        count = _count(table, vocab_size, dim, layers)
-        if count is not None:
-            sizes.append(Size(dim, layers, count))
-            if count <= MAX_PARAMETERS and count * tokens <= MAX_WORK:
-                break
-    found = sizes[-1]
-    if found.parameters > MAX_PARAMETERS:
-        found = sizes[0]  # no size is small: then the real one, once
-    if found.parameters > MAX_PARAMETERS_ONCE or found.parameters * tokens > 10 * MAX_WORK:
-        return f"{sizes[0].parameters:,} parameters and rows of {tokens:,} tokens would take long"
+    """The real size, or a smaller one if that would take long; why nothing can be checked, if there is none."""
     if tokens * vocab_size > MAX_LOGITS:
         return f"logits of {tokens:,} tokens and {vocab_size:,} ids would take long"
-    return found
+    real = Size(table.dim, table.num_layers, _count(table, vocab_size))
+    if real.parameters <= MAX_PARAMETERS and real.parameters * tokens <= MAX_WORK:
+        return real
+    for size in _smaller(table, vocab_size):
+        if size.parameters <= SMALL_PARAMETERS and size.parameters * tokens <= MAX_WORK:
+            return size
+    if real.parameters <= MAX_PARAMETERS_ONCE and real.parameters * tokens <= 10 * MAX_WORK:
+        return real
+    return f"{real.parameters:,} parameters and rows of {tokens:,} tokens would take long, and no smaller model can be built"
 
 
-def _candidates(table: ModelTable) -> Iterator[tuple[int, int]]:
-    """Sizes to try, from the real one down; heads must divide the width, so powers of two keep what divides it."""
-    yield table.dim, table.num_layers
-    layers = min(table.num_layers, 2)
-    dim = table.dim
-    while dim >= 64:
-        if (dim, layers) != (table.dim, table.num_layers):
-            yield dim, layers
-        if dim % 2:
+def _smaller(table: ModelTable, vocab_size: int) -> Iterator[Size]:
+    """Fewer layers, then half the width again and again: heads must divide the width."""
+    layers, dim = min(table.num_layers, 2), table.dim
+    while True:
+        with suppress(UserError):
+            reduced = table.model_copy(update={"dim": dim, "num_layers": layers})
+            yield Size(dim, layers, _count(reduced, vocab_size))
+        if dim % 2 or dim <= LEAST_DIM:
             return
         dim //= 2
 
 
-def _count(table: ModelTable, vocab_size: int, dim: int, layers: int) -> int | None:
-    """Parameters of a model of this size; None if there is none. The real size is built without weights, if it can be."""
-    reduced = table.model_copy(update={"dim": dim, "num_layers": layers})
+def _count(table: ModelTable, vocab_size: int) -> int:
+    """Parameters of a model of this size, which is built without weights if it can be."""
     try:
         with torch.device("meta"):
-            model = build_model(reduced, vocab_size)
-    except UserError:
-        if (dim, layers) != (table.dim, table.num_layers):
-            return None
-        # It may look at its numbers while it is built.
+            model = build_model(table, vocab_size)
+    except UserError:  # it may look at its numbers while it is built
         with torch.random.fork_rng(devices=[]):
-            model = build_model(reduced, vocab_size)
+            model = build_model(table, vocab_size)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

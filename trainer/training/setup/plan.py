@@ -43,7 +43,7 @@ class Plan:
     @property
     def has_built_in_model(self) -> bool:
         """Whether `[model] target` is the reference model."""
-        return self.config.model.target == type(self.config.model).model_fields["target"].default
+        return bool(self.config.model.target == ModelTable.model_fields["target"].default)
 
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""
