@@ -70,7 +70,7 @@ def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
         micro_batches=plan.config.train.micro_batches,
         per_source=plan.config.metrics.per_source,
         history_every=plan.config.ledger.probe_every,
-        history_tokens=plan.config.ledger.probe_cells * plan.config.data.seq_len,
+        history_tokens=plan.config.ledger.probe_cells * plan.config.row_tokens,
     )
 
 

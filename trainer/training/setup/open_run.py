@@ -245,7 +245,7 @@ def _probe(plan: Plan, state: TrainState, device: torch.device) -> StepProbe | N
     if state.ledger is None or not table.probe_every:
         return None
     probe = CarryProbe(
-        state.model,
+        in_cells(state.model, plan.config),  # as the step calls it, so that burn-in shows in the numbers
         token_loss=lambda logits, targets: prepare(logits, targets).token_loss,
         cells=table.probe_cells,
         autocast=autocast_context(plan.config, device),
