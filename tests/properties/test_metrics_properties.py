@@ -221,7 +221,9 @@ def combine(ranks: list[dict[str, Value]]) -> dict[str, float]:
 
 def near(values: dict[str, float]) -> dict[str, Any]:
     """Up to rounding. A standard error comes from squares of numbers up to 1e6, which cancel."""
-    return {key: pytest.approx(value, rel=1e-9, abs=0.1 if key.endswith("_se") else 1e-6) for key, value in values.items()}
+    return {
+        key: pytest.approx(value, rel=1e-9, abs=0.1 if key.endswith("_se") else 1e-6) for key, value in values.items()
+    }
 
 
 @profile
