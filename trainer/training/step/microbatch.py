@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
+from trainer.data.own_batches import CARRY_KEYS
 from trainer.errors import UserError
 from trainer.metrics.batch_extras import check_inputs, pop_extras
-
-CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 
 
 @dataclass(frozen=True)
