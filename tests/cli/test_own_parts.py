@@ -51,6 +51,12 @@ def counting(rank, world_size, seed, seq_len, *, length=10**9, extra=None):
             batch[extra] = np.zeros(1)
         yield batch
 
+def mostly_masked(rank, world_size, seed, seq_len, *, masked, length=20):
+    for index, batch in enumerate(counting(rank, world_size, seed, seq_len, length=length)):
+        if index in masked:
+            batch["targets"] = np.full_like(batch["targets"], -100)
+        yield batch
+
 class Measured:
     # Metrics of its own, of which one has no row in the catalog, and labels that do not fit.
     metric_keys = ("my/thing", "ledger/cold_starts")
@@ -130,6 +136,23 @@ def test_the_run_ends_when_the_data_do(tmp_path):
     assert "done at step 4 of 20: data exhausted" in result.stderr
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["tokens_in_step"] for row in rows.values()] == [32, 32, 32, 16]
+
+
+@pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.distributed)])
+def test_a_step_whose_batches_have_no_target_is_not_the_end_of_the_data(tmp_path, nproc):
+    """A prompt that fills a window, for example. The step counts, has no loss, and changes nothing."""
+    data = "data.source=[{name='own', target='own_parts:mostly_masked', args={masked=[0, 1, 6, 7, 9]}}]"
+    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", data, nproc=nproc)
+    assert result.returncode == 0, result.stderr
+    assert "done at step 10 of 20: data exhausted" in result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    whole = 32 * (nproc or 1)
+    tokens = [rows["train", step]["tokens_in_step"] for step in range(1, 11)]
+    assert tokens == [0, whole, whole, 0, whole / 2, whole, whole, whole, whole, whole]
+    assert [step for (_, step), row in rows.items() if "loss" not in row] == [1, 4]
+    assert all("smoothed/loss" in row for (_, step), row in rows.items() if step > 1)
+    assert rows["train", 4]["stream_mixing/masked_share"] == 1.0
+    assert rows["train", 10].get("non_finite_steps") == 0.0
 
 
 @pytest.mark.parametrize(

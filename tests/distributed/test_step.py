@@ -154,7 +154,9 @@ def test_a_step_without_tokens_changes_nothing(monkeypatch):
     tokens, targets = rows()
     monkeypatch.setitem(globals(), "rows", lambda: (tokens, torch.full_like(targets, -100)))
     outcome, change, _ = one_step(0, 1, 2)
-    assert outcome.is_empty
+    assert outcome.tokens == 0
+    assert outcome.is_finite
+    assert not outcome.is_exhausted  # the next batch may have targets
     assert all(bool((c == 0).all()) for c in change.values())
 
 
@@ -162,7 +164,7 @@ def test_a_step_without_tokens_changes_nothing(monkeypatch):
 def test_a_bad_number_on_one_rank_skips_the_step_on_all_and_finite_states_stay():
     for outcome, change, live_groups in run_on_ranks(one_step, 3, 1, 0.0, 1):
         assert not outcome.is_finite
-        assert not outcome.is_empty
+        assert not outcome.is_exhausted
         assert all(bool((c == 0).all()) for c in change.values() if not c.isnan().any())
         # No weight was changed, so the states computed with them are the right continuation.
         assert live_groups == ROWS // 3

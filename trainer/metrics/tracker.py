@@ -43,7 +43,7 @@ class StepMetrics:
     Units: tokens per second over all ranks, seconds, GB (1e9 bytes), fractions.
     """
 
-    loss: float
+    loss: float | None
     grad_norm: float | None
     lr: float
     tokens_per_sec: float | None
@@ -175,7 +175,7 @@ class MetricsTracker:
         self,
         step: int,
         *,
-        loss: Scalar,
+        loss: Scalar | None,
         grad_norm: Scalar | None,
         lr: float,
         tokens_in_step: Scalar,
@@ -185,7 +185,7 @@ class MetricsTracker:
         """Close the step: timing, MFU, memory, smoothing, and on logging steps logging.
 
         Args:
-            loss: the step's loss over all ranks, per token.
+            loss: the step's loss over all ranks, per token; None for a step without a target.
             grad_norm: before clipping; None if it is not computed.
             tokens_in_step: target tokens over all ranks.
             extra: other values over all ranks, by catalog key. What counters count on a step that is not logged is in
@@ -324,7 +324,7 @@ def _eval_key(key: str) -> str:
 
 
 def _step_metrics(
-    loss: Scalar,
+    loss: Scalar | None,
     grad_norm: Scalar | None,
     lr: float,
     tokens_per_sec: Scalar | None,
@@ -333,7 +333,7 @@ def _step_metrics(
     memory: MemoryStats | None,
 ) -> StepMetrics:
     return StepMetrics(
-        loss=_read(loss),
+        loss=None if loss is None else _read(loss),
         grad_norm=None if grad_norm is None else _read(grad_norm),
         lr=float(lr),
         tokens_per_sec=None if tokens_per_sec is None else _read(tokens_per_sec),

@@ -32,20 +32,20 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         NonFiniteError: see `reject`.
     """
     outcome = run.train_step.finish(taken.launched)
-    if outcome.is_empty:
+    if outcome.is_exhausted:
         return "data exhausted"
     position, step, steps = run.position, taken.step, run.config.train.steps
     position.step, position.data_state = step, taken.window.data_state
     for metrics in taken.window.metrics:
         run.diagnostics.best_effort("data metrics").run(position.unlogged.add, metrics)
-    if outcome.is_finite:
+    if not outcome.is_finite:
+        reject(run, taken, outcome)
+    elif outcome.tokens:
         position.skipped_in_a_row = 0
         position.first_loss = outcome.loss if position.first_loss is None else position.first_loss
         position.last_loss = outcome.loss
         if run.spikes is not None:
             look_for_spike(run, run.spikes, taken, outcome)
-    else:
-        reject(run, taken, outcome)
     if outcome.has_spike:
         report_spikes(run)
     end_step(run, taken, outcome, run.reporters if run.logs(step) else {})
@@ -91,8 +91,8 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
     with run.paused() if reporters else nullcontext():
         run.tracker.end_step(
             step,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
+            loss=outcome.loss if outcome.tokens else None,
+            grad_norm=outcome.grad_norm if outcome.tokens else None,
             lr=lr_at(step, steps=config.train.steps, peak=config.optimizer.lr, table=config.scheduler),
             tokens_in_step=outcome.tokens,
             extra=extra,

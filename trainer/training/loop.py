@@ -64,6 +64,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
             stop=run.stop.requested,
             saved=run.saver.is_written,
             spiked=bool(run.position.found_spikes),
+            exhausted=window.is_exhausted,
         )
     current = StepInFlight(step, window, launched)
     reason = None if previous is None else finish(run, previous)

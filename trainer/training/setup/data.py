@@ -12,6 +12,7 @@ from trainer.config.rules import largest_batch, mixing_of
 from trainer.data.blending.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader
 from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.import_path import resolve_target
@@ -94,7 +95,7 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
         raise UserError(
             key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts"
         )
-    return dataset
+    return OwnBatches(dataset, key=f"source {source.name}: {source.table.target}")
 
 
 def holdout_batches(plan: Plan, info: RankInfo, device: torch.device) -> HeldOut | None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
+from trainer.data.own_batches import CARRY_KEYS
 from trainer.errors import UserError
 from trainer.ledger.slab import to_device
 from trainer.metrics.batch_extras import check_inputs, pop_extras
-
-CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ window can hold), DDP averages over the W ranks, and the gradient is divided by 
 multiplication that clipping needs anyway.
 
 Collectives. Beside DDP's own there is one all-reduce per step: token and loss sums, the votes (stop, background save written,
-loss spike found) and the noise scale's sums travel together. A NaN on one rank is a NaN in the sum, so all ranks see it.
+loss spike found, data exhausted) and the noise scale's sums travel together. A NaN on one rank is a NaN in the sum, so all
+ranks see it.
 
 Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
 loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
@@ -42,8 +43,8 @@ from trainer.training.step.on_device import HostCopy, scale_gradients, step_unle
 from trainer.training.step.optimizer import set_lr
 
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
-TOKENS, LOSS_SUM, STOP, SAVED, SPIKED = range(5)
-HEAD = 5
+TOKENS, LOSS_SUM, STOP, SAVED, SPIKED, EXHAUSTED = range(6)
+HEAD = 6
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ class Launched:
 class StepOutcome:
     """The result of a step, the same on every rank."""
 
-    is_empty: bool
-    """No rank had a token: the data are exhausted, and nothing was changed."""
+    is_exhausted: bool
+    """No rank had a batch of its own: the data are exhausted, and nothing was changed."""
     is_finite: bool
     """False: the step was skipped; weights and optimizer are as before."""
     loss: float
-    """Token-weighted over all micro-batches and ranks, nats per token."""
+    """Token-weighted over all micro-batches and ranks, nats per token; NaN without a token."""
     tokens: int
-    """Target tokens over all ranks."""
+    """Target tokens over all ranks. 0: all targets were masked, and nothing was changed."""
     grad_norm: float
     """Of the true gradient, before clipping; of a skipped step the squared norm as it was."""
     should_stop: bool
@@ -208,16 +209,17 @@ class TrainStep:
         kappa = row_tokens.sum().double() * (self._kappa * scale)
         self._gns_guard.run(self._gns.end_micro, kappa, row_tokens)
 
-    def launch(self, *, lr: float, stop: bool, saved: bool, spiked: bool = False) -> Launched:
+    def launch(self, *, lr: float, stop: bool, saved: bool, spiked: bool = False, exhausted: bool = False) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and step the optimizer, or leave the weights as they were.
 
         Args:
             stop: this rank was asked to stop.
             saved: this rank's background save is written.
             spiked: this rank has found a loss spike that is not reported.
+            exhausted: this rank had no batch of its own, only masked copies.
         """
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
-        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, spiked)]
+        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, spiked, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self._gns is not None:
             sums = self._gns_guard.run(self._gns.local_sums)
@@ -256,7 +258,7 @@ class TrainStep:
                 # On some rank it has failed: its averages would stand still from here on, and look like measurements.
                 self._gns_guard.enabled = False
         return StepOutcome(
-            is_empty=tokens == 0,
+            is_exhausted=reduced[EXHAUSTED] == self._world_size,
             is_finite=is_finite,
             loss=loss_sum / tokens if tokens else math.nan,
             tokens=int(tokens),

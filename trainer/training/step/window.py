@@ -30,14 +30,17 @@ class Window:
     """The data set's, after them."""
     metrics: Sequence[Mapping[str, float]]
     """What the data set reported with each of them, and whether it had no target."""
+    is_exhausted: bool
+    """All are masked copies: the data set had nothing left."""
 
 
 class WindowReader:
     """Collects windows from a loader.
 
     A rank whose data are exhausted continues with masked rows: the others still need it in every collective, and the run
-    ends at the first step in which no rank has a token. A rank that has nothing to read from the start (resumed after it
-    had read everything, or with fewer documents than ranks) gets a row to mask from a rank that has one.
+    ends at the first step in which no rank has a batch of its own. Batches without a target do not end it: the next ones may
+    have some. A rank that has nothing to read from the start (resumed after it had read everything, or with fewer documents
+    than ranks) gets a row to mask from a rank that has one.
 
     Args:
         accepted, burns_in: see `split`.
@@ -77,20 +80,22 @@ class WindowReader:
         """
         if self._last_batch is None and not self._start():
             return None
-        micros, metrics = [], []
+        micros: list[MicroBatch] = []
+        metrics: list[Mapping[str, float]] = []
+        is_exhausted = True
         for _ in range(self._micro_batches):
             loaded = next(self._loader, None)
             if loaded is not None:
                 batch, self._data_state = dict(loaded.batch), loaded.state
                 is_masked = {} if loaded.is_masked is None else {MASKED_SHARE: float(loaded.is_masked)}
                 metrics.append({**loaded.metrics, **is_masked})
-                self._last_batch = batch
+                self._last_batch, is_exhausted = batch, False
             else:
                 assert self._last_batch is not None
                 batch = masked_copy(self._last_batch)
                 metrics.append({MASKED_SHARE: 1.0})
             micros.append(split(batch, self._accepted, burns_in=self._burns_in))
-        return Window(micros, self._data_state, metrics)
+        return Window(micros, self._data_state, metrics, is_exhausted)
 
     def _start(self) -> bool:
         """Read the first batch, and give the ranks without one a row to mask. False: no rank has anything to read."""

@@ -1,0 +1,109 @@
+"""A data set of the user's own: its batches are checked and copied, and its state is a snapshot."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.arrays import IGNORED
+from trainer.errors import UserError
+
+CARRY_KEYS = ("group_ids", "cell_index", "is_last")
+
+
+class OwnBatches:
+    """The data set itself, for what reads it ahead.
+
+    The loader prepares batches in advance, and a checkpoint needs the state after the last batch trained on. A data set that
+    fills one buffer again and again, or whose `state_dict` returns the object that it counts in, would otherwise lose batches
+    and resume too far ahead. So batches and states are copied. All other attributes are the data set's.
+
+    Args:
+        dataset: an iterable of dicts.
+        key: names it in messages.
+    """
+
+    def __init__(self, dataset: Any, *, key: str) -> None:
+        self._dataset = dataset
+        self._key = key
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self._checked_copy, self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._dataset, name)
+        return (lambda: copy.deepcopy(value())) if name == "state_dict" else value
+
+    def _checked_copy(self, batch: Any) -> dict[str, Any]:
+        problem, fix = _problem(batch)
+        if problem:
+            raise UserError(self._key, problem, fix)
+        copied = {key: copy.deepcopy(value) for key, value in batch.items()}
+        for key in ("tokens", "targets"):
+            copied[key] = _widened(copied[key])
+        return copied
+
+
+def _problem(batch: Any) -> tuple[str, str]:
+    """What is wrong with a batch, and how to fix it; two empty texts if nothing is. Reads nothing from a device."""
+    if not isinstance(batch, Mapping):
+        return f"gave a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
+    if missing := [key for key in ("tokens", "targets") if key not in batch]:
+        has = ", ".join(sorted(map(str, batch)))
+        return f"a batch has no {' and no '.join(missing)}; it has {has or 'nothing'}", "add it, as int64 [B, T]"
+    shape = np.shape(batch["targets"])
+    if len(shape) != 2 or 0 in shape or np.shape(batch["tokens"])[:1] != shape[:1]:
+        shapes = f"tokens {list(np.shape(batch['tokens']))} and targets {list(shape)}"
+        return f"a batch has {shapes}", "give both as [B, T], with at least one row"
+    return _wrong_targets(batch["targets"]) or _wrong_groups(batch, shape[0]) or ("", "")
+
+
+def _wrong_targets(targets: Any) -> tuple[str, str] | None:
+    array = _on_host(targets)
+    if array is None:
+        return None
+    if array.dtype.kind not in "iu":
+        return f"a batch has targets of type {array.dtype}", "give them as int64"
+    if array.dtype.kind == "i" and (wrong := array[(array < 0) & (array != IGNORED)]).size:
+        return f"a batch has the target {wrong[0]}", f"mark what is not to be predicted with {IGNORED}"
+    return None
+
+
+def _wrong_groups(batch: Mapping[str, Any], num_rows: int) -> tuple[str, str] | None:
+    for key in CARRY_KEYS:
+        if key in batch and np.shape(batch[key]) != (num_rows,):
+            return f"a batch of {num_rows} rows has {key} {list(np.shape(batch[key]))}", "give one for each row"
+    ids = _on_host(batch["group_ids"]) if "group_ids" in batch else None
+    if ids is None:
+        return None
+    if ids.dtype.kind not in "iu":
+        return f"a batch has group_ids of type {ids.dtype}", "give them as int64"
+    if (outside := ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]).size:
+        return f"a batch has the group id {outside[0]}", "use 0 to 2^63 - 1, or -1 for a row without state"
+    known, counts = np.unique(ids[ids >= 0], return_counts=True)
+    if (twice := known[counts > 1]).size:
+        return (
+            f"a batch has the group {twice[0]} twice",
+            "a group's cells follow each other: put them into different batches",
+        )
+    return None
+
+
+def _on_host(values: Any) -> np.ndarray | None:
+    """The values as an array; None if they are on a device, which must not be waited for."""
+    if isinstance(values, Tensor) and values.device.type != "cpu":
+        return None
+    return np.asarray(values)
+
+
+def _widened(values: Any) -> Any:
+    """Unsigned ids as int64: torch indexes with no other type than int32 and int64."""
+    if isinstance(values, Tensor):
+        return values.long() if values.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64) else values
+    array = np.asarray(values)
+    return array.astype(np.int64) if array.dtype.kind == "u" else values
