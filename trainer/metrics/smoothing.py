@@ -49,5 +49,5 @@ class Ema:
         return None if math.isnan(value) else value
 
     def load(self, value: float | None) -> None:
-        """Go on from a saved average."""
+        """Continue from a saved average."""
         self._value = value

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec
 
 import torch
@@ -32,8 +32,8 @@ from trainer.metrics.sinks.base import Sink
 from trainer.metrics.smoothing import Ema
 
 P = ParamSpec("P")
-# MFU is tokens_per_sec times a constant, and so is its average.
-_SMOOTHED = ("loss", "tokens_per_sec", "step_time")
+# Speed and MFU follow from tokens and time: an average of rates would be above the tokens over the time.
+_SMOOTHED = ("loss", "tokens", "step_time")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,17 @@ class StepMetrics:
     reserved_gb: float | None
     total_gb: float | None
     mem_utilization: float | None
+
+
+@dataclass
+class _OpenStep:
+    """A step that was started and has not ended, by the tracker's clock."""
+
+    start: float
+    stop: float | None = None
+    """When the next step started; None: it has not."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Section -> seconds."""
 
 
 def _read(value: Value) -> float:
@@ -113,10 +124,8 @@ class MetricsTracker:
         self._smoothed = {name: Ema(smoothing_alpha) for name in _SMOOTHED}
         self._extra = UnloggedCounters(counters)
         self._tokens_seen: Scalar = 0
-        self._start = 0.0
         self._outside_sec = 0.0
-        # Of each step that was started and has not ended: part -> seconds.
-        self._open: deque[dict[str, float]] = deque()
+        self._open: deque[_OpenStep] = deque()
         self._checked_keys: set[str] = set()
         self._sinks: list[tuple[Sink, BestEffort | None]] = []
         self.init_backends(sinks)
@@ -139,24 +148,29 @@ class MetricsTracker:
         return step % self._log_interval == 0 or step == 1
 
     def start_step(self) -> None:
-        """Start the step's clock.
+        """Start the step's clock, and stop that of the step before it.
 
-        A step may start before the one before it has ended, whose numbers come later: its clock then starts when that one
-        ends, so that no time counts twice.
+        A step may start before the one before it has ended, whose numbers come later. Its time does not depend on when they
+        come, and no time counts twice.
         """
-        if not self._open:
-            self._start = self._clock()
-        self._open.append({})
+        now = self._clock()
+        if self._open:
+            self._open[-1].stop = now
+        self._open.append(_OpenStep(now))
 
     @property
     def step_start(self) -> float:
-        """When the clock of the step that ends next started, by the tracker's clock."""
-        return self._start
+        """When the step that ends next started, by the tracker's clock.
+
+        Raises:
+            IndexError: no step is open.
+        """
+        return self._open[0].start
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Times a part of the step started last (`data`, `forward_backward`, `optimizer`); entered twice, it adds up."""
-        parts, began, outside = self._open[-1] if self._open else {}, self._clock(), self._outside_sec
+        parts, began, outside = self._open[-1].parts if self._open else {}, self._clock(), self._outside_sec
         yield
         parts[name] = parts.get(name, 0.0) + self._clock() - began - (self._outside_sec - outside)
 
@@ -168,7 +182,8 @@ class MetricsTracker:
             yield
         finally:
             seconds = self._clock() - began
-            self._start += seconds
+            if self._open:
+                self._open[-1].start += seconds
             self._outside_sec += seconds
 
     def end_step(
@@ -202,14 +217,13 @@ class MetricsTracker:
         """
         if not self._open:
             raise RuntimeError("end_step without start_step")
-        now = self._clock()
-        step_time, self._start = now - self._start, now
-        parts = self._open.popleft()
+        ended = self._open.popleft()
+        step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
         tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None
         self._tokens_seen = self._tokens_seen + tokens_in_step
         is_logged = force_log or self.will_log(step)
         guard = self.diagnostics.best_effort
-        guard("smoothing").run(self._smooth, (loss, tokens_per_sec, step_time))
+        guard("smoothing").run(self._smooth, (loss, tokens_in_step, step_time))
         if extra:
             guard("counters").run(self._extra.add, extra)
         if not is_logged:
@@ -218,7 +232,7 @@ class MetricsTracker:
         memory = guard("memory").run(get_memory_stats, self._device)
         mfu = None if tokens_per_sec is None else self._mfu(tokens_per_sec)
         metrics = _step_metrics(loss, grad_norm, lr, tokens_per_sec, mfu, step_time, memory)
-        self._emit("train", step, self._collect(metrics, tokens_in_step, parts))
+        self._emit("train", step, self._collect(metrics, tokens_in_step, ended.parts))
         return metrics
 
     def _smooth(self, samples: tuple[Scalar | None, ...]) -> None:
@@ -228,6 +242,12 @@ class MetricsTracker:
 
     def _read_smoothed(self) -> dict[str, float | None]:
         return {name: average.read() for name, average in self._smoothed.items()}
+
+    def _smoothed_values(self) -> dict[str, float | None]:
+        """The averages that are reported. Both are weighted alike, so their ratio is the tokens of these steps over their time."""
+        loss, tokens, seconds = self._read_smoothed().values()
+        speed = tokens / seconds if tokens is not None and seconds else None
+        return {"loss": loss, "tokens_per_sec": speed, "step_time": seconds}
 
     def _mfu(self, tokens_per_sec: Scalar) -> Scalar | None:
         return self.diagnostics.best_effort("mfu").run(
@@ -247,7 +267,7 @@ class MetricsTracker:
         found["tokens_in_step"] = _read(tokens_in_step)
         found["tokens_seen"] = _read(self._tokens_seen)
         guard = self.diagnostics.best_effort
-        smoothed = guard("smoothing").run(self._read_smoothed) or {}
+        smoothed = guard("smoothing").run(self._smoothed_values) or {}
         found |= {f"smoothed/{name}": value for name, value in smoothed.items()}
         speed = smoothed.get("tokens_per_sec")
         mfu = None if speed is None else self._mfu(speed)
@@ -298,10 +318,10 @@ class MetricsTracker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._tokens_seen = state["tokens_seen"]
         for name, average in self._smoothed.items():
-            average.load(state["smoothed"][name])
+            average.load(state["smoothed"].get(name))  # checkpoints of earlier versions have no tokens
 
     def close(self) -> None:
         """Close the sinks, each of them even if one fails; the failure is raised then."""

@@ -106,15 +106,16 @@ def test_mfu_counts_all_devices() -> None:
 
 def test_smoothing_sees_steps_that_do_not_log() -> None:
     run = Run(log_interval=3, smoothing_alpha=0.1)
-    expected = {"loss": 0.0, "step_time": 0.0, "tokens_per_sec": 0.0}
+    expected = {"loss": 0.0, "step_time": 0.0}
     for step in range(1, 7):
-        samples = {"loss": 1.0 / step, "step_time": 0.1 * step, "tokens_per_sec": 1000 / (0.1 * step)}
+        samples = {"loss": 1.0 / step, "step_time": 0.1 * step}
         for name, sample in samples.items():
             expected[name] = sample if step == 1 else 0.1 * sample + 0.9 * expected[name]
         run.step(step, loss=torch.tensor(1.0 / step, dtype=torch.float64), seconds=0.1 * step)
         if step in (1, 3, 6):
             for name, value in expected.items():
                 assert run.metrics()[f"smoothed/{name}"] == pytest.approx(value)
+            assert run.metrics()["smoothed/tokens_per_sec"] == pytest.approx(1000 / expected["step_time"])
     assert run.metrics()["loss"] == pytest.approx(1 / 6), "raw values are not smoothed"
 
 
@@ -327,11 +328,35 @@ def test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice() ->
     run.tracker.end_step(2, loss=2.0, **numbers)
     rows = [payload["metrics"] for payload in run.sink.payloads]
     assert [(row["loss"], row["step_time_sec"], row["time/data_sec"]) for row in rows] == [
-        (1.0, 7.0, 1.0),
-        (2.0, 8.0, 4.0),
+        (1.0, 3.0, 1.0),
+        (2.0, 12.0, 4.0),
     ]
     with pytest.raises(RuntimeError, match="end_step without start_step"):
         run.tracker.end_step(3, loss=1.0, **numbers)
+
+
+@pytest.mark.parametrize("log_interval", [1, 2, 10])
+def test_however_late_numbers_are_read_steps_of_equal_time_have_one_speed(log_interval: int) -> None:
+    """As the loop does it: a step ends one step late, but for a logged one, and both the one before and it at once."""
+    run = Run(log_interval=log_interval)
+    numbers = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_in_step": 1000}
+    late: int | None = None
+    for step in range(1, 31):
+        at_once = run.tracker.will_log(step)
+        if late is not None and at_once:
+            run.tracker.end_step(late, **numbers)
+            late = None
+        run.tracker.start_step()
+        run.clock.now += 0.5
+        if late is not None:
+            run.tracker.end_step(late, **numbers)
+        late = step
+        if at_once:
+            run.tracker.end_step(step, **numbers)
+            late = None
+    for payload in run.sink.payloads:
+        for key, value in {"step_time": 0.5, "tokens_per_sec": 2000.0}.items():
+            assert payload["metrics"][f"smoothed/{key}"] == pytest.approx(value), payload["global_step"]
 
 
 def test_time_between_two_steps_belongs_to_neither() -> None:
