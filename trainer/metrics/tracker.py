@@ -244,7 +244,7 @@ class MetricsTracker:
         return {name: average.read() for name, average in self._smoothed.items()}
 
     def _smoothed_values(self) -> dict[str, float | None]:
-        """The averages that are reported. Both are weighted alike, so their ratio is the tokens of these steps over their time."""
+        """The averages that are reported; the speed is the averaged tokens over the averaged time."""
         loss, tokens, seconds = self._read_smoothed().values()
         speed = tokens / seconds if tokens is not None and seconds else None
         return {"loss": loss, "tokens_per_sec": speed, "step_time": seconds}

@@ -152,7 +152,8 @@ ROWS: tuple[MetricSpec, ...] = (
             group="Smoothed",
             title=f"{title} (EMA)",
             precision=precision,
-            description=f"Exponential moving average of {source} over every step, logged or not.",
+            description=f"Exponential moving average of {source} over every step, logged or not"
+            + (", tokens and time each on their own." if unit in ("tokens/s", "fraction") else "."),
             healthy="A smooth version of the raw curve.",
             pathological="Drifts away from its early level.",
         )
