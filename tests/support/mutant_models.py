@@ -261,7 +261,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "returns zeros": (ReturnZeros, "carry", "start from zero"),
     "drops the convolution's state": (DropConvolution, "carry", "state"),
     "drops one convolution of two": (ForgetConvolution, "carry", "numbers 48 to 95"),
-    "drops one layer's state": (DropLayer, "carry", "numbers 0 to 15"),
+    "drops one layer's state": (DropLayer, "carry", "numbers 0 to 15 of its 32"),
     "off by one": (OffByOne, "carry", "the last 1 "),
     "state of the first token": (FirstToken, "carry", "after 1 of 6 tokens"),
     "state is never updated": (NeverUpdated, "carry", "incoming one"),

@@ -132,7 +132,8 @@ def _explain(trial: Trial, tokens: Tensor, whole: Tensor, errors: Tensor, limit:
         return f"cells after the first start from zero: the incoming state is not used{_except(trial, tokens, whole, limit)}"
     unused = _unused(trial, tokens, state)
     if unused:
-        return f"part of the state is missing: {unused} of the {trial.width} numbers of the state change no logit"
+        text = f"part of the state is missing: {unused} of its {trial.width} numbers change no logit"
+        return f"{text}{_except(trial, tokens, whole, limit)}"
     late = _lateness(trial, tokens, whole, state, limit)
     if late:
         return f"the returned state is that after {n - late} of {n} tokens: the last {late} are missing from it"
@@ -165,7 +166,7 @@ def _except(trial: Trial, tokens: Tensor, whole: Tensor, limit: float) -> str:
             return " with several rows (a single row carries it)"
         singles = run_cells(subject, tokens[:1, : 2 * n], [1] * (2 * n), subject.zeros(1)).logits
         if _is_same(trial, singles, whole[:1, : 2 * n], limit):
-            return " by cells of several tokens (cells of one token carry it)"
+            return " in cells of several tokens (cells of one token carry it)"
     except CallFailed:
         pass
     return ""

@@ -19,7 +19,7 @@ from trainer.contracts.precision import check_precision
 from trainer.contracts.purity import check_purity
 from trainer.contracts.report import CHECKS, Report, Verdict
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
-from trainer.contracts.subject import CallFailed, Subject, private_copy
+from trainer.contracts.subject import CallFailed, Subject, private_copy, uncompiled
 from trainer.contracts.trial import NotTestable, Trial, make_trial
 from trainer.import_path import format_error, shown_path
 
@@ -70,6 +70,7 @@ def _check(
     verdicts: dict[str, Verdict],
 ) -> str:
     """Fill in the verdicts; returns the circumstances."""
+    model = uncompiled(model)
     inputs = _inputs(model)
     unknown = sorted(inputs.required - KNOWN_INPUTS)
     if unknown:
@@ -206,7 +207,7 @@ def _inputs(model: nn.Module) -> _Inputs:
     return _Inputs(required, "resets" in parameters)
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def _run_eagerly() -> AbstractContextManager[Any]:
     """Run compiled parts uncompiled. Nothing is compiled where the compiler was never imported, which takes seconds."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -222,7 +223,7 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
     library = sys.modules.get("numpy")
     numpy_state = library.random.get_state() if library is not None else None
     try:
-        with torch.random.fork_rng(devices=sorted(devices)), _uncompiled():
+        with torch.random.fork_rng(devices=sorted(devices)), _run_eagerly():
             yield
     finally:
         random.setstate(python)

@@ -220,7 +220,7 @@ def private_copy(model: nn.Module) -> nn.Module:
     """
     hooked = {name for name, parameter in model.named_parameters() if parameter._backward_hooks}
     try:
-        made = copy.deepcopy(_uncompiled(model))
+        made = copy.deepcopy(model)
     except Exception as error:  # what a user's module holds can be anything
         raise CallFailed(f"the model cannot be copied: {one_line(error)}") from error
     with torch.no_grad():
@@ -240,7 +240,7 @@ def private_copy(model: nn.Module) -> nn.Module:
     return made
 
 
-def _uncompiled(model: nn.Module) -> nn.Module:
+def uncompiled(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile(model)`: a compilation per shape would take minutes."""
     inner = getattr(model, "_orig_mod", model)
     assert isinstance(inner, nn.Module)

@@ -1,0 +1,324 @@
+"""Checks the models that people have against the state contract, and writes docs/families.md.
+
+    pip install -e '.[families]'
+    python scripts/families.py
+
+Random weights on the CPU, a few seconds per family; nothing is downloaded. Each family is wrapped the way a user would wrap
+it for `[model] target`: its own cache, flattened to [B, state_width] and back, without repairing anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.contracts import Report, check_model
+from trainer.model.protocol import ModelOutput
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+VOCAB = 64
+FIRST = 8  # tokens of the forward that shows what the cache holds
+RECORDED = ("torch", "transformers", "minGRU-pytorch")
+NOT_TRIED = {
+    "mamba-ssm": "needs CUDA to install; its Mamba2.forward takes no initial state",
+    "flash-linear-attention": "its layers need triton to import, and a GPU to run",
+    "xlstm": "not in the extra: its kernels want a GPU",
+    "titans-pytorch": "not wrapped here",
+    "Hugging Face rwkv": "its state is no cache, and not wrapped here",
+    "Hugging Face olmo_hybrid, falcon_h1, zamba": "need layers of full attention, whose cache grows: no fixed width",
+}
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention"],
+}
+_MAMBA2 = {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4, "expand": 2}
+# Family -> settings of its config. Layers of full attention are left out: a cache that grows has no fixed width.
+HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": _MAMBA2,
+    "jamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "attn_layer_period": 10,
+        "attn_layer_offset": 9,
+    },
+    "bamba": {
+        "mamba_d_state": 8,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_chunk_size": 4,
+        "attn_layer_indices": [],
+    },
+    "recurrent_gemma": {"block_types": ["recurrent"], "lru_width": 32},
+    "lfm2": {"layer_types": ["conv", "conv"], "block_multiple_of": 8},
+    "qwen3_next": {**_LINEAR, "num_experts": 0, "mlp_only_layers": [0, 1]},
+}
+
+
+class HuggingFace(nn.Module):
+    """A causal language model of `transformers`, whose recurrent cache is the state.
+
+    Args:
+        family: its `model_type`.
+        assigns: replace the cache's in-place copies by assignments, through which gradients flow.
+    """
+
+    def __init__(self, family: str, *, assigns: bool = False) -> None:
+        super().__init__()
+        transformers = importlib.import_module("transformers")
+        known = transformers.AutoConfig.for_model(family)
+        settings = {name: value for name, value in _SMALL.items() if hasattr(known, name)}
+        self.config = transformers.AutoConfig.for_model(family, **{**settings, **HUGGING_FACE[family]})
+        self.model = transformers.AutoModelForCausalLM.from_config(self.config)
+        self.new_cache = transformers.DynamicCache
+        self.assigns = assigns
+        taken = inspect.signature(self.model.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in taken else "past_key_values"
+        with torch.no_grad():
+            self._run(torch.zeros(1, FIRST, dtype=torch.long), cache := self._cache())
+        self.layout = [(layer, name, index, held.shape[1:]) for layer, name, index, held in held_tensors(cache)]
+        self.state_width = sum(shape.numel() for *_, shape in self.layout)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        """Logits and the flattened cache."""
+        cache = self._cache()
+        if state is not None:
+            pieces = torch.split(state, [shape.numel() for *_, shape in self.layout], dim=1)
+            for (layer, name, index, shape), piece in zip(self.layout, pieces, strict=True):
+                put(cache.layers[layer], name, index, piece.reshape(-1, *shape).clone())
+        logits = self._run(tokens, cache)
+        return ModelOutput(logits, torch.cat([tensor.flatten(1) for *_, tensor in held_tensors(cache)], dim=1))
+
+    def _cache(self) -> Any:
+        cache = without_attention(self.new_cache(config=self.config))
+        for layer in cache.layers if self.assigns else []:
+            layer.update_recurrent_state = assigning(layer)
+        return cache
+
+    def _run(self, tokens: Tensor, cache: Any) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens, use_cache=True, **{self.cache_name: cache}).logits
+        return logits
+
+
+def without_attention(cache: Any) -> Any:
+    """A cache that answers what only layers of attention need, positions and mask sizes; without such layers it refuses."""
+    cache.get_seq_length = lambda *_, **__: 0
+    cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
+    return cache
+
+
+def held_tensors(cache: Any) -> Iterator[tuple[int, str, int, Tensor]]:
+    """(layer, kind, index, tensor) of all states that a cache holds."""
+    for number, layer in enumerate(cache.layers):
+        for name in ("conv", "recurrent"):
+            for index, tensor in getattr(layer, f"{name}_states").items():
+                if tensor is not None:
+                    yield number, name, index, tensor
+
+
+def put(layer: Any, name: str, index: int, value: Tensor) -> None:
+    """Put a state into a layer of a cache."""
+    getattr(layer, f"{name}_states")[index] = value
+    getattr(layer, f"is_{name}_states_initialized")[index] = True
+    layer.has_previous_state[index] = True
+    if name == "conv":
+        layer.conv_kernel_size[index] = value.shape[-1]
+
+
+def assigning(layer: Any) -> Callable[..., Tensor]:
+    """What replaces a layer's `update_recurrent_state`."""
+
+    def update(recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+        layer.recurrent_states[state_idx] = recurrent_states
+        layer.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+    return update
+
+
+class RecurrentGemma(nn.Module):
+    """Keeps its states in its modules: put there before the forward, and read from there after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = importlib.import_module("transformers")
+        settings = {**_SMALL, **HUGGING_FACE["recurrent_gemma"]}
+        self.model = transformers.AutoModelForCausalLM.from_config(transformers.RecurrentGemmaConfig(**settings))
+        self.new_cache = transformers.DynamicCache
+        with torch.no_grad():
+            self._run(torch.zeros(1, FIRST, dtype=torch.long))
+        self.layout = [getattr(module, name).shape[1:] for module, name in self._places()]
+        self.state_width = sum(shape.numel() for shape in self.layout)
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        cache = without_attention(self.new_cache(config=self.model.config))
+        positions = torch.arange(1, tokens.shape[1] + 1).expand(tokens.shape)  # at position 0 it resets its states
+        logits: Tensor = self.model(
+            input_ids=tokens, position_ids=positions, use_cache=True, past_key_values=cache
+        ).logits
+        return logits
+
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        names = ("recurrent_states", "conv1d_state")
+        return [(module, name) for module in self.model.modules() for name in names if name in vars(module)]
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        """Logits and the flattened states of all modules."""
+        if state is None:
+            state = torch.zeros(tokens.shape[0], self.state_width)
+        pieces = torch.split(state, [shape.numel() for shape in self.layout], dim=1)
+        for (module, name), shape, piece in zip(self._places(), self.layout, pieces, strict=True):
+            setattr(module, name, piece.reshape(-1, *shape).clone())
+        logits = self._run(tokens)
+        ends = torch.cat([getattr(module, name).flatten(1) for module, name in self._places()], dim=1)
+        for module, name in self._places():
+            setattr(module, name, None)  # a module with tensors of a graph cannot be copied
+        return ModelOutput(logits, ends)
+
+
+class Torch(nn.Module):
+    """`nn.GRU` or `nn.LSTM` of two layers."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.count = 2 if kind is nn.LSTM else 1
+        self.state_width = self.count * 2 * 32
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        make: Any = kind
+        self.rnn = make(32, 32, num_layers=2, batch_first=True)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        """Logits and [h | c]."""
+        if state is None:
+            state = torch.zeros(tokens.shape[0], self.state_width)
+        given = [part.view(-1, 2, 32).transpose(0, 1).contiguous() for part in state.chunk(self.count, dim=1)]
+        x, ends = self.rnn(self.embedding(tokens), tuple(given) if self.count == 2 else given[0])
+        ends = ends if self.count == 2 else (ends,)
+        return ModelOutput(self.head(x), torch.cat([end.transpose(0, 1).flatten(1) for end in ends], dim=1))
+
+
+class MinGru(nn.Module):
+    """minGRU-pytorch. Its states are positive, and it takes their logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_width = 32
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.rnn = importlib.import_module("minGRU_pytorch").minGRU(32)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        """Logits and the last hidden state."""
+        given = None if state is None or not bool(state.any()) else state[:, None]
+        x, end = self.rnn(self.embedding(tokens), given, return_next_prev_hidden=True)
+        return ModelOutput(self.head(x), end[:, 0])
+
+
+def families() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """Name -> model of every family that is tried."""
+    yield "nn.GRU", lambda: Torch(nn.GRU)
+    yield "nn.LSTM", lambda: Torch(nn.LSTM)
+    yield "minGRU-pytorch", MinGru
+    for family in HUGGING_FACE:
+        if family == "recurrent_gemma":
+            yield "Hugging Face recurrent_gemma", RecurrentGemma
+        else:
+            yield f"Hugging Face {family}", lambda family=family: HuggingFace(family)  # type: ignore[misc]
+    yield "Hugging Face qwen3_next, a cache that assigns", lambda: HuggingFace("qwen3_next", assigns=True)
+
+
+def row_of(name: str, make: Callable[[], nn.Module]) -> str:
+    """The table's row of one family."""
+    torch.manual_seed(0)
+    try:
+        report = check_model(make(), vocab_size=VOCAB, seq_len=32)
+    except Exception as error:  # noqa: BLE001 - a family that is missing, or that cannot be built, is a row too
+        return f"| {name} | not tried | {type(error).__name__}: {' '.join(str(error).split())[:160]} |"
+    verdict, text = judged(report)
+    return f"| {name} | {verdict} | {text} |"
+
+
+def judged(report: Report) -> tuple[str, str]:
+    """exact, silently wrong or fails; and how."""
+    if report["forward"].status != "held":
+        return "fails", report["forward"].text
+    carry, gradient = report["carry"], report["gradient"]
+    others = [verdict for verdict in report.breaches if verdict.check not in ("carry", "gradient", "checkpointing")]
+    if carry.status == "broken":
+        return "**silently wrong**", carry.text
+    if carry.status != "held" or others:
+        return "in doubt", "; ".join(
+            f"{v.check}: {v.text}" for v in ([carry] if carry.status != "held" else []) + others
+        )
+    if gradient.status != "held":
+        return "forward exact", gradient.text
+    return "exact", f"logits to {carry.size:.0e}, gradients to {gradient.size:.0e}"
+
+
+def main() -> int:
+    """Check every family and write the page."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    rows = []
+    for name, make in families():
+        rows.append(row_of(name, make))
+        print(rows[-1], flush=True)
+    versions = ", ".join(f"{name} {version(name)}" for name in RECORDED)
+    missing = [f"| {name} | not tried | {why} |" for name, why in NOT_TRIED.items()]
+    lines = [
+        "# Families of models, checked",
+        "",
+        "Models that people have, against the [state contract](contracts.md): random weights, small sizes, CPU, in float64.",
+        "*Exact*: a row read in cells equals the row read whole, and so does the gradient. *Silently wrong*: no error, but",
+        "other results; `train check` refuses such a model with the sentence of its row. Each is wrapped as a user would",
+        "wrap it: its own cache, flattened to `[B, state_width]` and back, nothing repaired.",
+        "",
+        f"Measured by `python scripts/families.py` (extra `families`) with {versions}, Python {platform.python_version()}.",
+        "",
+        "| family | verdict | how |",
+        "|---|---|---|",
+        *rows,
+        *missing,
+    ]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+def version(name: str) -> str:
+    """Of an installed package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""scripts/families.py: what it says of a report, and of models that are installed wherever the extra is."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import families
+from tests.support.in_process import program
+from tests.support.runs import ROOT, write_tiny_config
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs the extra families"
+)
+
+
+def row(name: str) -> str:
+    return families.row_of(name, dict(families.families())[name])
+
+
+def test_torch_s_own_layers_are_exact():
+    assert row("nn.GRU").startswith("| nn.GRU | exact |")
+    assert row("nn.LSTM").startswith("| nn.LSTM | exact |")
+
+
+def test_a_family_that_is_not_installed_is_named_as_not_tried():
+    def missing() -> torch.nn.Module:
+        raise ModuleNotFoundError("No module named 'x'")
+
+    assert families.row_of("x", missing) == "| x | not tried | ModuleNotFoundError: No module named 'x' |"
+
+
+def test_the_page_names_every_family():
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    for name in [*dict(families.families()), *families.NOT_TRIED]:
+        assert f"| {name} |" in page
+
+
+@needs_transformers
+def test_hugging_face_s_mamba_is_convicted_and_mamba2_is_not():
+    assert "silently wrong" in row("Hugging Face mamba")
+    assert "exact" in row("Hugging Face mamba2")
+
+
+@needs_transformers
+def test_check_refuses_hugging_face_s_mamba_in_one_sentence(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(families._SMALL, "vocab_size", 257)
+    text = "from scripts import families\n"
+    text += "def build(vocab_size, dim, num_layers, family):\n    return families.HuggingFace(family)\n"
+    (tmp_path / "wrapped.py").write_text(text)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for family, code in (("mamba", 2), ("falcon_mamba", 2), ("mamba2", 0)):
+        options = ["--set", "model.target=wrapped:build", "--set", f'model.args={{family="{family}"}}']
+        ended = program(["check", "--config", write_tiny_config(tmp_path), *options], capsys)
+        assert ended.returncode == code, ended.stderr
+        if code:
+            line = next(line for line in ended.stderr.splitlines() if line.startswith("model.target"))
+            assert "breaks carry: part of the state is missing" in line
+            assert 'set model.trust = ["carry"]' in line
+    sys.modules.pop("wrapped", None)
