@@ -1154,7 +1154,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/restore.py",
-            'position.evaluation_is_due = bool(saved.get("evaluation_is_due"))',
+            'position.evaluation_is_due = saved.get("evaluation_is_due", False)',
             "pass",
             "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault4-4-logged4]",
         ),

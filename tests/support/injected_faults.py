@@ -45,8 +45,9 @@ def detected_after(fault: Fault, run_dir: Path) -> int | None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     part = run_dir / "part"
     part.mkdir(exist_ok=True)
-    for name in ("config.resolved.toml", "env.json", "status.json"):
-        (part / name).write_bytes((run_dir / name).read_bytes())
+    for name in ("config.resolved.toml", "env.json", "status.json", "events.jsonl"):
+        if (run_dir / name).exists():
+            (part / name).write_bytes((run_dir / name).read_bytes())
 
     def is_found(count: int) -> bool:
         (part / "metrics.jsonl").write_text("".join(lines[:count]), encoding="utf-8")
@@ -194,6 +195,15 @@ def _fail(seed: int, path: Path) -> Path:
     return run
 
 
+def _break_contract(seed: int, path: Path) -> Path:
+    run = write_run(healthy_scenario(seed), path)
+    verdict = {"check": "carry", "status": "broken", "text": "cells after the first start from zero"}
+    event = {"event": "contract", "global_step": 0, "trusted": ["carry"], "verdicts": [verdict]}
+    with (run / "events.jsonl").open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(event) + "\n")
+    return run
+
+
 _ONE_POOL: dict[str, Any] = {"num_sources": 1, "world_size": 1, "batching_mode": "per_stream"}
 _BUSY: dict[str, Any] = {**_ONE_POOL, "micro_batches": 4, "log_interval": 2}
 
@@ -228,6 +238,7 @@ FAULTS = (
     ),
     Fault("ledger_oversize", "8 GB for a million places, 64 used", _oversize, 0, 105),
     Fault("refused_rows", "states that are NaN in one step", _scenario(on_states=_spoil_states), ONSET, 5),
+    Fault("model_contract", "a trusted model that drops its state", _break_contract, 0, 5),
     Fault(
         "stuck_reader",
         "a reader that is never picked",

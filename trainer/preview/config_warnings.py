@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from trainer.config.base import ScheduleTable
 from trainer.config.schema import RunConfig
 from trainer.preview.summary import LedgerView, Preview, SourceView
@@ -25,6 +27,8 @@ IDLE = 0.1  # share of the micro-batches in which a rank has no rows, over all r
 UNEVEN_RANKS = 2.0  # most over fewest tokens of a rank
 PADDING = 0.3  # share of the tokens of all cells
 LANE_FILL = 0.5  # rows of the average batch over the batch size
+PROBE_COST = 0.05  # share of the training time
+HEALTHY_PROBE_COST = 0.01
 LONG_WARMUP = 0.5  # share of the run
 
 
@@ -189,6 +193,11 @@ def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) ->
             f"{ledger.groups_in_flight:,} groups are in flight"
         )
         yield ConfigWarning("ledger.capacity", problem, str(ledger.groups_in_flight))
+    if ledger.probes is not None and ledger.probes.cost > PROBE_COST:
+        table, times = config.ledger, ledger.probes.cost / HEALTHY_PROBE_COST
+        problem = f"{table.probe_every}: probes take up to {ledger.probes.cost:.0%} of the time"
+        interval = int(np.lcm(table.probe_every, config.metrics.log_interval))
+        yield ConfigWarning("ledger.probe_every", problem, str(interval * int(np.ceil(times))))
 
 
 def _run_warnings(config: RunConfig) -> Iterator[ConfigWarning]:

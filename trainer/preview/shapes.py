@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -57,12 +57,18 @@ class SliceShape:
 
 @dataclass(frozen=True)
 class StreamShape:
-    """One stream, cut into one slice per rank; `slices` is in rank order."""
+    """One stream, cut into one slice per rank.
+
+    Attributes:
+        slices: in rank order.
+        group_cells: number of groups of 0, 1, 2, ... cells, int64 [most + 1].
+    """
 
     modality: str
     batch_size: int
     num_groups: int
     slices: tuple[SliceShape, ...]
+    group_cells: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @property
     def shared_picks(self) -> int:
@@ -145,7 +151,13 @@ def stream_shape(source: OpenStream, *, batch_size: int, world_size: int, turn: 
         loads = assign_lanes(groups.num_cells[start:stop], batch_size)[1] if stop > start else np.zeros(0, np.int64)
         slices.append(SliceShape(loads[loads > 0], int(tokens[start:stop].sum())))
     first = -turn % world_size  # the slice of rank 0
-    return StreamShape(source.stream.modality, batch_size, groups.num_groups, (*slices[first:], *slices[:first]))
+    return StreamShape(
+        source.stream.modality,
+        batch_size,
+        groups.num_groups,
+        (*slices[first:], *slices[:first]),
+        np.bincount(groups.num_cells, minlength=1),
+    )
 
 
 def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:

@@ -11,6 +11,7 @@ import numpy as np
 from trainer.config.rules import check_state_rules, costs_of_carry
 from trainer.data.mixing.dataset import BatchingMode
 from trainer.preview.forecast import Forecast, count_run
+from trainer.preview.probes import ProbeView, probe_view
 from trainer.preview.shapes import SourceShape, StreamShape, source_shape
 from trainer.preview.shares import ZeroSpan, expected_batches, first_zero, sample_points, shares_at
 from trainer.training.setup.plan import Plan
@@ -83,6 +84,7 @@ class LedgerView:
         groups_in_flight: K x batch size over the sources: upper bound of the states needed at once.
         capacity_to_change_ranks: states that a resume on another number of ranks may need at once.
         counted_in_flight: most states needed at once, as counted.
+        probes: of what carrying is worth; None without.
         waits_beyond_threshold: number of counted waits longer than the stale threshold.
     """
 
@@ -96,6 +98,7 @@ class LedgerView:
     wait_bound_steps: int
     counted_wait_steps: int
     waits_beyond_threshold: int | None
+    probes: ProbeView | None
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
         ends_at_step=None if forecast.ended_at is None else forecast.ended_at // train.micro_batches + 1,
         cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
         sources=tuple(shared),
-        ledger=_ledger_view(plan, sources, forecast),
+        ledger=_ledger_view(plan, shapes, sources, forecast),
         curves=_curves(plan, num_batches),
         costs_of_carry=costs_of_carry(plan.config),
     )
@@ -279,7 +282,9 @@ def _picks(shape: SourceShape, stream: StreamShape, rank: int) -> int:
     return stream.shared_picks if shape.shared else stream.slices[rank].num_picks
 
 
-def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) -> LedgerView | None:
+def _ledger_view(
+    plan: Plan, shapes: Sequence[SourceShape], sources: Sequence[SourceView], forecast: Forecast
+) -> LedgerView | None:
     width, table = plan.state_width(), plan.config.ledger
     if width == 0:
         return None
@@ -298,6 +303,7 @@ def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) 
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),
         waits_beyond_threshold=beyond,
+        probes=probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources]),
     )
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from trainer.data.mixing.dataset import BATCHING_MODES
 from trainer.fitted_table import Column, fitted_table
 from trainer.preview.config_warnings import ConfigWarning
+from trainer.preview.probes import ProbeView
 from trainer.preview.summary import LedgerView, Preview, SourceView
 
 PLOT_HEIGHT = 14
@@ -151,4 +152,18 @@ def _ledger_table(ledger: LedgerView) -> Table:
         table.add_row("stale threshold", f"{ledger.stale_threshold:,} steps; {beyond}")
     waits = f"{ledger.counted_wait_steps:,} steps counted; 2 K n is {ledger.wait_bound_steps:,}"
     table.add_row("longest wait", waits)
+    if ledger.probes is not None:
+        table.add_row("probes of carry", _probes(ledger.probes))
+        if ledger.probes.reach is not None:
+            near = f"of the cells that continue a group: those up to {ledger.probes.cells:,} cells from its start"
+            table.add_row("they measure", f"{ledger.probes.reach:.0%} {near}")
     return table
+
+
+def _probes(probes: ProbeView) -> str:
+    if not probes.count:
+        return f"none: no logged step is a multiple of ledger.probe_every before {probes.every:,}"
+    return (
+        f"{probes.count:,}, one every {probes.every:,} steps: up to {probes.passes} forward passes of a micro-batch each, "
+        f"at most {probes.cost:.1%} of the time"
+    )

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from trainer.metrics.catalog.lookup import CATALOG, EVAL_PREFIX, WORST_SUFFIX, family, is_known, lookup
+import numpy as np
+
+from trainer.metrics.catalog.lookup import CATALOG, ERROR_SUFFIX, EVAL_PREFIX, WORST_SUFFIX, family, is_known, lookup
 from trainer.metrics.catalog.spec import Band
-from trainer.report.curves import Curve, make_curve
+from trainer.report.curves import Curve, band_curve, make_curve
 from trainer.runs.load import RunRecord
 
 Style = Literal["line", "area"]
@@ -16,6 +18,7 @@ Variant = Literal["train", "eval", "worst"]
 OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
+ERRORS_DRAWN: Final = 2  # standard errors on each side
 VARIANT_WORDS: Final = {"train": "", "eval": "held out", "worst": "worst rank"}
 
 
@@ -87,6 +90,16 @@ class Columns:
         """(index of the run, curve) for each run that has the key."""
         return [(run, curve) for run in range(len(self.runs)) if (curve := self.curve(run, key)) is not None]
 
+    def errors(self, run: int, key: str) -> Curve | None:
+        """A mean with the band of its standard errors; None for a key without one, and where a run does not have it."""
+        steps, values = self.runs[run].column(key)
+        error_steps, errors = self.runs[run].column(key + ERROR_SUFFIX)
+        if not is_error(key + ERROR_SUFFIX) or not len(error_steps):
+            return None
+        at = np.isin(np.asarray(steps), np.asarray(error_steps))
+        middle, half = np.asarray(values)[at], ERRORS_DRAWN * np.asarray(errors)
+        return band_curve(np.asarray(steps)[at], middle, middle - half, middle + half, limit=self.limit)
+
     def keys(self) -> list[str]:
         """The keys of all runs, in order of first appearance."""
         return list(dict.fromkeys(key for run in self.runs for key in run.keys))
@@ -111,6 +124,12 @@ def variant_of(key: str) -> tuple[str, Variant]:
     if base != key and is_known(base) and is_known(key) and lookup(key).title == f"{lookup(base).title}, worst rank":
         return base, "worst"
     return key, "train"
+
+
+def is_error(key: str) -> bool:
+    """Whether the key is a standard error, which is drawn as a band around its mean."""
+    base = key.removesuffix(ERROR_SUFFIX)
+    return base != key and is_known(base) and lookup(base).ranks == "mean_and_error"
 
 
 def family_of(key: str) -> tuple[str, str]:
@@ -149,7 +168,10 @@ def _catalog_chart(columns: Columns, keys: Sequence[str]) -> Chart:
         dash = 0 if is_split else list(VARIANT_WORDS).index(variant)
         for run, curve in columns.curves(key):
             color = keys.index(key) if columns.is_single else run
-            lines.append(Line(run, _label(columns, run, key), VARIANT_WORDS[variant] or "train", curve, color, dash))
+            spread = columns.errors(run, key)
+            lines.append(
+                Line(run, _label(columns, run, key), VARIANT_WORDS[variant] or "train", curve, color, dash, spread)
+            )
     if not is_known(base):
         return Chart(base, "", OTHER_GROUP, tuple(keys), tuple(lines))
     spec = lookup(base)
@@ -162,10 +184,10 @@ def _catalog_chart(columns: Columns, keys: Sequence[str]) -> Chart:
 
 
 def catalog_charts(columns: Columns, keys: Iterable[str]) -> list[Chart]:
-    """The charts of some keys, in the order of the catalog."""
+    """The charts of some keys, in the order of the catalog; standard errors are drawn with their means."""
     shared: dict[str, list[str]] = {}
     for key in sorted(keys, key=_catalog_order):
-        if columns.curves(key):
+        if columns.curves(key) and not is_error(key):
             shared.setdefault(chart_id(key, is_single=columns.is_single), []).append(key)
     return [_catalog_chart(columns, together) for together in shared.values()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -72,6 +72,23 @@ def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
         num_values=len(step),
         bad_steps=bad,
     )
+
+
+def band_curve(steps: ArrayLike, middle: ArrayLike, low: ArrayLike, high: ArrayLike, *, limit: int) -> Curve | None:
+    """A curve with a band around it, at steps where all three are known; None if that is nowhere.
+
+    Args:
+        steps: ascending and unique [V].
+        middle, low, high: [V]; where one is not finite there is no point.
+        limit: at least 1.
+    """
+    columns = [np.asarray(column, np.float64) for column in (middle, low, high)]
+    known = np.isfinite(columns).all(axis=0)
+    if not known.any():
+        return None
+    at = np.asarray(steps, np.int64)[known]
+    curve, bottom, top = (make_curve(at, column[known], limit=limit) for column in columns)
+    return replace(curve, low=bottom.mean, high=top.mean)
 
 
 def running_total(values: ArrayLike) -> Floats:

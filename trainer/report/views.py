@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from trainer.metrics.catalog.lookup import family, keys_under, lookup
-from trainer.report.charts import Chart, Columns, Line, Reference, Style, family_of, make_facts, variant_of
-from trainer.report.curves import Curve, make_curve, running_total
+from trainer.report.charts import Chart, Columns, Line, Reference, Style, family_of, is_error, make_facts, variant_of
+from trainer.report.curves import Curve, band_curve, make_curve, running_total
 
 # One healthy run in a thousand exceeds the bound on the pick surprise (docs/mixing.md).
 SURPRISE_ALPHA: Final = 1e-3
@@ -138,6 +138,15 @@ VIEWS: Final = (
         max_keys=2,
     ),
     View(
+        title="Ledger: what carrying is worth",
+        rows=("ledger/carry_gain", "ledger/stale_gap"),
+        what="Gain: loss from a zero state minus loss from the stored one. Gap: loss from the stored state minus loss from "
+        "the one that the current weights give. Bands of two standard errors.",
+        healthy="A gain clearly above 0, and a gap whose band holds 0 or that is far smaller than the gain.",
+        trouble="A gain of 0: the ledger is overhead. A gap that is not small against the gain: states are stale.",
+        max_keys=2,
+    ),
+    View(
         title="Noise scale and batch size",
         rows=("gns/b_simple", "gns/b_simple_low", "gns/b_big"),
         what="B_simple with its bounds, and the number of sequences per step. Where it has no upper bound, only the lower.",
@@ -164,7 +173,7 @@ def make_views(columns: Columns, keys: Sequence[str]) -> tuple[list[Chart], set[
 
 
 def _belongs(key: str, row: str) -> bool:
-    return variant_of(key)[1] == "train" and family_of(key)[0] == row
+    return variant_of(key)[1] == "train" and family_of(key)[0] == row and not is_error(key)
 
 
 def _chart(view: View, columns: Columns, keys: Sequence[str]) -> Chart:
@@ -176,7 +185,8 @@ def _chart(view: View, columns: Columns, keys: Sequence[str]) -> Chart:
             # Totals often coincide (each false eviction is also a cold start): only dashes make both visible.
             color, dash = (number, number if view.is_total else 0) if columns.is_single else (run, number)
             drawn = _total(columns, run, key) if view.is_total else curve
-            spread = _spread(columns, run, (key, *view.spread_rows)) if view.spread_rows and key == keys[0] else None
+            is_between = view.spread_rows and key == keys[0]
+            spread = _spread(columns, run, (key, *view.spread_rows)) if is_between else columns.errors(run, key)
             lines.append(Line(run, ", ".join(words), name, drawn, color, dash, spread))
     spec = lookup(keys[0])
     return Chart(
@@ -214,8 +224,5 @@ def _spread(columns: Columns, run: int, keys: Sequence[str]) -> Curve | None:
     common = np.array(sorted(set(found[0][0]).intersection(*(steps for steps, _ in found[1:]))), dtype=np.int64)
     if not len(common):
         return None
-    at_common = (np.asarray(values)[np.isin(np.asarray(steps), common)] for steps, values in found)
-    middle, low, high = (make_curve(common, values, limit=columns.limit) for values in at_common)
-    # Values that are not finite may leave the three with different points.
-    is_complete = len(low.mean) == len(middle.mean) == len(high.mean)
-    return replace(middle, low=low.mean, high=high.mean) if is_complete else None
+    middle, low, high = (np.asarray(values)[np.isin(np.asarray(steps), common)] for steps, values in found)
+    return band_curve(common, middle, low, high, limit=columns.limit)

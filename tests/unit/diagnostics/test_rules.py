@@ -70,6 +70,11 @@ def noisy(level: float, count: int, relative: float = 0.02) -> list[float]:
     return [level * (1 + relative * math.sin(12.9898 * i * i)) for i in range(count)]
 
 
+def contract_event(status: str, *, step: int = 0) -> dict[str, Any]:
+    verdict = {"check": "carry", "status": status, "text": "cells after the first start from zero"}
+    return {"event": "contract", "global_step": step, "trusted": ["carry"], "verdicts": [verdict]}
+
+
 FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
 LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
 SPEED = noisy(1000.0, 100)
@@ -82,6 +87,7 @@ HEALTHY: dict[str, RunRecord] = {
     "ledger_thrash": make_run({**LEDGER, "ledger/evictions/lru": [1.0] * 60, **pool_rows()}),
     "ledger_oversize": make_run({"ledger/fill_fraction": {1: 0.1, 200: 0.6}}),
     "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
+    "model_contract": make_run({"loss": [1.0]}, events=[contract_event("held")]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [11.5] * 60})),
     "uneven_slices": make_run(pool_rows()),
     "closed_pool_imbalance": make_run(pool_rows()),
@@ -110,6 +116,7 @@ FAULTY: dict[str, RunRecord] = {
         {"ledger/fill_fraction": {1: 0.01, 200: 0.01}}, config={**CONFIG, "ledger": {"capacity": 100_000}}
     ),
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
+    "model_contract": make_run({"loss": [1.0]}, events=[contract_event("broken"), contract_event("held", step=40)]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
     "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
     "closed_pool_imbalance": make_run(pool_rows(**{f"{POOL}remaining_fraction_min": [1.0] * 30 + [0.2] * 30})),
@@ -160,7 +167,8 @@ def test_absent_keys_are_not_measured(name: str) -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_fault_is_found_without_the_config(name: str) -> None:
     faulty = FAULTY[name]
-    run = RunRecord(faulty.path, faulty.train, faulty.evals, faulty.restarts, faulty.steps_redone, status=faulty.status)
+    kept = {"status": faulty.status, "events": faulty.events}
+    run = RunRecord(faulty.path, faulty.train, faulty.evals, faulty.restarts, faulty.steps_redone, **kept)
     outcome = check(name, run)
     # Only the config has the size of a state.
     assert outcome.verdict == ("not_measured" if name == "ledger_oversize" else "finding"), outcome.sentence
@@ -384,3 +392,15 @@ def test_fewer_tokens_per_step_are_not_a_throughput_regression() -> None:
 def test_a_single_rank_has_no_straggler() -> None:
     times = {"time/slowest_rank_sec": [0.9] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40}
     assert check("straggling_rank", make_run(times)).verdict == "not_measured"
+
+
+def test_a_model_that_could_not_be_tried_is_not_called_healthy() -> None:
+    event = {"event": "contract", "global_step": 0, "trusted": [], "not_tried": "too large"}
+    config = {"model": {"target": "mine:build"}}
+    assert (
+        "too large"
+        in (outcome := check("model_contract", make_run({"loss": [1.0]}, events=[event], config=config))).sentence
+    )
+    assert outcome.verdict == "not_measured"
+    assert check("model_contract", make_run({"loss": [1.0]}, config=config)).verdict == "not_measured"
+    assert check("model_contract", make_run({"loss": [1.0]})).verdict == "healthy"  # the built-in model

@@ -147,3 +147,46 @@ def test_sample_points_include_both_ends(length: int, most: int) -> None:
     assert points[0] == 0
     assert points[-1] == length - 1
     assert len(points) <= min(length, most)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "interval", "probed"),
+    [
+        (100, 10, 5, 10),
+        (100, 10, 4, 5),
+        (103, 10, 103, 0),
+        (120, 10, 7, 2),
+        (5, 1, 10, 2),
+        (9, 10, 1, 0),
+        (9, 0, 1, None),
+    ],
+)
+def test_probes_are_counted_where_a_run_has_them(
+    tmp_path: Path, steps: int, every: int, interval: int, probed: int | None
+) -> None:
+    """Multiples of probe_every that are logged, step 1 and the last step included."""
+    sets = (f"train.steps={steps}", f"ledger.probe_every={every}", f"metrics.log_interval={interval}")
+    ledger = make_preview(plan_of(tmp_path, *sets, "scheduler.warmup_steps=0"), 2).ledger
+    assert ledger is not None
+    assert (ledger.probes and ledger.probes.count) == probed
+
+
+def test_the_cost_of_probes_is_bounded_and_their_reach_counted(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train.steps=100", "ledger.probe_every=10", "ledger.probe_cells=2")
+    shapes = [source_shape(plan, source, 2) for source in plan.sources]
+    ledger = make_preview(plan, 2).ledger
+    assert ledger is not None
+    assert ledger.probes is not None
+    assert ledger.probes.passes == 5
+    assert ledger.probes.cost == pytest.approx(10 * 5 / (100 * 3 * 2))  # two micro-batches per step
+    sizes = [size for shape in shapes for stream in shape.streams for size in np.flatnonzero(stream.group_cells)]
+    assert max(sizes) == 8
+    whole = make_preview(plan_of(tmp_path, "ledger.probe_every=1", "ledger.probe_cells=7"), 2).ledger
+    assert whole is not None
+    assert whole.probes is not None
+    assert whole.probes.reach == 1.0
+    assert 0.2 < (ledger.probes.reach or 0.0) < 0.9
+    alone = make_preview(plan_of(tmp_path, "data.max_group_cells=1"), 2).ledger
+    assert alone is not None
+    assert alone.probes is not None
+    assert (alone.probes.passes, alone.probes.reach) == (0, None)

@@ -130,3 +130,36 @@ def test_a_page_of_a_hundred_thousand_logged_steps_of_sixty_keys_stays_below_15_
     page = render_page([diagnose(run)], plotly=plotly_script())
     assert len(page.encode()) < 15e6
     assert "100,000 values in 1,500 buckets" in page
+
+
+def test_what_carrying_is_worth_has_a_chart_with_bands_of_its_errors(make_run):
+    gain, gap = [0.1, None, 0.3, 0.4], [-0.02, None, 0.0, math.nan]
+    rows = {
+        "ledger/carry_gain": gain,
+        "ledger/carry_gain_se": [0.01, None, None, 0.02],
+        "ledger/stale_gap": gap,
+        "ledger/stale_gap_se": [0.005, None, 0.001, math.nan],
+        "ledger/state_age": [4.0, None, 5.0, 6.0],
+        "ledger/state_age_se": [1.0, None, 0.0, 0.0],
+    }
+    charts = {chart.title: chart for chart in make_charts([make_run("a", rows)])}
+    assert charts.keys() == {"Ledger: what carrying is worth", "Age of the states"}
+    first, second = charts["Ledger: what carrying is worth"].lines
+    assert first.curve.mean.tolist() == [0.1, 0.3, 0.4]
+    assert first.spread is not None
+    # A probe of one row has no error, and what is not finite no band.
+    assert first.spread.first.tolist() == [1, 4]
+    assert first.spread.low == pytest.approx([0.08, 0.36])
+    assert first.spread.high == pytest.approx([0.12, 0.44])
+    assert second.spread is not None
+    assert second.spread.low == pytest.approx([-0.03, -0.002])
+    (age,) = charts["Age of the states"].lines
+    assert age.spread is not None
+    assert age.spread.high.tolist() == [6.0, 5.0, 6.0]
+
+
+def test_one_probe_of_one_row_is_drawn_without_a_band(make_run):
+    charts = make_charts(
+        [make_run("a", {"ledger/carry_gain": [0.1]}), make_run("b", {"ledger/carry_gain": [0.1, 0.2]})]
+    )
+    assert [line.spread for chart in charts for line in chart.lines] == [None, None]

@@ -64,7 +64,7 @@ def open_run(
         fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
         held_out: makes the micro-batches of an evaluation; None: no evaluations.
         source: name of the checkpoint that it continues from; None without one.
-        wandb_run_id: of the wandb run that goes on; None for a new one.
+        wandb_run_id: of the wandb run that is continued; None for a new one.
         verdict: gives the words on the run's health that stand beside the progress bar.
     """
     config = plan.config
@@ -190,7 +190,7 @@ def _open_record(
     Returns:
         The id of the wandb run; None without one.
     """
-    # Without a checkpoint too: the record of an earlier attempt goes on, and its steps come again.
+    # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
     is_restart = run_dir.metrics.exists() or source is not None
     sinks = make_sinks(
         plan.config,
