@@ -105,7 +105,7 @@ def test_two_lengths_and_absent_checkpoints_are_refused(folder):
         generate(folder / "run", num_tokens=3)
     with pytest.raises(UserError, match=r"has no checkpoint after step 4; use one of 3, 6"):
         generate(folder / "run", step=4)
-    with pytest.raises(UserError, match="is no directory; name the directory of a run"):
+    with pytest.raises(UserError, match="is not a directory; name the directory of a run"):
         generate(folder / "nowhere")
 
 

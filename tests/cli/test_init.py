@@ -170,7 +170,7 @@ def test_all_empty_files_are_named_at_once(tmp_path, monkeypatch):
     for name in ("empty1.txt", "empty2.txt"):
         (tmp_path / "data" / name).touch()
     with pytest.raises(
-        UserError, match=r"data/empty1.txt, data/empty2.txt: of 8 files 2 are empty; a run refuses them"
+        UserError, match=r"data/empty1.txt, data/empty2.txt: 2 of 8 files are empty, which a run refuses"
     ):
         init(["data"])
 

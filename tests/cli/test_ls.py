@@ -69,7 +69,7 @@ def test_runs_are_found_in_directories_and_by_name(tmp_path):
     both = [tmp_path / "runs" / "a", tmp_path / "runs" / "b"]
     assert find_runs([str(tmp_path / "runs")]) == both
     assert find_runs([str(both[1]), str(tmp_path / "runs")]) == [both[1], both[0]]
-    with pytest.raises(UserError, match="is no directory"):
+    with pytest.raises(UserError, match="is not a directory"):
         find_runs([str(tmp_path / "nowhere")])
 
 

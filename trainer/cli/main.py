@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -80,7 +81,8 @@ def train(
         bool, typer.Option("--verify-data", help="Hash the whole content of the data, and compare it on a resume.")
     ] = False,
     accept_data_change: Annotated[
-        bool, typer.Option("--accept-data-change", help="Resume on changed data: read changed streams anew.")
+        bool,
+        typer.Option("--accept-data-change", help="Resume on changed data: reread changed streams from the beginning."),
     ] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -159,4 +161,6 @@ def _usage_message(error: Exception) -> str:
     command = context.command_path if context is not None else "train"
     if not message and context is not None and context.parent is None:
         return f"{command}: nothing to do: --config x.toml (to train) or a command is missing"
+    if given := re.search(r"[('](\S+\.toml)[)']", message):  # the config without its flag
+        return f"{command}: {message.rstrip('.')}; did you mean --config {given[1]}?"
     return f"{command}: {message.rstrip('.')}; see {command} --help" if message else ""

@@ -55,7 +55,7 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
     if kind == "extra_forbidden":
         return "unknown key", hint(path, model)
     if kind == "missing":
-        return "is required and absent", _how_to_add(path, model)
+        return "is required but missing", _how_to_add(path, model)
     if kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
         return f"must be one of {allowed}; got {_shown(value)}", ""

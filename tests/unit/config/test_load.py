@@ -105,8 +105,8 @@ def test_refusals_name_key_value_and_fix(tmp_path, override, message):
 def test_a_missing_table_names_the_file(tmp_path):
     text = "[run]\nname = 'x'\n"
     assert refusal(tmp_path, text) == [
-        "x.toml: train: is required and absent; add a table [train]",
-        "x.toml: data: is required and absent; add a table [data]",
+        "x.toml: train: is required but missing; add a table [train]",
+        "x.toml: data: is required but missing; add a table [data]",
     ]
 
 
@@ -138,7 +138,7 @@ def test_a_directory_or_a_nul_byte_is_no_config(tmp_path):
 def test_a_config_without_sources_is_told_how_to_write_one(tmp_path):
     (line,) = refusal(tmp_path, BASE.partition("[[data.source]]")[0])
     assert line.endswith(
-        'data.source: is required and absent; add a table [[data.source]] with name = "..." and root = "..."'
+        'data.source: is required but missing; add a table [[data.source]] with name = "..." and root = "..."'
     )
 
 
@@ -181,7 +181,7 @@ def test_kind_is_another_name_for_the_schedule_of_a_weight(tmp_path):
     (line,) = refusal(tmp_path, BASE, "data.source.second.weight={kind='step', schedule='linear', points={0=1}}")
     assert "data.source.1.weight.kind: unknown key" in line
     (line,) = refusal(tmp_path, BASE, "data.source.second.weight={points={0=1}}")
-    assert "data.source.1.weight.schedule: is required and absent" in line
+    assert "data.source.1.weight.schedule: is required but missing" in line
 
 
 @pytest.mark.parametrize(

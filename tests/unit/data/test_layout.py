@@ -61,21 +61,21 @@ def test_data_whose_name_begins_with_an_underscore_does_not_vanish_silently(root
     (root / "_c").mkdir()
     discover_nested(root)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{root}: ignores 7 whose names begin with _: _c, a/_hidden.txt, b/_part0.txt and 4 more; "
+        f"{root}: skips 7 whose names begin with _: _c, a/_hidden.txt, b/_part0.txt and 4 more; "
         "rename those that are data"
     ]
     caplog.clear()
     discover_direct([str(root / "**" / "*.md")])
     assert not caplog.records
     discover_direct([str(root / "b" / "*"), str(root / "b" / "_part0.txt")])
-    assert "ignores 4 whose names begin with _" in caplog.text
-    with pytest.raises(UserError, match=r"names no stream file \(it ignores 5 whose names begin with _"):
+    assert "skips 4 whose names begin with _" in caplog.text
+    with pytest.raises(UserError, match=r"names no stream file \(it skips 5 whose names begin with _"):
         discover_direct([str(root / "b" / "_*")])
     with pytest.raises(UserError, match="ignores '_c'"):
         discover_nested(root, ["_c"])
     (root / "d").mkdir()
     (root / "d" / "_only.txt").write_text("text")
-    with pytest.raises(UserError, match=r"has no stream files \(it ignores 1 whose names begin with _: d/_only"):
+    with pytest.raises(UserError, match=r"has no stream files \(it skips 1 whose names begin with _: d/_only"):
         discover_nested(root, ["d"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,13 +18,12 @@ from trainer.data.formats.registry import takes_option
 from trainer.data.inspection.guess import Guess, Look, guess, look
 from trainer.data.inspection.sizing import Sizes, choose_sizes
 from trainer.data.inspection.survey import Survey, survey
-from trainer.data.streams.layout import Discovery, Stream, discover
+from trainer.data.streams.layout import Discovery, Stream, discover, refuse_empty
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.runs.wording import counted
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
-MAX_NAMES = 20  # of empty files in a message
 FEW_DOCUMENTS = 4  # streams with fewer leave rows of a batch empty
 
 
@@ -73,21 +71,6 @@ def make_starter(
         suggests_eod=eod is None and any(takes_option(name, "eod") for name in kind.formats),
         sizes=sizes,
     )
-
-
-def refuse_empty(streams: Sequence[Stream]) -> None:
-    """Refuse empty files, as a run would: all of them at once.
-
-    Raises:
-        UserError: there are some.
-    """
-    empty = [stream.path for stream in streams if os.path.isfile(stream.path) and not os.path.getsize(stream.path)]
-    if not empty:
-        return
-    names = ", ".join(empty[:MAX_NAMES]) + (", ..." if len(empty) > MAX_NAMES else "")
-    problem = f"of {counted(len(streams), 'file')} {len(empty):,} {'is' if len(empty) == 1 else 'are'} empty"
-    fix = "a run refuses them: remove them, or copy the others with train data build text, which skips them"
-    raise UserError(names, problem, fix)
 
 
 def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tuple[list[Stream], float]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from trainer.cli.options import ConfigOption, JsonOption, SetOption, require_config
+from trainer.runs.wording import counted
 
 
 def check(
@@ -28,6 +29,7 @@ def check(
 
     from trainer.config.load import load_config, to_toml
     from trainer.config.rules import check_state_rules, costs_of_carry
+    from trainer.data.streams.layout import refuse_empty
     from trainer.metrics.logger import get_logger
     from trainer.preview.shapes import source_shape
     from trainer.training.checkpointing.resume_checks import check_resume
@@ -37,6 +39,7 @@ def check(
     resolved = load_config(config_path, overrides or [])
     plan = make_plan(resolved, Path(config_path), nproc)
     plan.check_weights()
+    refuse_empty([stream for source in plan.sources for stream in source.streams])
     check_resume(resolved)
     device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
     for unmet in plan.unmet_needs(device):
@@ -68,11 +71,16 @@ def check(
         return
     # The values are comments, so that the output is itself a config.
     typer.echo(to_toml(resolved))
-    typer.echo(f"# {config_path} is valid. Derived values for {nproc} rank(s):")
+    typer.echo(f"# {config_path} is valid. Derived values for {counted(nproc, 'rank')}:")
+    _print_facts(facts, sources)
+
+
+def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> None:
     for name, value in facts.items():
         typer.echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
     for name, found in sources.items():
-        typer.echo(f"#   source {name}: {found['streams']} streams, modalities {', '.join(found['modalities'])}")
+        what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
+        typer.echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
         if "rank_token_shares" in found:
             tokens, masked = found["rank_token_shares"], found["masked_share"]
             by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in masked.items())

@@ -87,7 +87,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for given in map(Path, paths):
         if not given.is_dir():
-            raise UserError(str(given), "is no directory", "name a directory of runs, such as runs/")
+            raise UserError(str(given), "is not a directory", "name a directory of runs, such as runs/")
         inside = sorted(path for path in given.iterdir() if path.is_dir())
         found += [path for path in (given, *inside) if _is_run(path)]
     return list(dict.fromkeys(found))

@@ -48,10 +48,33 @@ def _is_data_file(path: Path, format: str) -> bool:
     return format != "auto" or path.suffix in suffixes()
 
 
+def refuse_empty(streams: Sequence[Stream]) -> None:
+    """Refuse streams of empty files, all of them at once.
+
+    Raises:
+        UserError: there are some.
+    """
+    empty = [stream.path for stream in streams if os.path.isfile(stream.path) and not os.path.getsize(stream.path)]
+    refuse_empty_files(empty, len(streams))
+
+
+def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
+    """Refuse the empty ones of so many files. A run that opened them only to read them would end hours later.
+
+    Raises:
+        UserError: there are some.
+    """
+    if not empty:
+        return
+    problem = f"{len(empty):,} of {num_files:,} files {'is' if len(empty) == 1 else 'are'} empty, which a run refuses"
+    fix = "remove them, or copy the others with train data build text, which skips them"
+    raise UserError(few(empty), problem, fix)
+
+
 def _ignored(names: Sequence[str]) -> str:
     """What to say of files and directories that are left out because of their names; empty if there are none."""
     marked = sorted(name for name in names if os.path.basename(name).startswith("_"))  # hidden files mean nothing here
-    return f"ignores {len(marked):,} whose names begin with _: {few(marked)}" if marked else ""
+    return f"skips {len(marked):,} whose names begin with _: {few(marked)}" if marked else ""
 
 
 def _warn_ignored(where: object, names: Sequence[str]) -> None:

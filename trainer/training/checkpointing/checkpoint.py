@@ -205,7 +205,7 @@ def _listed_files(path: Path) -> dict[str, Any]:
 
 
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint to continue from (rank 0), with its state; None to start anew.
+    """The checkpoint to continue from (rank 0), with its state; None to start a new run.
 
     Raises:
         UserError: `resume` names a checkpoint that is not whole; or, for `auto`, none of several is.
@@ -222,7 +222,7 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
             logger.warning("%s; falling back to the checkpoint before it", error)
     if candidates:
         raise UserError(
-            "--resume auto", f"none of the {len(candidates)} checkpoints in {checkpoints} is whole", "start anew"
+            "--resume auto", f"none of the {len(candidates)} checkpoints in {checkpoints} is whole", "start a new run"
         )
     return None
 
@@ -234,7 +234,7 @@ def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         UserError: it is not there, or not whole.
     """
     if not Path(path).is_dir():
-        fix = "name a checkpoint, such as RUN_DIR/checkpoints/step_100, or use auto"
+        fix = "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
         raise UserError("--resume", f"{path}: no such directory", fix)
     try:
         return read(Path(path))

@@ -21,6 +21,7 @@ from trainer.data.inspection.fingerprint import (
 )
 from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.mixing.restart import restart_streams
+from trainer.data.streams.layout import refuse_empty_files
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
@@ -67,7 +68,7 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
         saved: the checkpoint's state.json; None for a run that begins.
 
     Raises:
-        UserError: a file cannot be read; or the data changed, and that is not accepted.
+        UserError: a file cannot be read, or is empty; or the data changed, and that is not accepted.
     """
     with raise_on_all_ranks(world_size=info.world_size):
         before = _saved_fingerprint(saved)
@@ -81,6 +82,10 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     sources: dict[str, dict[str, str]] = {source.name: {} for source in plan.sources if source.streams}
     for (source, path), mark in zip(names, marks, strict=True):
         sources[source][path] = mark
+    with raise_on_all_ranks(world_size=info.world_size):
+        # A run would find them only when it comes to read them, hours later perhaps.
+        empty = [path for (_, path), mark in zip(names, marks, strict=True) if mark.startswith("0:")]
+        refuse_empty_files(empty, len(names))
     now = Fingerprint(blocks, tokenizer, sources)
     if before is None:
         return DataCheck(now)

@@ -12,6 +12,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
+from trainer.runs.wording import counted
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import CheckpointError
 from trainer.training.checkpointing.data_changes import DataCheck, restart_changed
@@ -73,8 +74,8 @@ def restore(
         state.load_shared(saved)
     own = parts[info.rank] if saved_world_size == info.world_size else None
     if own is None:
-        text = "it was saved on %d rank(s), now there are %d: a step has another number of tokens"
-        logger.warning(text, saved_world_size, info.world_size)
+        text = "saved on %s, resumed on %d: a step has another number of tokens (to continue as before: --nproc %d)"
+        logger.warning(text, counted(saved_world_size, "rank"), info.world_size, saved_world_size)
     else:
         with loading(path, "generators"):
             set_generator_states(own["generators"], device)

@@ -57,7 +57,7 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     if breaking:
         listed = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in breaking)
         raise UserError(
-            "--resume", f"the checkpoint was made with another config: {listed}", "put them back, or start anew"
+            "--resume", f"the checkpoint was made with another config: {listed}", "restore them, or start a new run"
         )
     for key in changed:
         if not key.startswith(SILENT):

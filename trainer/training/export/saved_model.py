@@ -56,7 +56,7 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     directory = Path(run_dir) / "checkpoints"
     names = [path.name for path in checkpoint.complete_checkpoints(directory)]
     if not names:
-        problem = "has no whole checkpoint" if Path(run_dir).is_dir() else "is no directory"
+        problem = "has no whole checkpoint" if Path(run_dir).is_dir() else "is not a directory"
         raise UserError(str(run_dir), problem, "name the directory of a run that has saved one (runs/<name>-<time>)")
     wanted = checkpoint.checkpoint_name(step) if step is not None else "auto"
     if step is not None and wanted not in names:
