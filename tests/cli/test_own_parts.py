@@ -80,6 +80,9 @@ class Measured:
 def measured(rank, world_size, seed, seq_len):
     return Measured(seq_len)
 
+def frozen(vocab_size, dim, num_layers):
+    return Bigram(vocab_size).requires_grad_(False)
+
 def not_a_model(vocab_size, dim, num_layers):
     return object()
 """
@@ -181,6 +184,7 @@ def test_ranks_whose_batches_have_no_groups_take_part_in_the_exchange_of_states(
         (["model.target=own_parts:nothing"], "model.target: own_parts has no function nothing"),
         (["model.target=no_such_module:build"], "model.target: cannot import no_such_module"),
         (["model.target=own_parts:not_a_model"], "gave a object without state_width"),
+        (["model.target=own_parts:frozen"], "own_parts:frozen gave a model without a parameter to train"),
         (
             ["model.target=own_parts:gru", "model.args={scael=2}"],
             "model.args: cannot call own_parts:gru with vocab_size, dim",
