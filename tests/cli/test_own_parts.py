@@ -57,6 +57,13 @@ def mostly_masked(rank, world_size, seed, seq_len, *, masked, length=20):
             batch["targets"] = np.full_like(batch["targets"], -100)
         yield batch
 
+def grouped_by_turns(rank, world_size, seed, seq_len):
+    # Batches with groups on one rank, while those of the other have none.
+    for index, batch in enumerate(counting(rank, world_size, seed, seq_len)):
+        if (index + rank) % 2:
+            batch |= {"group_ids": np.array([rank]), "cell_index": np.array([index]), "is_last": np.array([False])}
+        yield batch
+
 class Measured:
     # Metrics of its own, of which one has no row in the catalog, and labels that do not fit.
     metric_keys = ("my/thing", "ledger/cold_starts")
@@ -72,6 +79,9 @@ class Measured:
 
 def measured(rank, world_size, seed, seq_len):
     return Measured(seq_len)
+
+def frozen(vocab_size, dim, num_layers):
+    return Bigram(vocab_size).requires_grad_(False)
 
 def not_a_model(vocab_size, dim, num_layers):
     return object()
@@ -155,12 +165,26 @@ def test_a_step_whose_batches_have_no_target_is_not_the_end_of_the_data(tmp_path
     assert rows["train", 10].get("non_finite_steps") == 0.0
 
 
+@pytest.mark.distributed
+def test_ranks_whose_batches_have_no_groups_take_part_in_the_exchange_of_states(tmp_path):
+    """Otherwise one rank waits for the other in the look-up, which waits for it in the gradient's reduction."""
+    data = "data.source=[{name='own', target='own_parts:grouped_by_turns'}]"
+    options = ("--set", "model.target=own_parts:gru", "--set", data, "--set", "distributed.timeout_sec=20")
+    result = run_own(tmp_path, *options, "--set", "train.micro_batches=1", nproc=2)
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    # Rank 1 has a group from its first batch on, at cell 0; that of rank 0 begins at cell 1: one cold start.
+    assert sum(row["ledger/cold_starts"] for row in rows.values()) == 1
+    assert rows["train", 20]["ledger/live_groups"] == 2
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["model.target=own_parts:nothing"], "model.target: own_parts has no function nothing"),
         (["model.target=no_such_module:build"], "model.target: cannot import no_such_module"),
         (["model.target=own_parts:not_a_model"], "gave a object without state_width"),
+        (["model.target=own_parts:frozen"], "own_parts:frozen gave a model without a parameter to train"),
         (
             ["model.target=own_parts:gru", "model.args={scael=2}"],
             "model.args: cannot call own_parts:gru with vocab_size, dim",

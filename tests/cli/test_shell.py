@@ -89,3 +89,18 @@ def test_no_color_takes_the_colours_away_everywhere(tmp_path):
         if arguments[0] == "--config":
             (tmp_path / "run").rename(tmp_path / "first")
         assert COLOUR.search(shown(where, tmp_path, {})), f"{arguments}: the test sees no colour at all"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_whose_standard_streams_are_closed_is_like_any_other(tmp_path, closed):
+    """The files of a run must not take the place of a closed stream, and get what is meant for people."""
+    config = write_tiny_config(tmp_path)
+    line = f'exec "$@" {closed}'
+    words = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", 2])
+    code = subprocess.run(
+        ["sh", "-c", line, "sh", *words], env=environment(), timeout=TIMEOUT_SEC, check=False
+    ).returncode
+    assert code == 0
+    assert '"state": "done"' in (tmp_path / "run" / "status.json").read_text()
+    for name in ("metrics.jsonl", "events.jsonl"):
+        assert all(row.startswith("{") for row in (tmp_path / "run" / name).read_text().splitlines())

@@ -126,6 +126,7 @@ def _print_versions() -> None:
 
 def main() -> None:
     """Run the program and exit."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Paths may hold bytes that are not UTF-8, in Python lone surrogates: shown as escapes, not a traceback.
@@ -151,6 +152,19 @@ def main() -> None:
             raise
         refuse(_usage_message(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_closed_streams() -> None:
+    """Put the null device where stdin, stdout or stderr is closed (`2>&-`, some daemons).
+
+    Otherwise the next file that is opened, such as the record of a run, takes the number, and gets what is meant for people.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - lives as long as we do
 
 
 def _usage_message(error: Exception) -> str:

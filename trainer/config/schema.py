@@ -6,7 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import PLAIN_NAME, Count, Fraction, ImportPath, NonNegative, Positive, Table, Text, WholeNumber
+from trainer.config.base import (
+    PLAIN_NAME,
+    Count,
+    Fraction,
+    ImportPath,
+    NonNegative,
+    Positive,
+    Seconds,
+    Seed,
+    Table,
+    Text,
+    WholeNumber,
+)
 from trainer.config.data_tables import DataTable, EvalTable
 
 
@@ -18,7 +30,7 @@ class RunTable(Table):
     """Letters, digits, `_`, `-` and `.`."""
     dir: Text = "runs"
     """Parent directory: the run is written to `<dir>/<name>-<time>`, unless --run-dir names a directory."""
-    seed: WholeNumber = 0
+    seed: Seed = 0
     """Seed of all randomness: initial weights, data order, picks, samples."""
 
 
@@ -230,7 +242,7 @@ class DistributedTable(Table):
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA, gloo on the CPU."""
-    timeout_sec: Positive = 600.0
+    timeout_sec: Seconds = 600.0
     """Seconds after which a collective that does not complete fails and the run ends."""
 
 

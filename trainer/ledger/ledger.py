@@ -115,6 +115,11 @@ class Ledger:
         return self._layout.ownership
 
     @property
+    def is_collective(self) -> bool:
+        """Whether `lookup` and `store` communicate, so that every rank must call them equally often."""
+        return self._exchange is not None
+
+    @property
     def exchange_sec(self) -> float:
         """Seconds spent so far in the collectives of `exchange`, in which a rank waits for the others."""
         return 0.0 if self._exchange is None else self._exchange.seconds

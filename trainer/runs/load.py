@@ -35,6 +35,7 @@ METRICS_NAME: Final = "metrics.jsonl"
 ENDED_STATES: Final = {"failed": "failed", "stopped": "was stopped", "done": "ended"}
 """Final states of status.json, in the past tense."""
 SHOWN_REASON: Final = 300
+MAX_STEP: Final = 2**63 - 1  # columns hold steps in 64 bits
 _NUMBERS: Final = frozenset({int, float})
 _PLAIN_KEYS: Final = ("schema_version", "mode", "global_step", "metrics")
 
@@ -146,7 +147,7 @@ class _Reader:
                 tuple(row) == _PLAIN_KEYS
                 and row["schema_version"] == SCHEMA_VERSION
                 and type(row["schema_version"]) is type(step) is int
-                and step >= 0
+                and 0 <= step <= MAX_STEP
                 and mode in MODES
                 and bool(keys)
                 and _NUMBERS.issuperset(map(type, values))
@@ -170,7 +171,9 @@ class _Reader:
         except PayloadError as error:
             self._skip(error)
             return
-        if isinstance(found, Payload):
+        if found.global_step > MAX_STEP:
+            self._skip(PayloadError("global_step", f"must be at most {MAX_STEP}"))
+        elif isinstance(found, Payload):
             row = found.values()
             self._add(found.mode, found.global_step, tuple(row), row.values())
         else:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.runs import ROOT, TINY
+from tests.support.runs import ROOT, TINY, write_tiny_config
 from trainer.config.lines import key_lines
 from trainer.config.load import load_config, load_dataset_file, to_toml
 from trainer.config.overrides import apply_override, parse_value
@@ -309,3 +309,15 @@ def test_no_override_ends_in_anything_but_a_config_or_a_user_error(tmp_path, key
     path.write_text(BASE)
     with suppress(UserError):
         load_config(path, [f"train.{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"run.seed={2**63}", "run.seed: must be < 9223372036854775808"),
+        ("distributed.timeout_sec=1e300", "distributed.timeout_sec: must be <= 1"),
+    ],
+)
+def test_numbers_that_torch_cannot_hold_are_refused(tmp_path, override, message):
+    with pytest.raises(UserError, match=message):
+        load_config(write_tiny_config(tmp_path), [override])

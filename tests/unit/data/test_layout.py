@@ -138,3 +138,28 @@ def test_long_documents_become_runs_and_short_ones_share_rows() -> None:
     assert np.diff(packed.segment_offsets).tolist() == [0, 0, 0, 2, 0, 0, 0]
     kept = build_groups(lengths, np.array([3, 6]), pack=False, **cut)
     assert kept.group_ids.tolist() == groups.group_ids[[4, 7]].tolist()
+
+
+def test_nested_streams_behind_links_are_read_once(root: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "scratch"
+    (elsewhere / "deep").mkdir(parents=True)
+    (elsewhere / "deep" / "y.txt").write_text("text")
+    (root / "a" / "part").symlink_to(elsewhere)
+    (root / "a" / "again").symlink_to(root / "a")
+    (root / "c").symlink_to(elsewhere)
+    names = [stream.relative_path for stream in discover_nested(root)]
+    assert names == ["a/part/deep/y.txt", "a/x.md", "b/deep/a.jsonl", "b/z.txt", "c/deep/y.txt"]
+
+
+@pytest.mark.parametrize("layout", ["nested", "direct"])
+def test_compressed_files_and_suffixes_in_capitals_do_not_vanish_silently(root: Path, caplog, layout: str) -> None:
+    for name in ("x.jsonl.gz", "y.txt.zst", "z.TXT", "notes.pdf", "_part.jsonl.gz", "w.tar.gz"):
+        (root / "b" / name).write_bytes(b"x")
+    streams = discover_nested(root) if layout == "nested" else discover_direct([str(root / "b" / "*")])
+    assert {Path(stream.path).name for stream in streams} >= {"z.txt"}
+    assert "does not read 3 file(s) that look like data: " in caplog.text
+    assert all(name in caplog.text for name in ("x.jsonl.gz", "y.txt.zst", "z.TXT"))
+    assert "pdf" not in caplog.text
+    caplog.clear()
+    discover_direct([str(root / "b" / "z.txt"), str(root / "b" / "z.TXT")])
+    assert caplog.text == ""

@@ -220,3 +220,10 @@ def test_columns_match_a_dict_of_rows(seed: int) -> None:
 def test_reading_a_run_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, trainer.runs.load; print({'torch', 'numpy', 'wandb'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("line", [train(2**70, loss=1.0), restart(2**70)])
+def test_a_step_beyond_64_bits_is_skipped_like_any_line_that_cannot_be_meant(tmp_path, line):
+    run = load_run(write(tmp_path / "metrics.jsonl", train(1, loss=2.0), line, train(2, loss=1.5)))
+    assert column(run, "loss") == {1: 2.0, 2: 1.5}
+    assert not run.restarts

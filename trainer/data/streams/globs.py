@@ -25,12 +25,12 @@ def _matches(pattern: str) -> Iterator[str]:
     rest = [part for part in parts[at + 1 :] if part] or ["*"]
     head = os.sep.join(parts[:at]) or (os.sep if at else os.curdir)
     for base in glob.iglob(head):
-        for directory in _directories(base):
+        for directory in directories(base):
             yield from _matches(os.path.join(glob.escape(directory), *rest))
 
 
-def _directories(base: str) -> Iterator[str]:
-    """`base` and all directories below it, hidden ones excepted, each once; directories before links to them."""
+def directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
+    """`base` and all directories below it, each once; directories before links to them."""
     seen: set[tuple[int, int]] = set()
     own: list[str] = [base]
     links: list[str] = []
@@ -47,5 +47,5 @@ def _directories(base: str) -> Iterator[str]:
             continue
         yield directory
         for entry in entries:
-            if not entry.name.startswith(".") and entry.is_dir():
+            if (enters_hidden or not entry.name.startswith(".")) and entry.is_dir():
                 (links if entry.is_symlink() else own).append(entry.path)

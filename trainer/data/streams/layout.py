@@ -5,17 +5,18 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from trainer.data.formats.registry import check_format, index_suffixes, suffixes
-from trainer.data.streams.globs import find_files
+from trainer.data.streams.globs import directories, find_files
 from trainer.errors import UserError
 from trainer.names import few, printable
 
 IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
 logger = logging.getLogger("trainer.data")
 
 
@@ -82,6 +83,20 @@ def _warn_ignored(where: object, names: Sequence[str]) -> None:
         logger.warning("%s: %s; rename those that are data", printable(str(where)), ignored)
 
 
+def _looks_like_data(path: Path, format: str) -> bool:
+    """Whether a file that is not read has documents, as far as its name says: a compressed one, or a suffix in capitals."""
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    is_known = inner.suffix.lower() in suffixes() and path.suffix not in suffixes()
+    return format == "auto" and is_known and not path.name.startswith(IGNORED)
+
+
+def _warn_unread(where: object, names: Sequence[str]) -> None:
+    if names:
+        text = "%s: does not read %s that look like data: %s; unpack them, or rename them to a known extension (%s)"
+        known = " ".join(suffixes())
+        logger.warning(text, printable(str(where)), f"{len(names):,} file(s)", few(sorted(names)), known)
+
+
 def _none(problem: str, names: Sequence[str]) -> str:
     ignored = _ignored(names)
     return f"{problem} (it {ignored})" if ignored else problem
@@ -112,15 +127,18 @@ def discover_nested(
     base = Path(root)
     if not base.is_dir():
         raise UserError(str(root), "no such directory", "set root to a directory with one directory per modality")
-    directories = {printable(d.name): d for d in sorted(base.iterdir()) if d.is_dir()}
-    present = [name for name in directories if not name.startswith(IGNORED)]
-    left_out = [name for name in directories if modalities is None and name not in present]
+    modality_paths = {printable(d.name): d for d in sorted(base.iterdir()) if d.is_dir()}
+    present = [name for name in modality_paths if not name.startswith(IGNORED)]
+    left_out = [name for name in modality_paths if modalities is None and name not in present]
     found: list[tuple[str, str, str]] = []
+    unread: list[str] = []
     for modality in present if modalities is None else sorted(set(modalities)):
         if modality not in present:
-            problem = f"ignores {modality!r}" if modality in directories else f"has no modality {modality!r}"
+            problem = f"ignores {modality!r}" if modality in modality_paths else f"has no modality {modality!r}"
             raise UserError(str(root), problem, f"it has: {', '.join(present) or 'none'}")
-        files = [path for path in directories[modality].rglob("*") if path.is_file() and _is_data_file(path, format)]
+        all_files = [path for path in _files_below(modality_paths[modality]) if path.is_file()]
+        files = [path for path in all_files if _is_data_file(path, format)]
+        unread += [path.relative_to(base).as_posix() for path in all_files if _looks_like_data(path, format)]
         ignored = [path.relative_to(base).as_posix() for path in files if path.name.startswith(IGNORED)]
         if len(files) == len(ignored) and modalities is not None:
             problem = _none("has no stream files", ignored)
@@ -132,7 +150,14 @@ def discover_nested(
         fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
         raise UserError(str(root), _none("has no stream files", left_out), fix)
     _warn_ignored(root, left_out)
+    _warn_unread(root, unread)
     return _numbered(found)
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    """What lies in a directory and in those below it, also behind links, as in a glob: each directory is entered once."""
+    for below in directories(str(directory), enters_hidden=True):
+        yield from Path(below).iterdir()
 
 
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
@@ -147,12 +172,15 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     check_format(format)
     found: dict[str, tuple[str, str, str]] = {}
     left_out: list[str] = []
+    unread: list[str] = []
     for given in paths:
         text = os.path.normpath(str(given))
         if os.path.isfile(text):
             matches = [text]
         else:
-            data = [m for m in find_files(text) if _is_data_file(Path(m), format)]
+            named = find_files(text)
+            data = [m for m in named if _is_data_file(Path(m), format)]
+            unread += [m for m in named if _looks_like_data(Path(m), format)]
             matches = [m for m in data if not os.path.basename(m).startswith(IGNORED)]
             left_out += [m for m in data if os.path.basename(m).startswith(IGNORED)]
         if not matches and not glob.has_magic(text) and not os.path.exists(text):
@@ -166,6 +194,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
     _warn_ignored("paths", [name for name in left_out if name not in found])
+    _warn_unread("paths", [name for name in unread if name not in found])
     return _numbered(list(found.values()))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -115,14 +115,9 @@ def holdout_batches(plan: Plan, info: RankInfo, device: torch.device) -> HeldOut
             dataset.load_state_dict(beginning)
         # Generators, which have neither state nor metrics: an evaluation needs none.
         loaders = [iter(Loader((batch for batch in each), device=device, prefetch=0)) for each in datasets]
-        for turn in itertools.count():
-            alive = [loaded for loader in loaders if (loaded := next(loader, None)) is not None]
-            for position, loaded in enumerate(alive):
-                if turn * len(alive) + position >= plan.config.eval.batches:
-                    return
-                yield loaded.batch
-            if not alive:
-                return
+        in_turn = (loaded for turn in zip_longest(*loaders) for loaded in turn if loaded is not None)
+        for loaded in islice(in_turn, plan.config.eval.batches):
+            yield loaded.batch
 
     next(batches(), None)
     return batches

@@ -177,7 +177,8 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
     """The model that `[model]` names.
 
     Raises:
-        UserError: the target does not take the arguments, fails, or gives no module with `state_width`.
+        UserError: the target does not take the arguments, fails, or gives no module with `state_width` and a parameter to
+            train.
     """
     target = resolve_target(table.target, "model.target")
     given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **table.args}
@@ -200,4 +201,7 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
         raise UserError("model.target", problem, "return a module as trainer.model.protocol.SequenceModel describes it")
     if width < 0:
         raise UserError("model.target", f"{table.target} gave a model with state_width {width}", "set it to 0 or more")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        problem = f"{table.target} gave a model without a parameter to train"
+        raise UserError("model.target", problem, "let at least one have requires_grad")
     return model

@@ -10,6 +10,7 @@ import torch
 from trainer.config.rules import largest_batch, mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
+from trainer.names import printable
 from trainer.runs.wording import counted
 from trainer.training.setup.sources import Source
 
@@ -36,6 +37,7 @@ def doubts(config: RunConfig, sources: list[Source]) -> Iterator[UserError]:
     if held_out > MOST_HELD_OUT:
         problem = f"holds out {held_out:.0%} of the documents: the run trains on the few that are left"
         yield UserError("eval.holdout_fraction", problem, "set it to 0.02, or 0.2 for little data")
+    yield from _leaks(sources if held_out > 0 else [])
     if config.optimizer.lr > LARGEST_LR:
         problem = f"{config.optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield UserError("optimizer.lr", problem, "set it between 1e-5 and 1e-2")
@@ -48,6 +50,23 @@ def doubts(config: RunConfig, sources: list[Source]) -> Iterator[UserError]:
             problem = f"{wanted} readers, but the source has {has}: all are open at once, nothing is mixed in later"
             fix = f"set it to at most {len(source.streams)}"
             yield UserError(f"source {source.name}: mixing.num_streams_mixed", problem, fix)
+
+
+def _leaks(sources: list[Source]) -> Iterator[UserError]:
+    """Files that are read under several names: which documents are held out depends on the name."""
+    names: dict[tuple[int, int], dict[str, str]] = {}
+    for source in sources:
+        for stream in source.streams:
+            status = os.stat(stream.path)
+            names.setdefault((status.st_dev, status.st_ino), {}).setdefault(stream.relative_path, source.name)
+    twice = [found for found in names.values() if len(found) > 1]
+    if twice:
+        first = " and ".join(f"{printable(name)} (source {source})" for name, source in list(twice[0].items())[:2])
+        problem = (
+            f"{counted(len(twice), 'file')} under several names, such as {first}: each holds out other documents, "
+        )
+        problem += "and trains on those of the other"
+        yield UserError("eval.holdout_fraction", problem, "read a file once, or in each source below the same root")
 
 
 def unmet_needs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,11 @@ class Carry:
     group_ids: np.ndarray
     cell_index: np.ndarray
     is_last: np.ndarray
+
+    @classmethod
+    def of_no_group(cls, num_rows: int) -> Self:
+        """Rows that carry nothing."""
+        return cls(np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Objective
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.optimizer import set_lr
 
@@ -170,6 +170,9 @@ class TrainStep:
         for index, micro in enumerate(window):
             is_last = index == len(window) - 1
             carry = micro.carry if self._ledger is not None else None
+            if carry is None and self._ledger is not None and self._ledger.is_collective:
+                # The rows of other ranks may have groups, and all ranks must take part.
+                carry = Carry.of_no_group(len(micro.targets))
             state = None
             if self._ledger is not None and carry is not None:
                 state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
