@@ -120,7 +120,14 @@ def test_a_stop_at_a_step_that_is_not_logged_adds_no_row(tmp_path: Path) -> None
     """A row forced there would lack what only logging steps collect: accuracy and the parts of the loss."""
     (tmp_path / "stops.py").write_text(STOPS)
     config = write_tiny_config(tmp_path)
-    arguments = ("--set", "model.target=stops:build", "--set", "metrics.log_interval=4")
+    arguments = (
+        "--set",
+        "model.target=stops:build",
+        "--set",
+        "model.contract=false",
+        "--set",
+        "metrics.log_interval=4",
+    )
     result = run("--config", config, "--run-dir", tmp_path / "run", "--steps", 50, *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     status = json.loads((tmp_path / "run" / "status.json").read_text())

@@ -61,7 +61,7 @@ def test_a_step_has_one_gradient_sync_and_one_small_reduction_and_a_logged_one_m
 ) -> None:
     (tmp_path / "profiled.py").write_text(MODULE, encoding="utf-8")
     config = write_tiny_config(tmp_path, f"\n[gns]\nenabled = {str(has_gns).lower()}\n\n[checkpoint]\nevery = 0\n")
-    text = config.read_text(encoding="utf-8").replace("[model]", '[model]\ntarget = "profiled:build"')
+    text = config.read_text(encoding="utf-8").replace("[model]", '[model]\ntarget = "profiled:build"\ncontract = false')
     config.write_text(text.replace("log_interval = 1", f"log_interval = {LOG_INTERVAL}"), encoding="utf-8")
     done = run("--config", config, "--steps", STEPS, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr

@@ -89,6 +89,8 @@ def run_observed(directory: Path, *arguments: object, nproc: int, **switches: st
         STEPS,
         "--set",
         "model.target=observed:build",
+        "--set",
+        "model.contract=false",
     ]
     return run(*line, *arguments, nproc=nproc, extra={"PYTHONPATH": str(directory), **switches})
 

@@ -24,7 +24,14 @@ holdout_fraction = 0.2
 every = 9
 keep_last = 9
 """
-ARGUMENTS = ("--set", "train.steps=14", "--set", "model.target=tests.support.faulty_model:build")
+ARGUMENTS = (
+    "--set",
+    "train.steps=14",
+    "--set",
+    "model.target=tests.support.faulty_model:build",
+    "--set",
+    "model.contract=false",
+)
 
 
 @pytest.fixture

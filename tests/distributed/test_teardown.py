@@ -33,7 +33,9 @@ def build(vocab_size, dim, num_layers):
 def test_a_finished_run_leaves_no_thread_of_its_process_group(tmp_path: Path) -> None:
     (tmp_path / "with_report.py").write_text(MODULE, encoding="utf-8")
     config = write_tiny_config(tmp_path)
-    text = config.read_text(encoding="utf-8").replace("[model]", '[model]\ntarget = "with_report:build"')
+    text = config.read_text(encoding="utf-8").replace(
+        "[model]", '[model]\ncontract = false\ntarget = "with_report:build"'
+    )
     config.write_text(text, encoding="utf-8")
     done = subprocess.run(
         command(["--config", config], nproc=2),

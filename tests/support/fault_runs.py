@@ -20,7 +20,16 @@ holdout_fraction = 0.2
 every = 5
 keep_last = 3
 """
-ARGUMENTS = ("--steps", STEPS, "--set", "model.target=tests.support.faulty_model:build", "--set", "gns.ema=0.9")
+ARGUMENTS = (
+    "--steps",
+    STEPS,
+    "--set",
+    "model.target=tests.support.faulty_model:build",
+    "--set",
+    "model.contract=false",
+    "--set",
+    "gns.ema=0.9",
+)
 # Times are no state.
 MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
 

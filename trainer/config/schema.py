@@ -79,6 +79,9 @@ class ModelTable(Table):
     checkpoint's weights."""
     trust: list[Literal["forward", "carry", "causality", "isolation", "resets"]] = []
     """Train the model although it breaks these parts of its contract (docs/contracts.md); diagnosis warns about it."""
+    contract: bool = True
+    """Check a model of your own against its contract before a run, which calls copies of it some hundred times. false: for
+    a forward that does more than compute, such as count its calls in a global variable."""
 
 
 class LedgerTable(Table):

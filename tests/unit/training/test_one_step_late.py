@@ -31,6 +31,7 @@ STEPS = 16
 # before one that is read at once (7, 10, 13, 15), before it starts.
 SETTINGS = (
     "model.target=tests.support.faulty_model:build",
+    "model.contract=false",
     f"train.steps={STEPS}",
     "checkpoint.resume=auto",
 )

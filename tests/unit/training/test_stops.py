@@ -33,7 +33,12 @@ def go(tmp_path, monkeypatch):
     path = write_tiny_config(tmp_path, EXTRA)
     config = load_config(
         path,
-        ["model.target=tests.support.faulty_model:build", f"train.steps={STEPS}", "checkpoint.resume=auto"],
+        [
+            "model.target=tests.support.faulty_model:build",
+            "model.contract=false",
+            f"train.steps={STEPS}",
+            "checkpoint.resume=auto",
+        ],
     )
 
     def run(name: str, fault: dict[str, object]) -> dict[str, object]:

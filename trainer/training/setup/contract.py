@@ -64,6 +64,8 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         UserError: the model cannot be built, or needs inputs that the data do not have.
     """
     table, tokens = plan.config.model, plan.config.data.seq_len
+    if not table.contract:
+        return "model.contract is false"
     size = find_size(table, plan.vocab_size, tokens)
     if isinstance(size, str):
         return size
