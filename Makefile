@@ -13,8 +13,9 @@ EXTRAS := dev,tensorboard,tokenizers,parquet,preview,report,safetensors,hf
 CORPUS := data/pytext
 MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)
-WORKERS ?= 2
-BENCHES := loop gns recurrence ledger data metrics startup growth tbptt
+# Tests wait for processes and pipes much of the time: 3 on two cores.
+WORKERS ?= 3
+BENCHES := loop gns recurrence ledger data metrics startup growth tbptt probe
 
 export OMP_NUM_THREADS ?= 1
 # Nothing here may wait for a key or a browser.
@@ -65,7 +66,7 @@ $(MATRIX)/%/manifest.json: $(STAMP)
 	@touch $@
 
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not faults"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not faults"
 
 test-slow: setup data $(MATRIX_CORPORA)
 	@$(BIN)/python -m pytest -n $(WORKERS) -m slow

@@ -107,7 +107,8 @@ def plan_of(folder: Path, given: Path | None, *, steps: int, device: str) -> Pla
         text = CONFIG.format(steps=steps, device=device, log_interval=LOG_INTERVAL, corpus=folder / "corpus")
         given.write_text(text, encoding="utf-8")
     quiet = ["eval.every=0", "checkpoint.every=0", 'metrics.wandb.mode="disabled"', "metrics.tensorboard=false"]
-    config = load_config(given, [f"train.steps={steps}", f'train.device="{device}"', 'metrics.stdout="json"', *quiet])
+    whole = [f"train.steps={steps}", f"metrics.log_interval={LOG_INTERVAL}"]
+    config = load_config(given, [*whole, f'train.device="{device}"', 'metrics.stdout="json"', *quiet])
     return make_plan(config, given, ALONE.world_size)
 
 
@@ -194,10 +195,11 @@ class Alternating:
             assert math.isclose(loss, float(bare_loss), rel_tol=tolerance), (step, loss, float(bare_loss))
         self._began = time.perf_counter()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def hide(self) -> None:
         """There is no bar."""
-        yield
+
+    def show(self) -> None:
+        """There is no bar."""
 
     def close(self) -> None:
         """There is no bar."""
@@ -251,9 +253,13 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         plan = plan_of(folder, args.config, steps=args.steps, device=args.device)
         bare = BareLoop(plan, device, ready_batches(plan, device))
         times = run_trainer(plan, folder, device, bare)
-    warm = min(5, args.steps // 4)
-    ratios = [theirs / own for own, theirs in zip(times.ours[warm:], times.bare[warm:], strict=True)]
-    ours, theirs = statistics.median(times.ours[warm:]), statistics.median(times.bare[warm:])
+    # Blocks from one logged step to the next: a logged step is read at once and the others one step later, so within a block
+    # the times between two calls are not those of one step.
+    blocks = [slice(first, first + LOG_INTERVAL) for first in range(LOG_INTERVAL, args.steps, LOG_INTERVAL)]
+    ratios = [sum(times.bare[block]) / sum(times.ours[block]) for block in blocks]
+    ours, theirs = (
+        statistics.median(sum(each[block]) / LOG_INTERVAL for block in blocks) for each in (times.ours, times.bare)
+    )
     memory = [[peak_memory(loop, args) for loop in ("trainer", "bare")] for _ in range(args.memory_rounds)]
     growth = [ours_mib / bare_mib for ours_mib, bare_mib in memory]
     goal = GOALS[device.type]
@@ -287,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="config of the run (default: 17.6 M parameters on synthetic text)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--steps", type=int, default=60, help="steps of each loop")
+    parser.add_argument("--steps", type=int, default=120, help="steps of each loop, a multiple of the log interval, 10")
     parser.add_argument("--memory-rounds", type=int, default=3, help="pairs of processes to measure memory")
     parser.add_argument("--only", choices=["trainer", "bare"], help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

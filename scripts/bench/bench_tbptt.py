@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from bench_table import Figure, print_figures, ratio_figure
@@ -57,19 +57,20 @@ def step(model: nn.Module, tokens: Tensor) -> float:
 
 
 def peak_mb(device: str) -> float:
-    """Highest memory so far: allocated on CUDA, resident on the CPU (Linux counts in KiB)."""
+    """Highest memory so far: allocated on CUDA, resident on the CPU. `getrusage` would report that of a parent, too."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def memory_of_step(args: argparse.Namespace) -> float:
     """MB by which a step raises the peak, in this process. A first step of one token loads what torch loads once."""
-    model, tokens = make(args)[args.memory_of], draw(args, args.memory_of)
-    small = make(args)["truncated"]
-    step(small, tokens[:1, :1])
+    ways = make(args)
+    tokens = draw(args, args.memory_of)
+    step(ways["truncated"], tokens[:1, :1])
     before = peak_mb(args.device)
-    step(model, tokens)
+    step(ways[args.memory_of], tokens)
     return peak_mb(args.device) - before
 
 

@@ -25,10 +25,11 @@ TITLES = {
     "startup": "Start-up",
     "growth": "Growth with the size of things",
     "tbptt": "Gradient through several cells",
+    "probe": "Probes of carry",
 }
 GROWTH_PLOT = PAGE.parent / "images" / "growth.png"
 # Fewer rounds than each takes alone, so that all of them fit into a quarter of an hour on two cores.
-SHORTER = {"gns": ["--rounds", "2"], "loop": ["--steps", "40", "--memory-rounds", "2"], "ledger": ["--steps", "1000"]}
+SHORTER = {"gns": ["--rounds", "2"], "loop": ["--steps", "80", "--memory-rounds", "2"], "ledger": ["--steps", "1000"]}
 SHORTER["growth"] = ["--plot", str(GROWTH_PLOT)]
 ON_CUDA = ("loop", "recurrence")
 INTRODUCTION = """\

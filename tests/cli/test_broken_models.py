@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 
@@ -34,11 +35,11 @@ def check(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def run(text: str, *overrides: str):
+    def run(text: str, *overrides: str, options: tuple[str, ...] = ()):
         (tmp_path / "broken_model.py").write_text(text)
         monkeypatch.delitem(sys.modules, "broken_model", raising=False)
-        options = [part for text in ("model.target=broken_model:build", *overrides) for part in ("--set", text)]
-        ended = program(["check", "--config", write_tiny_config(tmp_path), *options], capsys)
+        settings = [part for text in ("model.target=broken_model:build", *overrides) for part in ("--set", text)]
+        ended = program(["check", "--config", write_tiny_config(tmp_path), *settings, *options], capsys)
         sys.modules.pop("broken_model", None)
         return ended
 
@@ -49,9 +50,19 @@ def model(forward: str, *, width: str = "dim") -> str:
     return HEAD + textwrap.indent(textwrap.dedent(forward), "    ") + BUILD.replace("WIDTH", width)
 
 
+GRU = """
+class Gru(Model):
+    def forward(self, tokens, state=None):
+        hidden, last = self.gru(self.embedding(tokens), None if state is None else state[None].contiguous())
+        return ModelOutput(self.head(hidden), last[0])
+
+def gru(vocab_size, dim, num_layers, *, scale=1):
+    return Gru(vocab_size, dim * scale, dim * scale)
+"""
 GOOD = """
 def forward(self, tokens, state=None):
-    hidden = self.embedding(tokens) + (0 if state is None else state[:, None])
+    embedded = self.embedding(tokens)
+    hidden = embedded.cumsum(1) + (0 if state is None else state[:, None])
     return ModelOutput(self.head(hidden), hidden[:, -1])
 """
 
@@ -150,10 +161,128 @@ def test_the_check_leaves_the_generator_as_it_was(check):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_run_that_fails_in_its_first_step_says_that_the_model_breaks_the_contract(tmp_path):
-    (tmp_path / "broken_model.py").write_text(model("def forward(self, tokens):\n    return tokens"))
+DROPS = model("""
+def __init__(self, vocab_size, dim, state_width):
+    super().__init__()
+    self.state_width = dim
+    self.embedding = nn.Embedding(vocab_size, dim)
+    self.gru = nn.GRU(dim, dim, batch_first=True)
+    self.head = nn.Linear(dim, vocab_size)
+
+def forward(self, tokens, state=None):
+    hidden, last = self.gru(self.embedding(tokens))
+    return ModelOutput(self.head(hidden), last[0])
+""")
+PEEKS = model(GOOD).replace("self.head(hidden)", "self.head(hidden + hidden.roll(-1, 1))")
+
+
+def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
+    ended = check(DROPS)
+    assert ended.returncode == 2
+    start = "model.target: broken_model:build: breaks carry: cells after the first start from zero: the incoming state is not "
+    assert ended.stderr.startswith(start)
+    assert 'or set model.trust = ["carry"] to train it all the same' in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert check(PEEKS).stderr.startswith("model.target: broken_model:build: breaks causality: ")
+
+
+def test_the_contract_can_be_left_out_or_trusted_and_that_is_said(check):
+    assert "#   contract = not tried: --no-contract" in check(DROPS, options=("--no-contract",)).stdout
+    ended = check(DROPS, 'model.trust=["carry"]')
+    assert ended.returncode == 0, ended.stderr
+    assert "model: carry: cells after the first start from zero" in ended.stderr
+    assert "broken: carry" in ended.stdout
+
+
+def test_unknown_names_in_trust_are_refused_with_the_list(check):
+    ended = check(model(GOOD), 'model.trust=["cary"]')
+    assert ended.returncode == 2
+    assert "must be one of forward, carry, causality, isolation, resets" in ended.stderr
+
+
+def test_a_large_model_is_checked_at_a_smaller_size(check):
+    ended = check(DROPS, "model.dim=8192")
+    assert ended.returncode == 2, ended.stdout
+    assert "breaks carry" in ended.stderr
+    assert "at dim 8192 and 2 layers instead of 65536 and 2" in check(model(GOOD), "model.dim=65536").stdout
+
+
+def run_broken(tmp_path, text: str, *arguments: object, nproc: int | None = None):
+    (tmp_path / "broken_model.py").write_text(text)
     line = ["--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run"]
-    result = run(*line, "--set", "model.target=broken_model:build", extra={"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 1
+    arguments = ("--set", "model.target=broken_model:build", *arguments)
+    return run(*line, *arguments, nproc=nproc, extra={"PYTHONPATH": str(tmp_path)})
+
+
+def test_a_run_of_a_model_without_the_right_forward_is_refused_before_it_begins(tmp_path):
+    result = run_broken(tmp_path, model("def forward(self, tokens):\n    return tokens"))
+    assert result.returncode == 2
     assert "model.target: broken_model:build: its forward fails with" in result.stderr
     assert "broken_model.py:11); make it forward(tokens" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.distributed
+def test_a_run_that_breaks_carry_is_refused_once_on_two_ranks(tmp_path):
+    result = run_broken(tmp_path, DROPS, nproc=2)
+    assert result.returncode == 2
+    assert result.stderr.count("breaks carry") == 1
+
+
+def test_a_trusted_breach_is_recorded_and_diagnosed_and_judged_again_on_a_resume(tmp_path, capsys):
+    trusted = ("--set", 'model.trust=["carry"]', "--set", "checkpoint.every=3")
+    result = run_broken(tmp_path, DROPS, *trusted)
+    assert result.returncode == 0, result.stderr
+    assert "model: carry: cells after the first start from zero" in result.stderr
+    again = run_broken(tmp_path, DROPS, "--steps", 8, "--resume", "auto", *trusted)
+    assert again.returncode == 0, again.stderr
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    contracts = [event for event in events if event["event"] == "contract"]
+    assert [event["global_step"] for event in contracts] == [0, 6]
+    assert all(event["trusted"] == ["carry"] for event in contracts)
+    diagnosis = program(["diagnose", tmp_path / "run"], capsys)
+    assert diagnosis.returncode == 3
+    assert "model_contract: the model breaks carry: cells after the first" in diagnosis.stdout
+    refused = run_broken(tmp_path, DROPS, "--steps", 10, "--resume", "auto", "--set", "checkpoint.every=3")
+    assert refused.returncode == 2
+    assert "breaks carry" in refused.stderr
+
+
+def test_the_doctor_prints_a_table_and_exits_with_3_on_a_breach(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "doctored.py").write_text(DROPS + GRU)
+    monkeypatch.delitem(sys.modules, "doctored", raising=False)
+    ended = program(["doctor", "--model", "doctored:build"], capsys)
+    assert ended.returncode == 3, ended.stderr
+    assert "carry" in ended.stdout
+    assert "doctored:build breaks carry" in ended.stdout
+    ended = program(["doctor", "--model", "doctored:gru", "--args", "{ scale = 2 }", "--json"], capsys)
+    assert ended.returncode == 0, ended.stdout
+    verdicts = {verdict["check"]: verdict["status"] for verdict in json.loads(ended.stdout)["verdicts"]}
+    assert verdicts["carry"] == verdicts["gradient"] == "held"
+    ended = program(["doctor", "--model", "doctored:gru", "--args", "[1]"], capsys)
+    assert ended.returncode == 2
+    assert "--args: must be a TOML table" in ended.stderr
+    sys.modules.pop("doctored", None)
+
+
+def test_a_size_to_check_is_the_real_one_a_smaller_one_or_none(tmp_path, monkeypatch):
+    from trainer.config.schema import ModelTable
+    from trainer.training.setup.contract import find_size
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = "import torch\ndef build(vocab_size, dim, num_layers, *, n):\n    model = torch.nn.Linear(n, 1000)\n"
+    (tmp_path / "fixed_size.py").write_text(text + "    model.state_width = 0\n    return model\n")
+
+    def size(n: int, seq_len: int = 16):
+        return find_size(ModelTable(target="fixed_size:build", args={"n": n}), 50, seq_len)
+
+    assert find_size(ModelTable(dim=512, num_layers=4), 257, 128).dim == 512
+    reduced = find_size(ModelTable(dim=4096, num_layers=32), 257, 128)
+    assert (reduced.dim, reduced.num_layers) == (256, 2)
+    assert size(1000).parameters == 1_001_000
+    assert size(100_000).parameters == 100_001_000  # it has no smaller size: checked once
+    assert "would take long" in size(1_000_000)
+    assert "would take long" in size(1000, seq_len=10_000_000)

@@ -219,3 +219,8 @@ def test_the_format_of_one_s_own_gives_the_column(monkeypatch):
     documents = open_documents(path, format="my_parts:load_csv", tokenizer=tokenizer)
     first = torch.as_tensor(documents.read(0, 0, int(documents.lengths[0])))
     assert bytes(first.tolist()).decode() == "Hydrogen, symbol H, is element number 1: its atom has 1 proton."
+
+
+def test_a_model_that_forgets_is_told_from_one_that_carries() -> None:
+    lines = run_example("model_contract.py").stdout.splitlines()
+    assert any(line.startswith("carry") and "broken" in line and "start from zero" in line for line in lines)

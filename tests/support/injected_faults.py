@@ -45,8 +45,9 @@ def detected_after(fault: Fault, run_dir: Path) -> int | None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     part = run_dir / "part"
     part.mkdir(exist_ok=True)
-    for name in ("config.resolved.toml", "env.json", "status.json"):
-        (part / name).write_bytes((run_dir / name).read_bytes())
+    for name in ("config.resolved.toml", "env.json", "status.json", "events.jsonl"):
+        if (run_dir / name).exists():
+            (part / name).write_bytes((run_dir / name).read_bytes())
 
     def is_found(count: int) -> bool:
         (part / "metrics.jsonl").write_text("".join(lines[:count]), encoding="utf-8")
@@ -209,6 +210,15 @@ def _fail(seed: int, path: Path) -> Path:
     return run
 
 
+def _break_contract(seed: int, path: Path) -> Path:
+    run = write_run(healthy_scenario(seed), path)
+    verdict = {"check": "carry", "status": "broken", "text": "cells after the first start from zero"}
+    event = {"event": "contract", "global_step": 0, "trusted": ["carry"], "verdicts": [verdict]}
+    with (run / "events.jsonl").open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(event) + "\n")
+    return run
+
+
 _ONE_POOL: dict[str, Any] = {"num_sources": 1, "world_size": 1, "batching_mode": "per_stream"}
 _BUSY: dict[str, Any] = {**_ONE_POOL, "micro_batches": 4, "log_interval": 2}
 
@@ -245,6 +255,7 @@ FAULTS = (
     Fault("refused_rows", "states that are NaN in one step", _scenario(on_states=_spoil_states), ONSET, 5),
     Fault("carry_worthless", "a model that ignores its state", _rows(_ignore_state), 0, 100),
     Fault("stale_states", "a gap of 30 to 80 % of the gain", _rows(_grow_stale), ONSET, 150),
+    Fault("model_contract", "a trusted model that drops its state", _break_contract, 0, 5),
     Fault(
         "stuck_reader",
         "a reader that is never picked",

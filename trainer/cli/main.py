@@ -1,7 +1,7 @@
 """The program `train`: its options, its verbs, its exit codes.
 
 Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 3 findings of
-`train diagnose`; 1 anything else.
+`train diagnose` and `train doctor`; 1 anything else.
 Neither this module nor a verb imports anything slow (torch, numpy, pydantic) at the top, so that `train --help` answers at
 once: a verb imports what it needs when it is called.
 """
@@ -25,6 +25,7 @@ from trainer.cli.verbs import (
     config,
     data,
     diagnose,
+    doctor,
     export,
     init,
     ls,
@@ -48,6 +49,7 @@ app.command("init")(init.init)
 app.command("check")(check.check)
 app.command("preview")(preview.preview)
 app.command("ls")(ls.ls)
+app.command("doctor")(doctor.doctor)
 app.command("diagnose")(diagnose.diagnose)
 app.command("report")(report.report)
 app.command("compare")(compare.compare)

@@ -65,6 +65,8 @@ class ModelTable(Table):
     weights: Text | None = None
     """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume, which uses the
     checkpoint's weights."""
+    trust: list[Literal["forward", "carry", "causality", "isolation", "resets"]] = []
+    """Train the model although it breaks these parts of its contract (docs/contracts.md); diagnosis warns about it."""
 
 
 class LedgerTable(Table):

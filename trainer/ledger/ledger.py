@@ -234,7 +234,7 @@ class Ledger:
         return metrics
 
     def undrained(self) -> dict[str, int]:
-        """The counters since the last drain, which go on: what a checkpoint between two drains needs beside the shard.
+        """The counters since the last drain, which are kept: what a checkpoint between two drains needs beside the shard.
 
         Waits for the device.
         """

@@ -1,8 +1,8 @@
 """Puts the values of several micro-steps, and of several steps between two logged ones, together on one rank.
 
 How values combine comes from the catalog's `window` column. Tensors stay on their device and nothing is read: a value
-is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `rank_reduction` goes on over ranks, also with
-the `Moments` of what a reporter has sampled.
+is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `rank_reduction` combines the results over ranks,
+also the `Moments` of what a reporter has sampled.
 """
 
 from __future__ import annotations

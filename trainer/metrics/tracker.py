@@ -267,7 +267,7 @@ class MetricsTracker:
         self._emit("eval", step, {_eval_key(key): _read(value) for key, value in metrics.items()})
 
     def log_restart(self, step: int, **details: Any) -> None:
-        """Say in every stream that the run goes on after this checkpointed step, so that steps may repeat."""
+        """Say in every stream that the run continues after this checkpointed step, so that steps may repeat."""
         self.log_event(build_restart(step, **details))
 
     def log_event(self, event: Mapping[str, Any]) -> None:
@@ -291,7 +291,7 @@ class MetricsTracker:
         self._checked_keys.add(key)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from: tokens seen and the smoothed values."""
+        """What a resumed run continues from: tokens seen and the smoothed values."""
         return {
             "tokens_seen": int(self._tokens_seen),
             "smoothed": self.diagnostics.best_effort("smoothing").run(self._read_smoothed) or dict.fromkeys(_SMOOTHED),

@@ -30,12 +30,12 @@ from trainer.training.loop import run_loop
 from trainer.training.messages import summarize
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
+from trainer.training.setup.contract import check_before_run
 from trainer.training.setup.data import holdout_batches
 from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan
 from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.probe import what_breaks_it
 from trainer.training.signals import StopRequest, say_stopping
 
 logger = get_logger(__name__)
@@ -80,8 +80,7 @@ def train(
         device = pick_device(config.train.device, info)
         plan = make_plan(config, config_path, info.world_size)
         # A model of one's own may do anything while it is built: it is built once, where it is needed.
-        is_built_in = config.model.target == type(config.model).model_fields["target"].default
-        refuse_unmet(plan.unmet_needs(device, counts_model=is_built_in))
+        refuse_unmet(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
         backend = pick_backend(config.distributed.backend, device)
         timeout = config.distributed.timeout_sec
         try:
@@ -122,6 +121,11 @@ def _train_in_group(
             text = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to continue"
             logger.info(text, run_dir.path, position.step, config.train.steps)
             return 0
+        contract: dict[str, Any] | None = None
+        with raise_on_all_ranks(world_size=info.world_size):
+            # The tests prove the built-in model. On a resume too: the code of a model may have changed since.
+            if info.is_main and not plan.has_built_in_model:
+                contract = check_before_run(plan, state.model, device, step=position.step)
         with raise_on_all_ranks(world_size=info.world_size):
             if info.is_main:
                 if not run_dir.is_locked:
@@ -152,7 +156,9 @@ def _train_in_group(
             verdict=verdict_of(run_dir.path) if verdict_of is not None else None,
             stack=stack,
         )
-        return _run_to_end(run, run_dir, plan)
+        if contract is not None:
+            run.event(contract)
+        return _run_to_end(run, run_dir)
 
 
 def _place(
@@ -203,7 +209,7 @@ def _start(plan: Plan, state: TrainState) -> Position:
     return Position.of(state)
 
 
-def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
+def _run_to_end(run: Run, run_dir: RunDir) -> int:
     """Run the loop, and record the outcome in status.json."""
     state, reason, code = "failed", "", EXIT_FAILED
     try:
@@ -234,8 +240,6 @@ def _run_to_end(run: Run, run_dir: RunDir, plan: Plan) -> int:
         every_rank_logger.error("%s", frames if reason == own else reason)
         if run.watchdog is not None and reason != own:
             run.watchdog.write(frames)
-        if run.position.step == 0 and reason == own and (broken := what_breaks_it(plan)):
-            every_rank_logger.error("%s", broken)
         raise RunFailed from error
     finally:
         guard = run.diagnostics.best_effort

@@ -97,7 +97,7 @@ class RunDir:
         try:
             if (
                 source.resolve() != self.resolved_config.resolve()
-            ):  # a run that goes on by it keeps the one written by hand
+            ):  # a run that continues from it keeps the one written by hand
                 write_file(self.path / "config.toml", source.read_bytes())
             write_file(self.resolved_config, to_toml(config))
             write_json(self.path / "env.json", environment(info))
@@ -139,7 +139,7 @@ class RunDir:
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
         """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
         known = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
-        # Not synced: it is written while the run goes on, and a crash of the machine leaves the one before it.
+        # Not synced: it is written while the run is alive, and a crash of the machine leaves the one before it.
         write_json(self.status_file, {**known, "time": round(time.time(), 3)}, sync=False)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
@@ -171,7 +171,7 @@ class RunDir:
 
 
 class StatusKeeper:
-    """Keeps the last step in status.json current while the run goes on (rank 0).
+    """Keeps the last step in status.json current during the run (rank 0).
 
     Args:
         every_sec: no more often than this.
@@ -208,7 +208,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     """The run's directory (rank 0 decides, the others are told).
 
     `given` (--run-dir) wins. With `resume = auto` and none given, it is the newest run of this name that has a checkpoint
-    and is not done. A checkpoint's path goes on in the run it belongs to. Otherwise a new one, named by the time.
+    and is not done. A checkpoint's path continues the run that it belongs to. Otherwise a new one, named by the time.
 
     Raises:
         UserError: the directory given holds a corpus; or a run that has logged or saved something, or still runs, and it

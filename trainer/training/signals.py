@@ -44,7 +44,7 @@ class StopRequest:
     def install(self) -> None:
         """Handle the stop signals of this process, from its main thread."""
         for number in STOP_SIGNALS:
-            # nohup has the program ignore SIGHUP, which then goes on when the terminal is closed.
+            # nohup has the program ignore SIGHUP, which then survives when the terminal is closed.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 

@@ -70,6 +70,11 @@ def noisy(level: float, count: int, relative: float = 0.02) -> list[float]:
     return [level * (1 + relative * math.sin(12.9898 * i * i)) for i in range(count)]
 
 
+def contract_event(status: str, *, step: int = 0) -> dict[str, Any]:
+    verdict = {"check": "carry", "status": status, "text": "cells after the first start from zero"}
+    return {"event": "contract", "global_step": step, "trusted": ["carry"], "verdicts": [verdict]}
+
+
 FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
 LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
 SPEED = noisy(1000.0, 100)
@@ -99,6 +104,7 @@ HEALTHY: dict[str, RunRecord] = {
     "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
     "carry_worthless": make_run(probes(gain=0.05, gap=0.0)),
     "stale_states": make_run(probes(gain=0.5, gap=-0.04)),
+    "model_contract": make_run({"loss": [1.0]}, events=[contract_event("held")]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [11.5] * 60})),
     "uneven_slices": make_run(pool_rows()),
     "closed_pool_imbalance": make_run(pool_rows()),
@@ -129,6 +135,7 @@ FAULTY: dict[str, RunRecord] = {
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
     "carry_worthless": make_run(probes(gain=0.0, gap=0.0, error=0.001)),
     "stale_states": make_run(probes(gain=0.5, gap=-0.06)),
+    "model_contract": make_run({"loss": [1.0]}, events=[contract_event("broken"), contract_event("held", step=40)]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
     "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
     "closed_pool_imbalance": make_run(pool_rows(**{f"{POOL}remaining_fraction_min": [1.0] * 30 + [0.2] * 30})),
@@ -179,7 +186,8 @@ def test_absent_keys_are_not_measured(name: str) -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_fault_is_found_without_the_config(name: str) -> None:
     faulty = FAULTY[name]
-    run = RunRecord(faulty.path, faulty.train, faulty.evals, faulty.restarts, faulty.steps_redone, status=faulty.status)
+    kept = {"status": faulty.status, "events": faulty.events}
+    run = RunRecord(faulty.path, faulty.train, faulty.evals, faulty.restarts, faulty.steps_redone, **kept)
     outcome = check(name, run)
     # Only the config has the size of a state.
     assert outcome.verdict == ("not_measured" if name == "ledger_oversize" else "finding"), outcome.sentence
@@ -476,3 +484,21 @@ def test_few_probes_and_probes_that_are_not_finite_are_not_judged(rule: str) -> 
     for key in ("ledger/carry_gain", "ledger/stale_gap"):
         rows[key][35] = math.nan
     assert check(rule, make_run(rows)).verdict == "not_measured"
+
+
+def test_a_model_that_could_not_be_tried_is_not_called_healthy() -> None:
+    event = {"event": "contract", "global_step": 0, "trusted": [], "not_tried": "too large"}
+    config = {"model": {"target": "mine:build"}}
+    assert (
+        "too large"
+        in (outcome := check("model_contract", make_run({"loss": [1.0]}, events=[event], config=config))).sentence
+    )
+    assert outcome.verdict == "not_measured"
+    assert check("model_contract", make_run({"loss": [1.0]}, config=config)).verdict == "not_measured"
+    assert check("model_contract", make_run({"loss": [1.0]})).verdict == "healthy"  # the built-in model
+
+
+def test_a_gap_of_states_that_were_lost_is_explained() -> None:
+    rows = probes(gain=0.5, gap=-0.2)
+    assert check("stale_states", make_run({**rows, "ledger/cold_starts": {5: 3.0, 80: 0.0}})).verdict == "finding"
+    assert check("stale_states", make_run({**rows, "ledger/cold_starts": {5: 0.0, 80: 3.0}})).verdict == "explained"

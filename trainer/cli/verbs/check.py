@@ -13,6 +13,9 @@ def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
     nproc: Annotated[int, typer.Option(min=1, help="World size to assume.")] = 1,
+    no_contract: Annotated[
+        bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Validate a config; print it with all defaults, and the values derived from it."""
@@ -28,8 +31,8 @@ def check(
     from trainer.metrics.logger import get_logger
     from trainer.preview.shapes import source_shape
     from trainer.training.checkpointing.resume_checks import check_resume
+    from trainer.training.setup.contract import check_here, refuse_breaches
     from trainer.training.setup.plan import make_plan
-    from trainer.training.setup.probe import try_forward
 
     resolved = load_config(config_path, overrides or [])
     plan = make_plan(resolved, Path(config_path), nproc)
@@ -41,7 +44,15 @@ def check(
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     check_state_rules(resolved, plan.state_width())
     facts.update(costs_of_carry(resolved))
-    facts["forward_pass"] = try_forward(plan)
+    report = "--no-contract" if no_contract else check_here(plan)
+    if isinstance(report, str):
+        facts["forward_pass"] = facts["contract"] = f"not tried: {report}"
+    else:
+        refuse_breaches(plan, report)
+        for verdict in [*report.breaches, *report.warnings]:
+            get_logger("check").warning("model: %s: %s", verdict.check, verdict.text)
+        facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
+        facts["contract"] = report.to_json() if as_json else report.summary()
     sources: dict[str, dict[str, Any]] = {
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
         for source in plan.sources

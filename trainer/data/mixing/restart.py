@@ -89,7 +89,7 @@ def _with_ids(
             if known is None:
                 unread.append((stream, 0))
                 continue
-            # Which rank reads a slice depends on the stream's id: this rank goes on with what another one began.
+            # Which rank reads a slice depends on the stream's id: this rank continues what another one began.
             reader = (rank - new.turns[stream] + old.turns[known]) % world_size
             if known in active[reader]:
                 begun.append((stream, active[reader][known]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from trainer.diagnostics.facts import lower_lr
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX
@@ -19,6 +19,7 @@ GAIN = "ledger/carry_gain"
 GAP = "ledger/stale_gap"
 AGE = "ledger/state_age"
 DRIFT = "ledger/state_drift"
+COLD_STARTS = "ledger/cold_starts"
 
 MIN_PROBES = 4
 NEAR_ERRORS = 2.0
@@ -105,6 +106,8 @@ def check_gap(run: RunRecord) -> Outcome:
     )
     if size <= max(FAR_ERRORS * gap.error, STALE_SHARE * gain.mean, STALE_NATS):
         return healthy(words)
+    if series(run, COLD_STARTS).since(gap.shown.steps[0]).total:
+        return explained(f"{words}; ledger/cold_starts counts lost states, which also differ from fresh ones")
     effect = "training looks better than inference will be" if gap.mean < 0 else "their age costs loss"
     return finding(
         f"states are stale{_background(run, gap.shown)}: {words}; {effect}",
@@ -151,7 +154,7 @@ RULES = (
     Rule(
         name="stale_states",
         needs=_needs([GAP, GAIN]),
-        uses=(AGE, DRIFT),
+        uses=(AGE, DRIFT, COLD_STARTS),
         threshold=f"over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond "
         f"{FAR_ERRORS:g} standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats",
         why="Stored states were made by older weights. A gap means that cells are trained on states that inference never has; "

@@ -17,7 +17,7 @@ class LineFile:
     The lines are JSON objects. On opening, a last line without a newline (the writer was killed, the disk was full) is
     repaired: a complete object gets its newline, a fragment is removed, so that the file has only complete lines.
 
-    If the file, or its directory, is removed or replaced by somebody, lines would go on into a file that has no name any more.
+    If the file, or its directory, is removed or replaced by somebody, further lines would go into a nameless file.
     That is noticed at the next line, which begins a new file, with a warning.
     """
 
@@ -73,7 +73,7 @@ class LineFile:
         """
         if not self._is_in_place():
             logger.warning(
-                "%s was removed or replaced; what it held before is lost, a new file goes on here", self.path
+                "%s was removed or replaced; what it held before is lost, a new file continues here", self.path
             )
             os.close(self._fd)
             self._open()

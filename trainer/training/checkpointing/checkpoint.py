@@ -107,9 +107,9 @@ def discard_staging(checkpoints: Path) -> None:
 
 
 def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
-    """Move checkpoints of later steps out of the way (rank 0): the run goes on from `step`, and they are another branch.
+    """Move checkpoints of later steps out of the way (rank 0): the run continues from `step`, and they are another branch.
 
-    They stay in `checkpoints/abandoned/`. Without this, `auto` would later go on from the branch that was left.
+    They stay in `checkpoints/abandoned/`. Without this, `auto` would later continue from the branch that was left.
     """
     moved = []
     for path in checkpoints.glob("step_*"):
@@ -205,7 +205,7 @@ def _listed_files(path: Path) -> dict[str, Any]:
 
 
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint to go on from (rank 0), with its state; None to start anew.
+    """The checkpoint to continue from (rank 0), with its state; None to start anew.
 
     Raises:
         UserError: `resume` names a checkpoint that is not whole; or, for `auto`, none of several is.

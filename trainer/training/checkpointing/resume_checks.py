@@ -25,8 +25,8 @@ BREAKING = (
     "run.seed",
     "optimizer.name",
 )
-# The checkpoint has weights of its own.
-HARMLESS = ("model.weights",)
+# The checkpoint has weights of its own; trust decides which models are refused, not what they compute.
+HARMLESS = ("model.weights", "model.trust")
 # These say where and how a run is executed, not what it computes.
 SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", "ledger.probe_", *HARMLESS)
 

@@ -11,7 +11,7 @@ SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
 _USE = """\
 ## Use
 
-Sample from it, or go on from these weights in a run of your own:
+Sample from it, or start a run of your own from these weights:
 
 ```
 train sample {out} --prompt "Once" --bytes 200
@@ -26,7 +26,7 @@ from trainer.training.export.saved_model import load_model
 
 saved = load_model("{out}", step=None, device=torch.device("cpu"))
 tokens = torch.tensor([[saved.tokenizer.bos_id, *saved.tokenizer.encode("Once")]])
-logits, state = saved.model(tokens=tokens, state=None)  # [B, T, V]; the state to go on from
+logits, state = saved.model(tokens=tokens, state=None)  # [B, T, V]; the state to continue from
 ```
 """
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
+from torch import nn
 
 from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
@@ -63,7 +64,7 @@ def open_run(
         fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
         held_out: makes the micro-batches of an evaluation; None: no evaluations.
         source: name of the checkpoint that it continues from; None without one.
-        wandb_run_id: of the wandb run that goes on; None for a new one.
+        wandb_run_id: of the wandb run that is continued; None for a new one.
         verdict: gives the words on the run's health that stand beside the progress bar.
     """
     config = plan.config
@@ -87,7 +88,9 @@ def open_run(
     diagnostics = state.tracker.diagnostics
     if config.train.compile:
         state.model.compile()
-    train_step = _train_step(plan, state, info, device, diagnostics)
+    # What a row is run through; everything that keeps or shows the model has the model itself.
+    row_model = in_cells(state.model, config)
+    train_step = _train_step(plan, state, row_model, info, device, diagnostics)
     saver = Saver(
         directory=run_dir.checkpoints,
         table=config.checkpoint,
@@ -112,7 +115,7 @@ def open_run(
     if watchdog is not None:
         stack.callback(watchdog.close)
     details = _details(plan, diagnostics)
-    probe = _probe(plan, state, device)
+    probe = _probe(plan, state, row_model, device)
     parts: dict[str, Reporter | None] = {
         "counters": position.unlogged,
         "step_details": details,
@@ -187,7 +190,7 @@ def _open_record(
     Returns:
         The id of the wandb run; None without one.
     """
-    # Without a checkpoint too: the record of an earlier attempt goes on, and its steps come again.
+    # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
     is_restart = run_dir.metrics.exists() or source is not None
     sinks = make_sinks(
         plan.config,
@@ -206,11 +209,11 @@ def _open_record(
 
 
 def _train_step(
-    plan: Plan, state: TrainState, info: RankInfo, device: torch.device, diagnostics: Diagnostics
+    plan: Plan, state: TrainState, row_model: nn.Module, info: RankInfo, device: torch.device, diagnostics: Diagnostics
 ) -> TrainStep:
     table = plan.config.train
     return TrainStep(
-        model=wrap_ddp(in_cells(state.model, plan.config), info, device),
+        model=wrap_ddp(row_model, info, device),
         ledger=state.ledger,
         objective=make_objective(plan.config.objective),
         optimizer=state.optimizer,
@@ -240,14 +243,15 @@ def _details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
     )
 
 
-def _probe(plan: Plan, state: TrainState, device: torch.device) -> StepProbe | None:
+def _probe(plan: Plan, state: TrainState, row_model: nn.Module, device: torch.device) -> StepProbe | None:
     table = plan.config.ledger
     if state.ledger is None or not table.probe_every:
         return None
     probe = CarryProbe(
-        in_cells(state.model, plan.config),  # as the step calls it, so that burn-in shows in the numbers
+        row_model,
         token_loss=lambda logits, targets: prepare(logits, targets).token_loss,
         cells=table.probe_cells,
+        cell_tokens=plan.config.row_tokens,
         autocast=autocast_context(plan.config, device),
     )
     return StepProbe(probe, ledger=state.ledger, tracker=state.tracker, device=device)

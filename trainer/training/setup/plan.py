@@ -40,6 +40,11 @@ class Plan:
         """Token ids of the model, the one that begins a document included."""
         return self.tokenizer.vocab_size
 
+    @property
+    def has_built_in_model(self) -> bool:
+        """Whether `[model] target` is the reference model."""
+        return bool(self.config.model.target == ModelTable.model_fields["target"].default)
+
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""
         return self._model_size[0]

@@ -1,0 +1,432 @@
+"""Models of different make that keep the contract: `trainer.contracts` must not convict any of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.model.build import build
+from trainer.model.protocol import ModelOutput
+
+VOCAB, DIM = 37, 16
+
+
+class Language(nn.Module):
+    """Embedding, `mix` and head; a subclass mixes over time and carries the state."""
+
+    def __init__(self, state_width: int, vocab_size: int = VOCAB, dim: int = DIM) -> None:
+        super().__init__()
+        self.state_width = state_width
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.head = nn.Linear(dim, vocab_size)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        x = self.embedding(tokens)
+        if state is None and self.state_width:
+            state = x.new_zeros(x.shape[0], self.state_width)
+        x, end = self.mix(x, state)
+        return ModelOutput(self.head(x), end)
+
+    def mix(self, x: Tensor, state: Any) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+
+class Gru(Language):
+    """Stacked GRU, state [layer 0 | layer 1 ...]."""
+
+    def __init__(self, layers: int = 1, dropout: float = 0.0) -> None:
+        super().__init__(layers * DIM)
+        self.layers = layers
+        self.rnn = nn.GRU(DIM, DIM, layers, batch_first=True, dropout=dropout)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h = state.to(x.dtype).view(-1, self.layers, DIM).transpose(0, 1).contiguous()
+        x, h = self.rnn(x, h)
+        return x, h.transpose(0, 1).flatten(1)
+
+
+class Rnn(Gru):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(DIM, DIM, batch_first=True)
+
+
+class Lstm(Language):
+    """Two layers; h and c of both."""
+
+    def __init__(self) -> None:
+        super().__init__(4 * DIM)
+        self.rnn = nn.LSTM(DIM, DIM, 2, batch_first=True)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h, c = state.to(x.dtype).view(-1, 2, 2, DIM).permute(1, 2, 0, 3).contiguous()
+        x, (h, c) = self.rnn(x, (h, c))
+        return x, torch.stack([h, c]).permute(2, 0, 1, 3).flatten(1)
+
+
+class Convolution(Language):
+    """A stack of causal convolutions whose last inputs are the state."""
+
+    def __init__(self, width: int = 4, layers: int = 2) -> None:
+        super().__init__(layers * (width - 1) * DIM)
+        self.width, self.layers = width, layers
+        self.convolutions = nn.ModuleList(nn.Conv1d(DIM, DIM, width) for _ in range(layers))
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        ends = []
+        for convolution, held in zip(self.convolutions, state.chunk(self.layers, 1), strict=True):
+            joined = torch.cat([held.to(x.dtype).view(x.shape[0], self.width - 1, DIM), x], 1)
+            ends.append(
+                joined[:, joined.shape[1] - self.width + 1 :].flatten(1).float()
+                if x.dtype == torch.bfloat16
+                else joined[:, joined.shape[1] - self.width + 1 :].flatten(1)
+            )
+            x = x + torch.tanh(convolution(joined.transpose(1, 2)).transpose(1, 2))
+        return x, torch.cat(ends, 1)
+
+
+class SlidingWindow(Language):
+    """Attention over the last `window` positions; keys, values and how many are valid are the state."""
+
+    def __init__(self, window: int = 5) -> None:
+        super().__init__(2 * window * DIM + 1)
+        self.window = window
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        rows, length, w = x.shape[0], x.shape[1], self.window
+        q, k, v = self.qkv(x).chunk(3, -1)
+        count = state[:, -1].clamp(max=w)
+        held_k, held_v = state[:, :-1].to(k.dtype).view(rows, 2, w, DIM).unbind(1)
+        k, v = torch.cat([held_k, k], 1), torch.cat([held_v, v], 1)
+        at, to = torch.arange(length, device=x.device)[:, None] + w, torch.arange(length + w, device=x.device)[None]
+        near = (to <= at) & (to > at - w)
+        valid = (to >= w - count[:, None]) if length else to >= 0
+        mask = near[None] & valid[:, None, :]
+        scores = (q @ k.transpose(1, 2)) / math.sqrt(DIM)
+        out = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+        end = torch.stack([k[:, -w:], v[:, -w:]], 1).flatten(1).to(state.dtype)
+        return x + out, torch.cat([end, (count + length).clamp(max=w)[:, None]], 1)
+
+
+class LinearAttention(Language):
+    """Unnormalized linear attention in parallel form, with the matrix-valued state added."""
+
+    def __init__(self, chunk: int = 0) -> None:
+        super().__init__(DIM * DIM)
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.chunk = chunk
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if self.chunk and x.shape[1] % self.chunk:
+            raise ValueError(f"the length {x.shape[1]} is no multiple of {self.chunk}")
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        memory = state.view(-1, DIM, DIM).to(v.dtype)
+        out = []
+        size = self.chunk or x.shape[1]
+        for qs, ks, vs in zip(q.split(size, 1), k.split(size, 1), v.split(size, 1), strict=True):
+            inner = torch.tril(qs @ ks.transpose(1, 2)) @ vs
+            out.append(inner + qs @ memory)
+            memory = memory + ks.transpose(1, 2) @ vs
+        return x + torch.cat(out, 1) / DIM, memory.flatten(1)
+
+
+class DeltaRule(Language):
+    """Gated delta rule, token by token (Yang et al. 2024, arXiv 2412.06464)."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM * DIM)
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.gates = nn.Linear(DIM, 2)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k = F.normalize(k, dim=-1)
+        alpha, beta = self.gates(x).sigmoid().unbind(-1)
+        memory, out = state.view(-1, DIM, DIM).to(v.dtype), []
+        for t in range(x.shape[1]):
+            memory = memory * alpha[:, t, None, None]
+            old = (memory @ k[:, t, :, None])[..., 0]
+            memory = memory + beta[:, t, None, None] * (v[:, t] - old)[..., None] * k[:, t, None]
+            out.append((memory @ q[:, t, :, None])[..., 0])
+        return x + torch.stack(out, 1), memory.flatten(1)
+
+
+class Ema(Language):
+    """An exponential moving average with a learned rate."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.rate = nn.Parameter(torch.linspace(-2, 2, DIM))
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        rate, h, out = self.rate.sigmoid(), state, []
+        for t in range(x.shape[1]):
+            h = rate * h + (1 - rate) * x[:, t]
+            out.append(h)
+        return torch.stack(out, 1), h
+
+
+class LearnedStart(Language):
+    """An LSTM-like cell whose state is an offset from a learned initial state, so that zeros mean the learned one."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.initial = nn.Parameter(torch.randn(DIM))
+        self.rnn = nn.GRU(DIM, DIM, batch_first=True)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, h = self.rnn(x, (state + self.initial)[None].to(x.dtype).contiguous())
+        return x, h[0] - self.initial
+
+
+class LearnedStartOfNone(LearnedStart):
+    """The learned state for `None` alone, zeros meaning zeros."""
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        if state is None:
+            state = self.initial.expand(tokens.shape[0], -1)
+        x, h = self.rnn(self.embedding(tokens), state[None].to(self.embedding.weight.dtype).contiguous())
+        return ModelOutput(self.head(x), h[0])
+
+
+class Transformer(Language):
+    """Without state; dropout, positions of a fixed length."""
+
+    def __init__(self, dropout: float = 0.0, length: int = 64) -> None:
+        super().__init__(0)
+        self.positions = nn.Embedding(length, DIM)
+        self.layer = nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, dropout=dropout, batch_first=True, norm_first=True)
+
+    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
+        length = x.shape[1]
+        x = x + self.positions(torch.arange(length, device=x.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
+        return self.layer(x, src_mask=mask, is_causal=True), None
+
+
+class FixedLength(Transformer):
+    """Takes rows of 16 tokens and no others."""
+
+    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
+        if x.shape[1] != 16:
+            raise ValueError(f"expected 16 tokens, got {x.shape[1]}")
+        return super().mix(x, state)
+
+
+class DropoutGru(Gru):
+    """Dropout as a module, as a function, and inside the GRU."""
+
+    def __init__(self) -> None:
+        super().__init__(2, dropout=0.3)
+        self.dropout = nn.Dropout(0.2)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(self.dropout(x), state)
+        return F.dropout(x, 0.1, self.training), end
+
+
+class NoiseGru(Gru):
+    """Noise of its own in training."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x + 0.1 * torch.randn_like(x) if self.training else x, state)
+
+
+class Experts(Gru):
+    """A GRU and two of four experts for each token, without a capacity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, 4)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(x, state)
+        weight, choice = self.router(x).softmax(-1).topk(2, -1)
+        for index, expert in enumerate(self.experts):
+            x = x + expert(x) * (weight * (choice == index)).sum(-1, keepdim=True)
+        return x, end
+
+
+class CapacityExperts(Language):
+    """A GRU, and one expert for each token, which takes no more than its capacity: rows are coupled by who comes first."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__(DIM)
+        self.rnn = nn.GRU(DIM, DIM, batch_first=True)
+        self.router = nn.Linear(DIM, 4)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.factor = factor
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, h = self.rnn(x, state[None].to(x.dtype).contiguous())
+        flat = x.flatten(0, 1)
+        capacity = math.ceil(self.factor * flat.shape[0] / 4)
+        weight, choice = self.router(flat).softmax(-1).max(-1)
+        chosen = F.one_hot(choice, 4)
+        fits = (chosen.cumsum(0) * chosen).sum(-1) <= capacity
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            taken = (fits & (choice == index)).unsqueeze(-1)
+            out = out + torch.where(taken, expert(flat) * weight[:, None], 0.0)
+        return x + out.view_as(x), h[0]
+
+
+class RoundedLogits(Gru):
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        output = super().forward(tokens, state)
+        return output._replace(logits=output.logits.bfloat16())
+
+
+class RoundedState(Gru):
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        output = super().forward(tokens, state)
+        return output._replace(state=output.state.bfloat16())
+
+
+class InnerFloat32(Language):
+    """Casts to float32 inside, as scans and norms do."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.rate = nn.Parameter(torch.randn(DIM))
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        a, h, out = torch.exp(-F.softplus(self.rate.float())), state.float(), []
+        for t in range(x.shape[1]):
+            h = a * h + x[:, t].float()
+            out.append(h)
+        return torch.stack(out, 1).to(x.dtype), h
+
+
+class LogSpaceScan(Language):
+    """minGRU in log space: a global log-cumsum-exp, whose rounding is larger than that of a loop."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.gate, self.value = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        z, v = self.gate(x), self.value(x)
+        log_keep, log_take = -F.softplus(z), -F.softplus(-z)
+        log_value = torch.where(v >= 0, (F.relu(v) + 0.5).log(), -F.softplus(-v))
+        a = F.pad(log_keep.cumsum(1), (0, 0, 1, 0))
+        start = state.to(x.dtype).clamp(min=1e-9).log()[:, None]
+        h = (a + torch.logcumsumexp(torch.cat([start, log_take + log_value], 1) - a, 1)).exp()
+        return h[:, 1:], h[:, -1]
+
+
+class PaddedVocabulary(Gru):
+    """More columns than ids; the spare ones are masked with -inf, or -1e9."""
+
+    def __init__(self, fill: float = -math.inf) -> None:
+        super().__init__()
+        self.head = nn.Linear(DIM, VOCAB + 11)
+        self.fill = fill
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        output = super().forward(tokens, state)
+        spare = torch.arange(VOCAB + 11, device=tokens.device) >= VOCAB
+        return output._replace(logits=output.logits.masked_fill(spare, self.fill))
+
+
+class ZeroHead(Gru):
+    """Head and output projection of zeros at the start, as many models begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+
+class Tied(Gru):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+class ManyNorms(Gru):
+    """Layer, group and RMS norms over channels, and a clock in the state that only grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_width = DIM + 1
+        self.norms = nn.ModuleList([nn.LayerNorm(DIM), nn.RMSNorm(DIM), nn.GroupNorm(4, DIM)])
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(self.norms[1](self.norms[0](x)), state[:, :-1])
+        x = self.norms[2](x.flatten(0, 1)).view_as(x)
+        clock = state[:, -1:] + torch.arange(1, x.shape[1] + 1, device=x.device)
+        return x + 0.1 * torch.sin(clock)[..., None].to(x.dtype), torch.cat([end, clock[:, -1:].to(end.dtype)], 1)
+
+
+class Bigram(Language):
+    """Neither state nor memory."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
+        return x, None
+
+
+class FusedRecurrentInEval(Ema):
+    """One kernel in training, another in evaluation, equal up to rounding, as flash-linear-attention's layers do."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.training:
+            return super().mix(x, state)
+        rate, length = self.rate.sigmoid(), x.shape[1]
+        powers = rate ** torch.arange(length + 1, device=x.device)[:, None].to(x.dtype)  # [T + 1, D]
+        lag = torch.arange(length, device=x.device)[:, None] - torch.arange(length, device=x.device)[None]
+        kernel = powers[lag.clamp(min=0)] * (lag >= 0)[..., None] * (1 - rate)
+        out = torch.einsum("tsd,bsd->btd", kernel, x) + powers[1:] * state[:, None]
+        return out, out[:, -1]
+
+
+def rg_lru(vocab_size: int = VOCAB) -> nn.Module:
+    return build(vocab_size, DIM, 2)
+
+
+HONEST: dict[str, Callable[[], nn.Module]] = {
+    "gru": Gru,
+    "stacked gru": lambda: Gru(3),
+    "rnn": Rnn,
+    "lstm": Lstm,
+    "convolutions": Convolution,
+    "sliding window": SlidingWindow,
+    "linear attention": LinearAttention,
+    "chunked linear attention": lambda: LinearAttention(chunk=16),
+    "gated delta rule": DeltaRule,
+    "ema": Ema,
+    "rg-lru": rg_lru,
+    "learned start": LearnedStart,
+    "learned start of none": LearnedStartOfNone,
+    "transformer": Transformer,
+    "transformer of a fixed length": FixedLength,
+    "transformer with dropout": lambda: Transformer(dropout=0.2),
+    "dropout everywhere": DropoutGru,
+    "noise in training": NoiseGru,
+    "experts": Experts,
+    "experts with capacity": CapacityExperts,
+    "experts with a low capacity": lambda: CapacityExperts(0.5),
+    "logits in bf16": RoundedLogits,
+    "state in bf16": RoundedState,
+    "float32 inside": InnerFloat32,
+    "scan in log space": LogSpaceScan,
+    "vocabulary padded with -inf": PaddedVocabulary,
+    "vocabulary padded with -1e9": lambda: PaddedVocabulary(-1e9),
+    "head of zeros": ZeroHead,
+    "tied": Tied,
+    "norms and a clock": ManyNorms,
+    "bigram": Bigram,
+    "another kernel in eval": FusedRecurrentInEval,
+}

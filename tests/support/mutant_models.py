@@ -1,0 +1,290 @@
+"""Models with one breach of the contract each, and the check that is meant to convict it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.honest_models import DIM, Convolution, DeltaRule, Ema, Gru, Language, Transformer
+from trainer.model.blocks import Block
+from trainer.model.encoder import RecurrentEncoder
+from trainer.model.protocol import ModelOutput
+
+
+class DropState(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x, torch.zeros_like(state))
+
+
+class ReturnZeros(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(x, state)
+        return x, torch.zeros_like(end)
+
+
+class DropConvolution(Language):
+    """A short convolution before a recurrence, as in Mamba; only the recurrence's state is carried."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.convolution = nn.Conv1d(DIM, DIM, 4)
+        self.rnn = nn.GRU(DIM, DIM, batch_first=True)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        joined = torch.cat([x.new_zeros(x.shape[0], 3, DIM), x], 1)
+        x = self.convolution(joined.transpose(1, 2)).transpose(1, 2)
+        x, h = self.rnn(x, state[None].to(x.dtype).contiguous())
+        return x, h[0]
+
+
+class ForgetConvolution(Convolution):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        half = state.shape[1] // 2
+        return super().mix(x, torch.cat([state[:, :half], torch.zeros_like(state[:, half:])], 1))
+
+
+class DropLayer(Gru):
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x, torch.cat([torch.zeros_like(state[:, :DIM]), state[:, DIM:]], 1))
+
+
+class OffByOne(Ema):
+    """Returns the state before the last token."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out, _ = super().mix(x, state)
+        return out, out[:, -2] if x.shape[1] > 1 else state
+
+
+class FirstToken(Ema):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out, _ = super().mix(x, state)
+        return out, out[:, 0]
+
+
+class NeverUpdated(Ema):
+    """The state goes in and comes out."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x, state)[0], state
+
+
+class SwapRows(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x.flip(0), state)
+
+
+class SwapTokens(Gru):
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        return super().forward(tokens.flip(0), state)
+
+
+class SwapStates(Gru):
+    """Returns the states in another order."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(x, state)
+        return x, end.roll(1, 0)
+
+
+class BatchNorm(Gru):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(self.norm(x.transpose(1, 2)).transpose(1, 2), state)
+
+
+class BatchMean(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x - 0.1 * x.mean(0, keepdim=True), state)
+
+
+class PeekAhead(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out, end = super().mix(x, state)
+        return out + 0.1 * torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1), end
+
+
+class Unmasked(Transformer):
+    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
+        return self.layer(x + self.positions(torch.arange(x.shape[1], device=x.device))), None
+
+
+class TimeMean(Gru):
+    """A norm over time."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x / (1 + x.std(1, keepdim=True, correction=0)), state)
+
+
+class WriteIntoState(Ema):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out, end = super().mix(x, state)
+        with torch.no_grad():
+            state.copy_(end)
+        return out, end
+
+
+class InPlaceBackward(DeltaRule):
+    """An in-place update of the cache, which autograd needs: backward raises."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        memory, out = state.view(-1, DIM, DIM).to(v.dtype).clone(), []
+        for t in range(x.shape[1]):
+            out.append((memory @ q[:, t, :, None])[..., 0])
+            memory.mul_(0.9).add_(v[:, t, :, None] * k[:, t, None])
+        return x + torch.stack(out, 1), memory.flatten(1)
+
+
+class HiddenState(Gru):
+    """Keeps its state in the module, and ignores the one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h: Tensor | None = None
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        held = self.h if self.h is not None and self.h.shape == state.shape else torch.zeros_like(state)
+        x, end = super().mix(x, held)
+        self.h = end.detach()
+        return x, end
+
+
+class Advances(Gru):
+    """A counter that only a forward with gradients in training advances, such as a recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training and torch.is_grad_enabled():
+            self.calls += 1
+        return super().mix(x * (1 + 0.5 * self.calls), state)
+
+
+class Detached(Gru):
+    """Detached in the middle of the cell: half of the gradient through a cut is missing."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        half = max(x.shape[1] // 2, 1)
+        first, end = super().mix(x[:, :half], state)
+        if half == x.shape[1]:
+            return first, end
+        second, last = super().mix(x[:, half:], end)
+        return torch.cat([first, second], 1), last.detach() * 0.5 + last * 0.5
+
+
+class DetachedState(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(x, state)
+        return x, end.detach()
+
+
+class SingleRowsOnly(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x, state if x.shape[0] == 1 else torch.zeros_like(state))
+
+
+class SingleTokensOnly(Gru):
+    """The full-sequence branch takes no initial state, as in Hugging Face's Mamba."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x, state if x.shape[1] == 1 else torch.zeros_like(state))
+
+
+class PositionsRestart(Ema):
+    """Positions counted from the start of each cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(512, DIM)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x + self.positions(torch.arange(x.shape[1], device=x.device)), state)
+
+
+class LowPrecisionDrop(Gru):
+    """The kernel for low precision takes no initial state."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x, torch.zeros_like(state) if torch.is_autocast_enabled(x.device.type) else state)
+
+
+class ZeroGate(Language):
+    """The breach is behind a gate that is zero at the start: random weights alone would not show it."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.rnn = nn.GRU(DIM, DIM, batch_first=True)
+        self.gate = nn.Parameter(torch.zeros(DIM))
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h, end = self.rnn(x, torch.zeros_like(state)[None].to(x.dtype))
+        return x + self.gate * h, end[0]
+
+
+class _LeakyBlock(Block):
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+        return super().forward(x, state, None)
+
+
+def leaky_encoder(leaky: int = 2) -> nn.Module:
+    """The reference encoder, whose first layers ignore resets."""
+    model = RecurrentEncoder(vocab_size=37, dim=DIM, num_layers=2, hidden=2 * DIM, tie_embeddings=False)
+    for block in list(model.blocks)[:leaky]:
+        block.__class__ = _LeakyBlock
+    return model
+
+
+class LateReset(RecurrentEncoder):
+    """Resets one position too late."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=37, dim=DIM, num_layers=2, hidden=2 * DIM, tie_embeddings=False)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
+        return super().forward(tokens, state, None if resets is None else resets.roll(1, 1))
+
+
+MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    # name: (model, the check meant for it, a word of its verdict)
+    "drops the state": (DropState, "carry", "start from zero"),
+    "returns zeros": (ReturnZeros, "carry", "start from zero"),
+    "drops the convolution's state": (DropConvolution, "carry", "state"),
+    "drops one convolution of two": (ForgetConvolution, "carry", "numbers 48 to 95"),
+    "drops one layer's state": (DropLayer, "carry", "numbers 0 to 15"),
+    "off by one": (OffByOne, "carry", "the last 1 "),
+    "state of the first token": (FirstToken, "carry", "after 1 of 6 tokens"),
+    "state is never updated": (NeverUpdated, "carry", "incoming one"),
+    "single rows only": (SingleRowsOnly, "carry", "a single row carries it"),
+    "single tokens only": (SingleTokensOnly, "carry", "cells of one token carry it"),
+    "positions restart": (PositionsRestart, "carry", "wrong"),
+    "behind a gate of zeros": (ZeroGate, "carry", "start from zero"),
+    "returns the states in another order": (SwapStates, "isolation", "row"),
+    "ignores resets": (leaky_encoder, "resets", "does nothing"),
+    "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "crosses"),
+    "resets too late": (LateReset, "resets", "one position late"),
+    "swaps rows": (SwapRows, "isolation", "row"),
+    "swaps rows of tokens": (SwapTokens, "isolation", "swapped"),
+    "batch norm": (BatchNorm, "isolation", "batch normalization"),
+    "mean over the batch": (BatchMean, "isolation", "mixed"),
+    "peeks one ahead": (PeekAhead, "causality", "the next token is read"),
+    "transformer without mask": (Unmasked, "causality", "mask"),
+    "norm over time": (TimeMean, "causality", "mask"),
+    "writes into the incoming state": (WriteIntoState, "purity", "in place"),
+    "state hidden in the module": (HiddenState, "purity", "from call to call"),
+    "recomputation advances a state": (Advances, "checkpointing", "recomput"),
+    "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
+    "gradient partly detached": (Detached, "gradient", "differs"),
+    "state detached": (DetachedState, "gradient", "detached"),
+    "drops the state in bf16": (LowPrecisionDrop, "autocast", "bf16"),
+}

@@ -1,0 +1,201 @@
+"""`check_model`: every planted breach is convicted by the check that is meant for it, and no honest model is."""
+
+from __future__ import annotations
+
+import copy
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Transformer
+from tests.support.mutant_models import MUTANTS, DropState, PeekAhead
+from trainer.contracts import CHECKS, ContractError, check_model
+from trainer.model.build import build
+
+ON = {"fp32": None, "bf16": torch.bfloat16}
+UNTESTABLE_ISOLATION = ("experts with capacity", "experts with a low capacity")
+
+
+def made(make, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+@pytest.mark.parametrize("precision", ON)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_convicted_by_the_check_meant_for_it(name, precision):
+    make, check, word = MUTANTS[name]
+    report = check_model(made(make), vocab_size=VOCAB, seq_len=32, autocast=ON[precision])
+    verdict = report[check]
+    assert verdict.status in ("broken", "warning"), report
+    assert word in verdict.text, report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_model_is_not_convicted(name, dtype):
+    model = made(HONEST[name])
+    autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
+    report = check_model(model, vocab_size=VOCAB, seq_len=16, autocast=autocast)
+    assert report.breaches == [], report
+    assert report["forward"].status == "held", report
+    assert report["causality"].status == "held", report
+    wanted = "not testable here" if name in UNTESTABLE_ISOLATION else "held"
+    assert report["isolation"].status == wanted, report
+    # Where there is a state, not testing it would be a way to acquit.
+    if model.state_width and name not in UNTESTABLE_ISOLATION:
+        assert report["carry"].status == "held", report
+        assert report["gradient"].status == "held", report
+
+
+@pytest.mark.parametrize("name", ["drops the state", "peeks one ahead"])
+def test_a_model_whose_parameters_are_bf16_is_judged_too(name):
+    make, check, _ = MUTANTS[name]
+    assert check_model(made(make).bfloat16(), vocab_size=VOCAB)[check].status == "broken"
+    honest = check_model(made(Gru).bfloat16(), vocab_size=VOCAB)
+    assert not honest.breaches, honest
+
+
+class NoFloat64(Gru):
+    """A kernel for one dtype."""
+
+    def forward(self, tokens, state=None):
+        if self.head.weight.dtype == torch.float64:
+            raise RuntimeError('"kernel" not implemented for Double')
+        return super().forward(tokens, state)
+
+
+def test_a_model_that_does_not_run_in_float64_is_judged_in_its_own_dtype():
+    report = check_model(made(NoFloat64), vocab_size=VOCAB)
+    assert not report.breaches, report
+    assert report["carry"].status == "held"
+    assert "judged in float32" in report.how
+
+    class Dropping(NoFloat64):
+        def mix(self, x, state):
+            return super().mix(x, torch.zeros_like(state))
+
+    assert check_model(made(Dropping), vocab_size=VOCAB)["carry"].status == "broken"
+
+
+def test_the_model_and_the_generators_are_left_alone():
+    model = nn.Sequential()  # replaced below; keeps mypy out of the dynamic attributes
+    model = made(MUTANTS["batch norm"][0]).eval()
+    model.head.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    check_model(model, vocab_size=VOCAB)
+    assert not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.head.weight.requires_grad
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (dtype, grad)
+
+
+def test_two_checks_of_one_model_agree():
+    model = made(PeekAhead)
+    first, second = (check_model(model, vocab_size=VOCAB) for _ in range(2))
+    assert first.verdicts == second.verdicts
+
+
+class Constant(Gru):
+    def forward(self, tokens, state=None):
+        output = super().forward(tokens, state)
+        return output._replace(logits=output.logits * 0)
+
+
+class Nan(Gru):
+    def forward(self, tokens, state=None):
+        output = super().forward(tokens, state)
+        return output._replace(logits=output.logits * float("nan"))
+
+
+class Needs(Gru):
+    def forward(self, tokens, images, state=None):
+        return super().forward(tokens, state)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(Constant, "the same at every position"), (Nan, "not finite"), (Needs, "needs images")]
+)
+def test_what_cannot_be_judged_is_said_to_be_untestable_with_the_reason(make, why):
+    report = check_model(made(make), vocab_size=VOCAB)
+    assert report.breaches == []
+    assert report["carry"].status == "not testable here"
+    assert why in report["carry"].text
+
+
+def test_a_model_without_state_is_judged_for_causality_and_isolation():
+    report = check_model(made(Transformer), vocab_size=VOCAB)
+    assert {check for check in CHECKS if report[check].status == "held"} >= {"causality", "isolation", "purity"}
+    assert "no state" in report["carry"].text
+
+
+def test_a_model_on_the_meta_device_is_not_tried():
+    with torch.device("meta"):
+        model = Gru()
+    assert "meta device" in check_model(model, vocab_size=VOCAB)["carry"].text
+
+
+def test_a_model_that_cannot_be_copied_is_not_tried():
+    model = made(Gru)
+    model.kept = (torch.ones(1, requires_grad=True) * 2,)  # no leaf: torch refuses to copy it
+    assert "cannot be copied" in check_model(model, vocab_size=VOCAB)["carry"].text
+
+
+def test_the_time_limit_leaves_the_rest_untested():
+    report = check_model(made(Gru), vocab_size=VOCAB, max_seconds=0.0)
+    assert "time was up" in report["carry"].text
+
+
+def test_a_verdict_names_position_and_size():
+    verdict = check_model(made(DropState), vocab_size=VOCAB)["carry"]
+    assert verdict.position == 6
+    assert 1e-3 < (verdict.size or 0.0) < 100
+    assert "from position 6 on" in verdict.text
+
+
+def test_raise_if_broken_lists_all_verdicts():
+    check_model(made(Gru), vocab_size=VOCAB).raise_if_broken()
+    with pytest.raises(ContractError, match="start from zero") as error:
+        check_model(made(DropState), vocab_size=VOCAB).raise_if_broken()
+    assert all(check in str(error.value) for check in CHECKS)
+
+
+@pytest.mark.parametrize("name", ["drops the state", "transformer without mask"])
+def test_a_compiled_mutant_is_convicted_all_the_same(name):
+    make, check, _ = MUTANTS[name]
+    assert check_model(torch.compile(made(make)), vocab_size=VOCAB)[check].status == "broken"
+    inside = made(make)
+    inside.head.compile()
+    assert check_model(inside, vocab_size=VOCAB)[check].status == "broken"
+
+
+def test_a_model_of_ten_million_parameters_takes_at_most_a_few_seconds():
+    """Two seconds on an idle machine; a loaded one may take longer."""
+    model = build(257, 512, 4)
+    assert sum(p.numel() for p in model.parameters()) > 10_000_000
+    started = time.process_time()
+    report = check_model(model, vocab_size=257, seq_len=128)
+    assert not report.breaches, report
+    assert time.process_time() - started < 10
+
+
+def test_the_package_needs_torch_alone():
+    code = (
+        "import sys, trainer.contracts\n"
+        "print(sorted({m.split('.')[1] for m in sys.modules if m.startswith('trainer.')}), 'pydantic' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.split() == ["['contracts',", "'errors',", "'import_path',", "'names']", "False"]
+    assert DIM

@@ -1,0 +1,261 @@
+"""A private copy of the model at one precision, called as the training step calls it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainer.import_path import format_error
+
+CALL_SEED = 20_251
+ZERO_MATRIX_SCALE = 0.5  # times 1 / sqrt(fan-in): about half of what an ordinary initialization draws
+ZERO_VECTOR_SCALE = 0.1
+BLOCK = 65_521  # a prime: rows of a matrix do not repeat
+DROPOUTS = frozenset({"dropout", "dropout_", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"})
+NO_DROPOUT: tuple[dict[str, float], ...] = ({"dropout_p": 0.0}, {})  # as a keyword, unless it is given by position
+LIFTED = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+
+class CallFailed(Exception):
+    """The model's forward or backward raised; the message says what."""
+
+
+class Result(NamedTuple):
+    """A forward's output, as the checks compare it."""
+
+    logits: Tensor
+    """[B, T, V], float64 and detached, or as the model returned them if gradients were asked for."""
+    state: Tensor | None
+    """[B, state_width], as the model returned it, detached unless gradients were asked for."""
+
+
+class Subject:
+    """Calls a copy of the model; each call has the same seed, so that dropout repeats itself.
+
+    Until `is_pure` is set, each call runs on a fresh copy: what a module keeps in its attributes cannot reach the next
+    call, so the checks see exactly what the arguments carry.
+
+    Args:
+        model: owned by this object from now on.
+        dtype: of parameters and states; also the default dtype during a call.
+        autocast: dtype of autocast; None: off.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype, autocast: torch.dtype | None = None) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.autocast = autocast
+        first = next(iter([*model.parameters(), *model.buffers()]), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self.is_pure = False
+        self.training = True
+
+    def with_autocast(self, dtype: torch.dtype | None) -> Subject:
+        """The same model under autocast."""
+        other = Subject(self.model, dtype=self.dtype, autocast=dtype)
+        other.is_pure, other.training = self.is_pure, self.training
+        return other
+
+    def fresh(self) -> nn.Module:
+        """A copy in the subject's mode that shares the parameters and nothing else."""
+        shared: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}
+        return copy.deepcopy(self.model, shared).train(self.training)
+
+    def in_float64(self) -> Subject:
+        """A copy that shares nothing, in double precision."""
+        model = copy.deepcopy(self.model)
+        convert: Any = model._apply  # torch leaves it without types; `double()` would pass over complex numbers
+        convert(lambda tensor: tensor.to(LIFTED.get(tensor.dtype, tensor.dtype)))
+        return Subject(model, dtype=torch.float64)
+
+    def zeros(self, rows: int) -> Tensor | None:
+        """The state from which a group starts; None for a model without state."""
+        width: int = self.model.state_width  # type: ignore[assignment]
+        return torch.zeros(rows, width, dtype=self.ledger_dtype, device=self.device) if width else None
+
+    @property
+    def ledger_dtype(self) -> torch.dtype:
+        """Of incoming states: float32 as the ledger keeps them; float64 where the model runs in it."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def carried(self, state: Tensor | None) -> Tensor | None:
+        """A returned state as the ledger would give it to the next cell: a detached copy."""
+        return None if state is None else state.detach().to(self.ledger_dtype, copy=True)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        state: Tensor | None,
+        resets: Tensor | None = None,
+        *,
+        with_grad: bool = False,
+        on: nn.Module | None = None,
+        copies: bool = True,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> Result:
+        """Run a forward.
+
+        Args:
+            tokens: int64 [B, T].
+            resets: passed only if not None.
+            with_grad: keep the graph.
+            on: call this copy instead.
+            copies: pass copies of the arguments: a forward that writes into them must not spoil the next comparison.
+            around: a context for the call.
+
+        Raises:
+            CallFailed: the model raised, or returned something else than logits and state.
+        """
+        model = on if on is not None else self.model if self.is_pure else self.fresh()
+        model.train(self.training)
+        given = {"tokens": tokens.to(self.device, copy=copies), "state": state}
+        if state is not None and copies and not with_grad:
+            given["state"] = state.clone()
+        if resets is not None:
+            given["resets"] = resets.to(self.device)
+        with around or nullcontext():
+            try:
+                output = self.forward(model, given, with_grad=with_grad)
+                logits, found = output.logits, output.state
+            except Exception as error:  # what a user's model raises can be anything
+                raise CallFailed(f"forward fails with tokens {list(tokens.shape)}: {one_line(error)}") from error
+        if with_grad:
+            return Result(logits, found)
+        return Result(logits.detach().double(), found.detach() if isinstance(found, Tensor) else None)
+
+    def forward(self, model: nn.Module, inputs: dict[str, Any], *, with_grad: bool) -> Any:
+        """The output of one of the copies, unwrapped; raises whatever the model raises."""
+        with self._context(), torch.set_grad_enabled(with_grad):
+            return model(**inputs)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """The same seed, default dtype, autocast and no dropout in every call."""
+        torch.manual_seed(CALL_SEED)
+        random.seed(CALL_SEED)
+        before = torch.get_default_dtype()
+        # Tensors that a forward makes without a dtype follow the parameters.
+        torch.set_default_dtype(self.dtype if self.dtype in (torch.float32, torch.float64) else before)
+        cast = torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
+        try:
+            with Plain(lift=self.dtype == torch.float64), cast:
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def draws_random_numbers(self, tokens: Tensor) -> bool:
+        """Whether a forward advances torch's generator."""
+        torch.manual_seed(CALL_SEED)
+        before = self._generator_state()
+        self(tokens, self.zeros(tokens.shape[0]))
+        return not torch.equal(before, self._generator_state())
+
+    def _generator_state(self) -> Tensor:
+        if self.device.type == "cuda":
+            return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(self.device)])
+        return torch.get_rng_state()
+
+    @contextmanager
+    def perturbed(self, relative: float) -> Iterator[None]:
+        """All parameters changed by a random relative amount."""
+        parameters = [p for p in self.model.parameters() if p.is_floating_point()]
+        saved = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(1 + relative * _normal(parameter))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, saved, strict=True):
+                    parameter.copy_(value)
+
+
+class Plain(TorchFunctionMode):
+    """Turns functional dropouts off, and casts to a lower precision into casts to float64.
+
+    A dropout's mask differs between a row and its cells. Scans, norms and softmaxes are often run in float32 whatever the
+    weights are: lifted, honest models agree to float64's rounding, and a breach stands out that float32 would hide.
+    """
+
+    def __init__(self, *, lift: bool) -> None:
+        super().__init__()
+        self._lift = lift
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs, **NO_DROPOUT[len(args) > 4]}
+        if self._lift:
+            if name in ("float", "half", "bfloat16") and args:
+                return args[0].double()
+            args = tuple(LIFTED.get(each, each) if isinstance(each, torch.dtype) else each for each in args)
+            kwargs = {key: LIFTED.get(v, v) if isinstance(v, torch.dtype) else v for key, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def private_copy(model: nn.Module) -> nn.Module:
+    """A copy whose zeros are drawn at random and whose dropout is off.
+
+    Heads, gates and projections are often zero at the start: logits that are all 0 hide every breach. Frozen parameters and
+    those with gradient hooks stay: their zeros may be a mask.
+
+    Raises:
+        CallFailed: it cannot be copied.
+    """
+    hooked = {name for name, parameter in model.named_parameters() if parameter._backward_hooks}
+    try:
+        made = copy.deepcopy(_uncompiled(model))
+    except Exception as error:  # what a user's module holds can be anything
+        raise CallFailed(f"the model cannot be copied: {one_line(error)}") from error
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.grad = None
+            if parameter.requires_grad and parameter.is_floating_point() and name not in hooked:
+                is_zero = parameter == 0
+                scale = ZERO_MATRIX_SCALE * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else ZERO_VECTOR_SCALE
+                # A whole zero tensor, or zero rows; single zeros among others mean something, or hide nothing.
+                rows = is_zero.all(-1, keepdim=True) if parameter.dim() > 1 else is_zero.all()
+                parameter.add_(torch.where(rows, scale * _normal(parameter), torch.zeros_like(parameter)))
+    for module in made.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
+    return made
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile(model)`: a compilation per shape would take minutes."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _normal(like: Tensor) -> Tensor:
+    """Normal numbers of a generator of our own; the same block again and again, since drawing takes long."""
+    generator = torch.Generator().manual_seed(like.numel())
+    count = like.numel()
+    block = torch.randn(min(count, BLOCK), generator=generator).to(like.device, like.dtype)
+    return block.repeat(-(-count // max(block.numel(), 1)))[:count].view(like.shape)
+
+
+def one_line(error: Exception) -> str:
+    """The error with its place in the user's code, not too long."""
+    text = format_error(error)
+    return f"{text[:300]} ..." if len(text) > 300 else text

@@ -1,0 +1,238 @@
+"""What the checks share: tokens, row lengths, the scale of the logits, and how far rounding alone moves them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from trainer.contracts.report import Verdict
+from trainer.contracts.subject import CallFailed, Result, Subject
+
+ROWS = 2
+CELLS = 3
+CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
+SAMPLES = (0, 1)  # a breach has to show with each of these draws of tokens
+# An effect this many times above rounding can be told from it; see `Trial.limit`.
+TESTABLE = 1000.0
+
+
+class NotTestable(Exception):
+    """The check cannot be made with this model, here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model at the precision in which it is judged, and rows for it.
+
+    Attributes:
+        subject: in float64 where the model runs in it.
+        vocab_size: token ids to draw from.
+        width: `state_width`.
+        cell: tokens of a cell; a whole row has `CELLS` of them.
+        takes_cells: rows may be longer than a cell; not so for a model of a fixed length, which must have no state.
+        noise: relative error of logits that rounding explains.
+        unit: the spread of the logits over positions, which errors are relative to.
+        varies: the columns of the logits that are compared, bool [V]: those of a padded vocabulary are constant.
+        modes: values of `training` to judge: both only where they differ.
+    """
+
+    subject: Subject
+    vocab_size: int
+    width: int
+    cell: int
+    takes_resets: bool
+    takes_cells: bool = True
+    noise: float = 0.0
+    unit: float = 1.0
+    varies: Tensor | None = None
+    modes: tuple[bool, ...] = (True,)
+    mode_note: str = ""
+    facts: dict[Any, Any] = field(default_factory=dict)
+    """What one check found or computed and another needs."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a whole row."""
+        return CELLS * self.cell if self.takes_cells else self.cell
+
+    def tokens(self, rows: int = ROWS, length: int | None = None, *, sample: int = 0) -> Tensor:
+        """Random token ids, [rows, length]."""
+        generator = torch.Generator().manual_seed(1000 + sample)
+        return torch.randint(self.vocab_size, (rows, length or self.length), generator=generator)
+
+    def others(self, tokens: Tensor, *, sample: int = 0) -> Tensor:
+        """Token ids that differ from `tokens` everywhere."""
+        generator = torch.Generator().manual_seed(2000 + sample)
+        return (tokens + torch.randint(1, self.vocab_size, tokens.shape, generator=generator)) % self.vocab_size
+
+    def start_state(self, rows: int = ROWS, *, sample: int = 0) -> Tensor | None:
+        """A state as the ledger may hold it: after a cell of other tokens."""
+        if not self.width:
+            return None
+        key = ("state", self.subject.training, sample)
+        if key not in self.facts:
+            tokens = self.tokens(ROWS, self.cell, sample=500 + sample)
+            self.facts[key] = self.subject.carried(self.subject(tokens, self.subject.zeros(ROWS)).state)
+        state: Tensor = self.facts[key]
+        return state[:rows].clone()
+
+    def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
+        """Relative error of logits at each position, [B, T]."""
+        if self.varies is not None:
+            found, wanted = found[..., self.varies], wanted[..., self.varies]
+        return relative(found, wanted, self.unit)
+
+    def limit(self, effect: float) -> float:
+        """The error above which a check is broken: half way, in orders of magnitude, from rounding to a total breach.
+
+        Args:
+            effect: error that a total breach would make.
+
+        Raises:
+            NotTestable: rounding would hide it.
+        """
+        if effect < TESTABLE * self.noise:
+            text = f"what would be lost moves the logits by {effect:.1e} of their spread, rounding by {self.noise:.1e}"
+            raise NotTestable(text)
+        return math.sqrt(effect * self.noise)
+
+    @contextmanager
+    def in_mode(self, training: bool) -> Iterator[None]:
+        """Run the model in `train()` or `eval()`."""
+        before, self.subject.training = self.subject.training, training
+        try:
+            yield
+        finally:
+            self.subject.training = before
+
+
+def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
+    """Root mean square over the vocabulary of the difference, divided by `unit`: [B, T]; infinite where one is not finite."""
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    difference = torch.where(same, torch.zeros_like(found), found - wanted)
+    return (difference.square().mean(-1).sqrt() / unit).nan_to_num(nan=math.inf)
+
+
+def spread(logits: Tensor) -> tuple[float, Tensor]:
+    """Standard deviation over positions and rows of the columns that vary (0 if none does), and which do, bool [V].
+
+    Columns of a padded vocabulary are constant, and may hold -inf or -1e9.
+    """
+    flat = logits.flatten(0, 1)  # [B T, V]
+    varies = flat.isfinite().all(0) & (flat != flat[:1]).any(0)
+    size = float(flat[:, varies].std(0).square().mean().sqrt()) if varies.any() and flat.shape[0] > 1 else 0.0
+    return size, varies
+
+
+def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets: bool) -> Trial:
+    """Find a row length that the model takes, and measure scale and rounding.
+
+    Raises:
+        CallFailed: it takes none; the message is that of the training length.
+        NotTestable: its logits are constant or not finite.
+    """
+    width: int = subject.model.state_width  # type: ignore[assignment]
+    trial = Trial(subject, vocab_size, width, seq_len, takes_resets)
+    trial = _with_cell_length(trial, seq_len)
+    tokens = trial.tokens()
+    whole = subject(tokens, subject.zeros(ROWS)).logits
+    unit, varies = spread(whole)
+    if not whole.isfinite().any() or whole.isnan().any():
+        raise NotTestable("the logits are not finite")
+    if unit == 0.0:
+        raise NotTestable("the logits are the same at every position, whatever the tokens are")
+    trial = replace(trial, unit=unit, varies=varies)
+    return replace(trial, noise=_noise(trial, tokens, whole))
+
+
+def _with_cell_length(trial: Trial, seq_len: int) -> Trial:
+    """The first length of which the model takes a cell and a whole row; models may need a multiple of a chunk."""
+    failure: CallFailed | None = None
+    for length in [*(each for each in CELL_LENGTHS if each < max(seq_len, 7)), seq_len]:
+        for takes_cells in (True, False) if length == seq_len and not trial.width else (True,):
+            tried = replace(trial, cell=length, takes_cells=takes_cells)
+            try:
+                for size in dict.fromkeys((length, tried.length)):
+                    trial.subject(trial.tokens(1, size), trial.subject.zeros(1))
+            except CallFailed as error:
+                failure = error
+                continue
+            return tried
+    assert failure is not None
+    raise failure
+
+
+def _noise(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
+    """Relative error that rounding makes: the response to parameters that change by one rounding.
+
+    Any order of summation gives the exact result of slightly different parameters, so this scale holds for all of them. The
+    response is measured with a larger change, at which it is linear and well above rounding itself.
+    """
+    eps = torch.finfo(effective_dtype(trial, tokens)).eps
+    step = math.sqrt(eps)
+    with trial.subject.perturbed(step):
+        moved = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
+    response = float(trial.errors(moved, whole).max()) * eps / step
+    largest = float(whole[..., trial.varies].abs().max())
+    floor = min(largest / trial.unit, 1e3)
+    return max(response if math.isfinite(response) else 0.0, 2 * eps * max(floor, 1.0))
+
+
+def effective_dtype(trial: Trial, tokens: Tensor) -> torch.dtype:
+    """The least precise dtype of an intermediate result that depends on the tokens.
+
+    Casts are lifted to float64 (`Plain`); what escapes that, such as an operator of the model's own, rounds like float32.
+    Constants such as rotary angles do not count: they are the same in every order of computing.
+    """
+    own = trial.subject.dtype
+    rounded = [_Rounded(own), _Rounded(own)]
+    for found, row in zip(rounded, (tokens[:1], trial.others(tokens)[:1]), strict=True):
+        trial.subject(row, trial.subject.zeros(1), around=found)
+    seen = [first[0] for first, second in zip(rounded[0].seen, rounded[1].seen, strict=False) if first != second]
+    if len(rounded[0].seen) != len(rounded[1].seen):
+        seen += [dtype for each in rounded for dtype, _ in each.seen]
+    return max((own, *seen), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+class _Rounded(TorchFunctionMode):
+    """Notes every result that is less precise than `dtype`, with its sum."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._eps = torch.finfo(dtype).eps
+        self.seen: list[tuple[torch.dtype, float]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else (found,):
+            is_real = isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex())
+            if is_real and torch.finfo(each.dtype).eps > self._eps:
+                self.seen.append((each.dtype, float(each.abs().double().nan_to_num(0, 0, 0).sum())))
+        return found
+
+
+def run_cells(subject: Subject, tokens: Tensor, lengths: list[int], state: Tensor | None) -> Result:
+    """Read a row in cells, each from the state that the last one returned, as the ledger carries it."""
+    pieces = []
+    for piece in torch.split(tokens, lengths, dim=1):
+        result = subject(piece, state)
+        pieces.append(result.logits)
+        state = subject.carried(result.state)
+    return Result(torch.cat(pieces, dim=1), state)
+
+
+def judge_samples(judge: Callable[[int], Verdict]) -> list[Verdict]:
+    """The verdicts on one draw of tokens, or on several if the first is not `held`."""
+    found: list[Verdict] = []
+    for sample in SAMPLES:
+        found.append(judge(sample))
+        if found[-1].status == "held":
+            break
+    return found

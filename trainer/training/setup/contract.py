@@ -1,0 +1,206 @@
+"""The model of a config against the contract of `SequenceModel`: what `train check` reports and a run refuses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config.schema import ModelTable
+from trainer.contracts import Report, Verdict, check_model
+from trainer.errors import UserError
+from trainer.metrics.batch_extras import check_inputs
+from trainer.metrics.logger import get_logger
+from trainer.training.setup.parts import AUTOCAST
+from trainer.training.setup.plan import Plan, build_model
+from trainer.training.step.microbatch import accepted_inputs
+
+logger = get_logger(__name__)
+
+MAX_PARAMETERS = 20_000_000  # about four seconds of one core
+SMALL_PARAMETERS = 5_000_000  # of the smaller model that is checked in place of a larger one
+LEAST_DIM = 32
+MAX_PARAMETERS_ONCE = 200_000_000  # of a model that has no smaller size
+# Parameters times tokens: under a second of one core. One row is as long as in training, since a model may need that length.
+MAX_WORK = 20_000_000_000
+MAX_LOGITS = 100_000_000
+MAX_SECONDS = 60.0
+
+REFUSED = ("forward", "carry", "causality", "isolation", "resets")
+"""Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in silence."""
+
+_KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
+_FORWARD = (
+    "make it forward(tokens [B, T], state [B, state_width]) -> ModelOutput(logits [B, T, V], state [B, state_width]), "
+    "as trainer.model.protocol.SequenceModel describes it"
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Depth and width at which a model is checked."""
+
+    dim: int
+    num_layers: int
+    parameters: int
+
+
+def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None = None) -> Report | str:
+    """Check a model of this config; a smaller one of the same make if it is large.
+
+    Args:
+        model: the model at its full size, which is copied; None: one is built if it is needed, with other weights than a run
+            would have. The generators are left as they were.
+
+    Returns:
+        The report, or why nothing was checked.
+
+    Raises:
+        UserError: the model cannot be built, or needs inputs that the data do not have.
+    """
+    table, tokens = plan.config.model, plan.config.data.seq_len
+    size = find_size(table, plan.vocab_size, tokens)
+    if isinstance(size, str):
+        return size
+    is_full = (size.dim, size.num_layers) == (table.dim, table.num_layers)
+    with torch.random.fork_rng(devices=[]):
+        if model is None or not is_full:
+            reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
+            model = build_model(reduced, plan.vocab_size).to(device)
+        why_not = _why_not_inputs(plan, model)
+        if why_not:
+            return why_not
+        burn_in = plan.config.ledger.burn_in
+        report = check_model(
+            model,
+            vocab_size=plan.vocab_size,
+            seq_len=tokens,
+            pieces=(tokens - burn_in, burn_in) if burn_in else (),
+            autocast=AUTOCAST[plan.config.train.precision],
+            max_seconds=MAX_SECONDS,
+        )
+    if is_full:
+        return report
+    reduction = f"at dim {size.dim} and {size.num_layers} layers instead of {table.dim} and {table.num_layers}"
+    return Report(report.verdicts, f"{report.how}, {reduction}", report.seconds)
+
+
+def check_here(plan: Plan) -> Report | str:
+    """`check_contract` on the CPU, for `train check`; a check must not occupy a device."""
+    wanted = plan.config.train.device
+    is_for_cuda = wanted == "cuda" or plan.config.train.precision == "fp16"
+    if is_for_cuda or (wanted == "auto" and torch.cuda.is_available()):
+        return "the run is for CUDA"  # its kernels may not exist on the CPU
+    return check_contract(plan, torch.device("cpu"))
+
+
+def check_before_run(plan: Plan, model: nn.Module, device: torch.device, *, step: int) -> dict[str, Any]:
+    """Check the model of a run that is about to begin, on its device.
+
+    Args:
+        step: at which the run begins, or resumes.
+
+    Returns:
+        The event for the run's record.
+
+    Raises:
+        UserError: the model breaks a part of the contract that `[model] trust` does not name.
+    """
+    found = check_contract(plan, device, model=model)
+    event: dict[str, Any] = {"event": "contract", "global_step": step, "trusted": list(plan.config.model.trust)}
+    if isinstance(found, str):
+        logger.warning("the model was not checked against its contract: %s", found)
+        return {**event, "not_tried": found}
+    refuse_breaches(plan, found)
+    for verdict in [*found.breaches, *found.warnings]:
+        logger.warning("model: %s: %s", verdict.check, verdict.text)
+    for check in plan.config.model.trust:
+        if found[check].status == "held":
+            logger.info('model.trust names "%s", which the model keeps: it can be removed', check)
+    return {**event, **found.to_json()}
+
+
+def refuse_breaches(plan: Plan, report: Report) -> None:
+    """Refuse the first breach that spoils training and is not trusted.
+
+    Raises:
+        UserError: one sentence, and how to override it.
+    """
+    for verdict in report.breaches:
+        if verdict.check not in REFUSED or verdict.check in plan.config.model.trust:
+            continue
+        if verdict.check == "resets" and not plan.config.data.pack:
+            continue
+        raise UserError("model.target", f"{plan.config.model.target}: {_problem(verdict)}", _fix(plan, verdict))
+
+
+def _problem(verdict: Verdict) -> str:
+    return verdict.text if verdict.check == "forward" else f"breaks {verdict.check}: {verdict.text}"
+
+
+def _fix(plan: Plan, verdict: Verdict) -> str:
+    if verdict.check == "forward":
+        return _FORWARD
+    names = ", ".join(f'"{name}"' for name in dict.fromkeys([*plan.config.model.trust, verdict.check]))
+    return f"fix the model (docs/contracts.md), or set model.trust = [{names}] to train it all the same"
+
+
+def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:
+    """The real size, or a smaller one if that would take long; why nothing can be checked, if there is none."""
+    if tokens * vocab_size > MAX_LOGITS:
+        return f"logits of {tokens:,} tokens and {vocab_size:,} ids would take long"
+    real = Size(table.dim, table.num_layers, _count(table, vocab_size))
+    if real.parameters <= MAX_PARAMETERS and real.parameters * tokens <= MAX_WORK:
+        return real
+    for size in _smaller(table, vocab_size):
+        if size.parameters <= SMALL_PARAMETERS and size.parameters * tokens <= MAX_WORK:
+            return size
+    if real.parameters <= MAX_PARAMETERS_ONCE and real.parameters * tokens <= 10 * MAX_WORK:
+        return real
+    return f"{real.parameters:,} parameters and rows of {tokens:,} tokens would take long, and no smaller model can be built"
+
+
+def _smaller(table: ModelTable, vocab_size: int) -> Iterator[Size]:
+    """Fewer layers, then half the width again and again: heads must divide the width."""
+    layers, dim = min(table.num_layers, 2), table.dim
+    while True:
+        with suppress(UserError):
+            reduced = table.model_copy(update={"dim": dim, "num_layers": layers})
+            yield Size(dim, layers, _count(reduced, vocab_size))
+        if dim % 2 or dim <= LEAST_DIM:
+            return
+        dim //= 2
+
+
+def _count(table: ModelTable, vocab_size: int) -> int:
+    """Parameters of a model of this size, which is built without weights if it can be."""
+    try:
+        with torch.device("meta"):
+            model = build_model(table, vocab_size)
+    except UserError:  # it may look at its numbers while it is built
+        with torch.random.fork_rng(devices=[]):
+            model = build_model(table, vocab_size)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _why_not_inputs(plan: Plan, model: nn.Module) -> str:
+    """Why the model cannot be tried without a batch of the data; empty if it can."""
+    if any(source.table.target is not None for source in plan.sources):
+        needs = _required(model) - _KNOWN_INPUTS
+        return "the model takes inputs that only the data of your own have" if needs else ""
+    accepted = accepted_inputs(model)
+    if accepted is not None:
+        check_inputs({"tokens", "resets"} if plan.config.data.pack else {"tokens"}, accepted)
+    return ""
+
+
+def _required(model: nn.Module) -> set[str]:
+    """Names that `forward` cannot be called without."""
+    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in skipped}
