@@ -25,6 +25,7 @@ TITLES = {
     "startup": "Start-up",
     "growth": "Growth with the size of things",
     "tbptt": "Gradient through several cells",
+    "probe": "Probes of carry",
 }
 GROWTH_PLOT = PAGE.parent / "images" / "growth.png"
 # Fewer rounds than each takes alone, so that all of them fit into a quarter of an hour on two cores.

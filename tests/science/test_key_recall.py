@@ -19,8 +19,10 @@ import torch
 from tests.support.runs import ROOT, read_rows, run
 from trainer.config.load import load_config
 from trainer.data.corpus.key_recall import REVEALED, build_key_recall
+from trainer.diagnostics.diagnose import diagnose
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.runs.load import load_run
 from trainer.training.checkpointing.train_state import Position
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.open_run import open_run
@@ -175,6 +177,61 @@ def test_the_shipped_config_runs_on_what_the_program_synthesises(tmp_path: Path)
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert "token_type/digit/loss" in rows["train", 20]
     assert rows["train", 20][COLD] == 0
+
+
+IGNORES = """
+from torch import nn
+from trainer.model.build import build as build_ours
+
+class Ignores(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.state_width = inner, inner.state_width
+    def forward(self, tokens, state=None):
+        return self.inner(tokens, state=None)
+
+def build(vocab_size, dim, num_layers):
+    return Ignores(build_ours(vocab_size, dim=dim, num_layers=num_layers))
+"""
+
+
+def probed(corpus: Path, directory: Path, *overrides: str, steps: int) -> tuple[dict[str, float], dict[str, str]]:
+    """The last row of a run that probes often, and what the rules about carrying say: name -> verdict."""
+    sets = (source_override(corpus), "ledger.probe_every=10", "ledger.probe_cells=16", "metrics.log_interval=10")
+    arguments = [part for pair in (*sets, "eval.every=0", *overrides) for part in ("--set", pair)]
+    done = run("--config", CONFIG, "--run-dir", directory / "run", "--steps", steps, *arguments, cwd=directory)
+    assert done.returncode == 0, done.stderr
+    rulings = diagnose(load_run(directory / "run")).rulings
+    verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in rulings}
+    return read_rows(directory / "run" / "metrics.jsonl")["train", steps], verdicts
+
+
+def test_probes_say_what_carrying_is_worth(corpus: Path, tmp_path: Path) -> None:
+    """A cell has two answers among its six bytes, each worth up to ln 8: at most 0.69 nats per token, and more from zero, where
+    a model that is used to knowing the answer is sure of a wrong one."""
+    row, verdicts = probed(corpus, tmp_path, steps=400)
+    assert row["ledger/carry_gain"] > max(0.5, 4 * row["ledger/carry_gain_se"])
+    assert row["ledger/probe_share"] == 1.0
+    assert verdicts["carry_worthless"] == "healthy"
+
+
+def test_probes_say_that_an_ignored_state_is_worth_nothing(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "ignores.py").write_text(IGNORES)
+    row, verdicts = probed(corpus, tmp_path, 'model.target="ignores:build"', 'model.trust=["carry"]', steps=100)
+    assert (row["ledger/carry_gain"], row["ledger/carry_gain_se"], row["ledger/stale_gap"]) == (0.0, 0.0, 0.0)
+    assert row["ledger/state_drift"] > 0.0
+    assert (verdicts["carry_worthless"], verdicts["stale_states"]) == ("finding", "healthy")
+
+
+def test_young_weights_make_stale_states_and_old_ones_do_not(corpus: Path, tmp_path: Path) -> None:
+    fast, fast_verdicts = probed(corpus, tmp_path, "optimizer.lr=3e-3", "scheduler.min_lr_ratio=1.0", steps=100)
+    slow_dir = tmp_path / "slow"
+    slow_dir.mkdir()
+    slow, slow_verdicts = probed(corpus, slow_dir, "optimizer.lr=1e-30", steps=100)
+    assert fast["ledger/state_drift"] > 0.1
+    assert fast_verdicts["stale_states"] == "finding"
+    assert slow["ledger/state_drift"] < 1e-6
+    assert slow_verdicts["stale_states"] == "healthy"
 
 
 def test_only_answers_are_digits_and_cells_give_nothing_away(corpus: Path, tmp_path: Path) -> None:

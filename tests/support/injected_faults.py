@@ -143,6 +143,21 @@ def _oversize(seed: int, path: Path) -> Path:
     return run
 
 
+def _ignore_state(rng: random.Random, rows: Rows) -> None:
+    for row in rows.values():
+        if "ledger/carry_gain" in row:
+            for key, error in (("ledger/carry_gain", 1e-3), ("ledger/stale_gap", 2e-4)):
+                row[key], row[f"{key}_se"] = rng.gauss(0, error), error
+
+
+def _grow_stale(rng: random.Random, rows: Rows) -> None:
+    share = rng.uniform(0.3, 0.8)
+    for step in _late(rows):
+        row = rows[step]
+        if "ledger/stale_gap" in row:
+            row["ledger/stale_gap"] = -share * abs(row["ledger/carry_gain"]) * rng.uniform(0.7, 1.3)
+
+
 def _nan(_: random.Random, rows: Rows) -> None:
     row = rows[_late(rows)[0]]
     row["loss"] = math.nan
@@ -238,6 +253,8 @@ FAULTS = (
     ),
     Fault("ledger_oversize", "8 GB for a million places, 64 used", _oversize, 0, 105),
     Fault("refused_rows", "states that are NaN in one step", _scenario(on_states=_spoil_states), ONSET, 5),
+    Fault("carry_worthless", "a model that ignores its state", _rows(_ignore_state), 0, 100),
+    Fault("stale_states", "a gap of 30 to 80 % of the gain", _rows(_grow_stale), ONSET, 150),
     Fault("model_contract", "a trusted model that drops its state", _break_contract, 0, 5),
     Fault(
         "stuck_reader",

@@ -1,6 +1,6 @@
 """`CarryProbe`: what carrying states is worth, and what their age costs, measured on cells that are about to be read.
 
-    probe = CarryProbe(model, token_loss=token_loss, cells=8)
+    probe = CarryProbe(model, token_loss=token_loss, cells=8, cell_tokens=seq_len)
     ...
     state = ledger.lookup(batch.group_ids, batch.cell_index)
     if step % 500 == 0:
@@ -15,7 +15,7 @@
         )
     ...forward, backward, store...
     if step % 500 == 0:
-        print(reduce_over_ranks(probe.drain_metrics(), probe.metric_keys, device="cpu", world_size=1))
+        numbers = reduce_over_ranks(probe.drain_metrics(), probe.metric_keys, device="cpu", world_size=1)
 
 A stored state was made by the weights of earlier steps. The probe recomputes it from the group's first token with the weights
 of now, and evaluates the cell from zero, from the stored state and from the fresh one. It has no gradient, runs in evaluation
@@ -58,6 +58,7 @@ class CarryProbe:
             at a learning rate of 0 a drift of the size of rounding remains.
         token_loss: logits [B, T, V] and targets [B, T] -> loss of each target, [B, T], 0 where masked.
         cells: most cells that are read again before a probed one.
+        cell_tokens: T, which every cell before a probed one has.
         autocast: makes the context in which the model runs. Call `measure` outside of autocast: weights that it converts
             without a gradient must not be kept for the training step.
     """
@@ -70,12 +71,14 @@ class CarryProbe:
         *,
         token_loss: Callable[[Tensor, Tensor], Tensor],
         cells: int,
+        cell_tokens: int,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        assert cells >= 1, cells
+        assert min(cells, cell_tokens) >= 1, (cells, cell_tokens)
         self._model = model
         self._token_loss = token_loss
         self._cells = cells
+        self._length = cell_tokens
         self._autocast = autocast
         self._sampled: dict[str, Reported] = {}
         self._num_probed: float | Tensor = 0.0
@@ -108,11 +111,11 @@ class CarryProbe:
         Raises:
             SkipBatch: the batch does not have what is needed.
         """
-        cells_before = np.where(group_ids >= 0, cell_index, 0)
+        cells_before: Ints = np.where(np.asarray(group_ids) >= 0, np.asarray(cell_index), 0)
         if self._sampled or not cells_before.any():
             return
-        length = targets.shape[1]
-        _check(inputs, tokens_before, length)
+        length = self._length
+        _check(inputs, targets, tokens_before, length)
         assert tokens_before is not None
         self._num_continuing += int((cells_before > 0).sum())
         is_exact = (cells_before > 0) & (cells_before <= min(self._cells, tokens_before.shape[1] // length))
@@ -215,8 +218,11 @@ class _Past:
         return nn.functional.pad(cell, (self._length - cell.shape[1], 0)) if cell.shape[1] < self._length else cell
 
 
-def _check(inputs: Mapping[str, Any], tokens_before: Tensor | None, length: int) -> None:
+def _check(inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | None, length: int) -> None:
     """Raise `SkipBatch` for a batch whose cells cannot be read again."""
+    if targets.shape[1] != length:
+        # The cells before it would be cut in the wrong places, and the numbers would still look right.
+        raise SkipBatch(f"rows of {length} tokens are needed, got {targets.shape[1]}")
     if tokens_before is None:
         raise SkipBatch("the data set gives no tokens_before (docs/ledger.md)")
     if tokens_before.shape[1] < length:

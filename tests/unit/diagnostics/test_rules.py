@@ -80,6 +80,21 @@ LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
 SPEED = noisy(1000.0, 100)
 GNS = {"gns/b_simple": [20.0] * 40, "gns/b_simple_low": [16.0] * 40, "gns/b_simple_high": [24.0] * 40}
 
+
+def probes(*, gain: float, gap: float, error: float = 0.01, count: int = 20) -> dict[str, dict[int, float]]:
+    """A probe at every fifth of the steps, with deterministic noise of its error."""
+    steps = [5 * n for n in range(1, count + 1)]
+    noise = {step: error * math.sin(7.7 * step) for step in steps}
+    return {
+        "ledger/carry_gain": {step: gain + noise[step] for step in steps},
+        "ledger/carry_gain_se": dict.fromkeys(steps, error),
+        "ledger/stale_gap": {step: gap - noise[step] for step in steps},
+        "ledger/stale_gap_se": dict.fromkeys(steps, error),
+        "ledger/state_age": dict.fromkeys(steps, 12.0),
+        "ledger/state_drift": dict.fromkeys(steps, 0.4),
+    }
+
+
 HEALTHY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
     "false_evictions_stale": make_run({FALSE["stale"]: [0.0] * 9}),
@@ -87,6 +102,8 @@ HEALTHY: dict[str, RunRecord] = {
     "ledger_thrash": make_run({**LEDGER, "ledger/evictions/lru": [1.0] * 60, **pool_rows()}),
     "ledger_oversize": make_run({"ledger/fill_fraction": {1: 0.1, 200: 0.6}}),
     "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
+    "carry_worthless": make_run(probes(gain=0.05, gap=0.0)),
+    "stale_states": make_run(probes(gain=0.5, gap=-0.04)),
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("held")]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [11.5] * 60})),
     "uneven_slices": make_run(pool_rows()),
@@ -116,6 +133,8 @@ FAULTY: dict[str, RunRecord] = {
         {"ledger/fill_fraction": {1: 0.01, 200: 0.01}}, config={**CONFIG, "ledger": {"capacity": 100_000}}
     ),
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
+    "carry_worthless": make_run(probes(gain=0.0, gap=0.0, error=0.001)),
+    "stale_states": make_run(probes(gain=0.5, gap=-0.06)),
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("broken"), contract_event("held", step=40)]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
     "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
@@ -394,6 +413,79 @@ def test_a_single_rank_has_no_straggler() -> None:
     assert check("straggling_rank", make_run(times)).verdict == "not_measured"
 
 
+def test_a_gain_that_the_probes_are_too_few_to_see_is_not_called_nothing() -> None:
+    """0.001 +- 0.01 nats: it may as well be 0.03, which would be worth the ledger."""
+    assert check("carry_worthless", make_run(probes(gain=0.001, gap=0.0, error=0.01))).verdict == "healthy"
+    assert check("carry_worthless", make_run(probes(gain=0.003, gap=0.0, error=0.0005))).verdict == "healthy"
+    ignored = check("carry_worthless", make_run(probes(gain=0.0, gap=0.0, error=0.0)))
+    assert ignored.verdict == "finding"
+    assert ignored.severity is None  # advice
+
+
+def test_a_state_that_is_worse_than_none_is_a_warning() -> None:
+    outcome = check("carry_worthless", make_run(probes(gain=-0.1, gap=0.1)))
+    assert (outcome.verdict, outcome.severity) == ("finding", "warning")
+    assert "do better from a state of zero" in outcome.sentence
+    assert outcome.knob is not None
+    assert outcome.knob.key == "optimizer.lr"
+
+
+def test_a_model_that_learnt_to_carry_late_is_judged_by_the_second_half() -> None:
+    early, after = probes(gain=0.0, gap=-0.3, error=0.001), probes(gain=1.0, gap=0.0, error=0.001)
+    rows = {
+        key: {step: (early if step <= 50 else after)[key][step] for step in column} for key, column in early.items()
+    }
+    assert check("carry_worthless", make_run(rows)).verdict == "healthy"
+    assert check("stale_states", make_run(rows)).verdict == "healthy"
+
+
+@pytest.mark.parametrize("gap", [-0.2, 0.2])
+def test_a_stale_gap_of_either_sign_is_found_and_says_what_it_does(gap: float) -> None:
+    outcome = check("stale_states", make_run(probes(gain=0.5, gap=gap)))
+    assert outcome.verdict == "finding"
+    assert ("training looks better" in outcome.sentence) == (gap < 0)
+    assert ("below" in outcome.sentence) == (gap < 0)
+    assert "12 steps old, 40% off" in outcome.sentence
+    assert outcome.knob is not None
+    assert (outcome.knob.key, outcome.knob.suggested) == ("data.mixing.num_streams_mixed", 2)
+
+
+@pytest.mark.parametrize(
+    ("gain", "gap", "error"),
+    [
+        (0.5, -0.049, 0.0001),  # a tenth of the gain
+        (0.0, -0.0009, 0.00001),  # too small to matter, whatever carrying is worth
+        (0.01, -0.1, 0.2),  # within the error
+    ],
+)
+def test_a_gap_that_is_small_or_not_certain_is_no_finding(gain: float, gap: float, error: float) -> None:
+    assert check("stale_states", make_run(probes(gain=gain, gap=gap, error=error))).verdict == "healthy"
+
+
+def test_one_stream_in_flight_cannot_be_halved() -> None:
+    config = {**CONFIG, "data": {"mixing": {**MIXING, "num_streams_mixed": 1}}}
+    knob = check("stale_states", make_run(probes(gain=0.5, gap=-0.2), config=config)).knob
+    assert knob is not None
+    assert knob.key == "optimizer.lr"
+
+
+def test_probes_whose_streams_differ_are_judged_by_their_scatter() -> None:
+    """Each probe is sure of its gap, but they contradict each other: the mean is not known to 10 %."""
+    rows = probes(gain=0.5, gap=0.0, error=0.001)
+    rows["ledger/stale_gap"] = {step: -0.4 + (0.6 if step % 10 else -0.6) for step in rows["ledger/stale_gap"]}
+    assert check("stale_states", make_run(rows)).verdict == "healthy"
+
+
+@pytest.mark.parametrize("rule", ["carry_worthless", "stale_states"])
+def test_few_probes_and_probes_that_are_not_finite_are_not_judged(rule: str) -> None:
+    assert check(rule, make_run(probes(gain=0.0, gap=-1.0, error=0.001, count=7))).verdict == "finding"
+    assert check(rule, make_run(probes(gain=0.0, gap=-1.0, error=0.001, count=6))).verdict == "not_measured"
+    rows = probes(gain=0.0, gap=-1.0, error=0.001, count=7)
+    for key in ("ledger/carry_gain", "ledger/stale_gap"):
+        rows[key][35] = math.nan
+    assert check(rule, make_run(rows)).verdict == "not_measured"
+
+
 def test_a_model_that_could_not_be_tried_is_not_called_healthy() -> None:
     event = {"event": "contract", "global_step": 0, "trusted": [], "not_tried": "too large"}
     config = {"model": {"target": "mine:build"}}
@@ -404,3 +496,9 @@ def test_a_model_that_could_not_be_tried_is_not_called_healthy() -> None:
     assert outcome.verdict == "not_measured"
     assert check("model_contract", make_run({"loss": [1.0]}, config=config)).verdict == "not_measured"
     assert check("model_contract", make_run({"loss": [1.0]})).verdict == "healthy"  # the built-in model
+
+
+def test_a_gap_of_states_that_were_lost_is_explained() -> None:
+    rows = probes(gain=0.5, gap=-0.2)
+    assert check("stale_states", make_run({**rows, "ledger/cold_starts": {5: 3.0, 80: 0.0}})).verdict == "finding"
+    assert check("stale_states", make_run({**rows, "ledger/cold_starts": {5: 0.0, 80: 3.0}})).verdict == "explained"

@@ -103,7 +103,7 @@ def stored_states(model: nn.Module, batch: Batch, *, uses_resets: bool = False) 
 def measure(
     model: nn.Module, batch: Batch, state: Tensor, *, cells: int = 4, age: Tensor | None = None, **kwargs: Any
 ) -> CarryProbe:
-    probe = CarryProbe(model, token_loss=token_loss, cells=cells)
+    probe = CarryProbe(model, token_loss=token_loss, cells=cells, cell_tokens=T)
     given = {
         "group_ids": batch.group_ids,
         "cell_index": batch.cell_index,
@@ -353,7 +353,11 @@ def test_gradients_are_those_without_a_probe_under_autocast() -> None:
         state = stored_states(model, batch)
         if probes:
             probe = CarryProbe(
-                model, token_loss=token_loss, cells=4, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+                model,
+                token_loss=token_loss,
+                cells=4,
+                cell_tokens=T,
+                autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
             )
             probe.measure(
                 {"tokens": batch.tokens},
@@ -378,7 +382,7 @@ def test_one_micro_batch_is_measured_between_two_drains() -> None:
     """The first that has a row to measure; those before it count in the share."""
     model = make_model()
     long, near = make_batch([9, 8], history=4), make_batch([1, 2], history=4)
-    probe = CarryProbe(model, token_loss=token_loss, cells=4)
+    probe = CarryProbe(model, token_loss=token_loss, cells=4, cell_tokens=T)
 
     def add(batch: Batch) -> None:
         probe.measure(
@@ -452,6 +456,22 @@ def test_what_cannot_be_read_again_is_skipped_with_words(changes: dict[str, Any]
     batch = make_batch([1, 2], history=4)
     with pytest.raises(SkipBatch, match=word):
         measure(make_model(), batch, torch.zeros(2, 16), **changes)
+
+
+def test_rows_of_another_length_are_skipped() -> None:
+    """A last cell that comes without its padding: cells of its length would be cut in the wrong places."""
+    batch = make_batch([1, 2], history=4)
+    short = replace(batch, tokens=batch.tokens[:, :3], targets=batch.targets[:, :3])
+    with pytest.raises(SkipBatch, match="rows of 6 tokens"):
+        measure(make_model(), short, torch.zeros(2, 16))
+
+
+def test_groups_and_cells_may_be_lists_as_for_the_ledger() -> None:
+    model = make_model()
+    batch = make_batch([1, 2, 9], history=4)
+    state = stored_states(changed(model), batch)
+    as_lists = replace(batch, group_ids=batch.group_ids.tolist(), cell_index=batch.cell_index.tolist())
+    assert numbers(measure(model, as_lists, state)) == numbers(measure(model, batch, state))
 
 
 def ages(ledger: Ledger) -> Iterator[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -368,3 +369,34 @@ def test_time_between_two_steps_belongs_to_neither() -> None:
     run.clock.now += 4.0
     run.step(2, seconds=0.5)
     assert [payload["metrics"]["step_time_sec"] for payload in run.sink.payloads] == [3.0, 0.5]
+
+
+def test_what_measures_a_step_is_in_none_of_its_times() -> None:
+    run = Run(log_interval=1)
+    run.tracker.start_step()
+    with run.tracker.section("data"):
+        run.clock.now += 1.0
+    started = run.tracker.step_start
+    with run.tracker.section("forward_backward"):
+        run.clock.now += 2.0
+        with run.tracker.outside():
+            run.clock.now += 100.0
+        run.clock.now += 1.0
+    assert run.tracker.step_start == started + 100.0
+    run.tracker.end_step(1, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=8)
+    found = run.metrics()
+    assert (found["time/data_sec"], found["time/forward_backward_sec"]) == (1.0, 3.0)
+    assert (found["step_time_sec"], found["tokens_per_sec"]) == (4.0, 2.0)
+    run.step(2, seconds=3.0)
+    assert run.metrics()["step_time_sec"] == 3.0
+
+
+def test_a_part_outside_that_fails_is_left_out_too() -> None:
+    run = Run(log_interval=1)
+    run.tracker.start_step()
+    with contextlib.suppress(ArithmeticError), run.tracker.outside():
+        run.clock.now += 100.0
+        raise ArithmeticError
+    run.clock.now += 1.0
+    run.tracker.end_step(1, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=8)
+    assert run.metrics()["step_time_sec"] == 1.0

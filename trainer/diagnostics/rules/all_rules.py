@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from trainer.diagnostics.rules import batch, blend, ledger, mixing, model, record, speed, stability
+from trainer.diagnostics.rules import batch, blend, carry, ledger, mixing, model, record, speed, stability
 from trainer.diagnostics.rules.rule import Rule
 
 RULES: Final[tuple[Rule, ...]] = (
     *ledger.RULES,
+    *carry.RULES,
     *model.RULES,
     *mixing.RULES,
     *blend.RULES,

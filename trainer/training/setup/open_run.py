@@ -251,6 +251,7 @@ def _probe(plan: Plan, state: TrainState, row_model: nn.Module, device: torch.de
         row_model,
         token_loss=lambda logits, targets: prepare(logits, targets).token_loss,
         cells=table.probe_cells,
+        cell_tokens=plan.config.row_tokens,
         autocast=autocast_context(plan.config, device),
     )
     return StepProbe(probe, ledger=state.ledger, tracker=state.tracker, device=device)

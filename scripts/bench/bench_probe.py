@@ -1,0 +1,104 @@
+"""What probes of carry cost: the time of a probe over that of a step, and the share of the time at the default interval.
+
+The trainer runs in full with a probe in every second step, so that probes and steps without one alternate; the trainer counts
+a probe's time apart from the step's. Groups are just long enough for a probe to read all its `ledger.probe_cells` again, as the
+default has them, and a step is a single micro-batch: longer groups cost no more, and more micro-batches make probes cheaper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from bench_loop import ALONE, CONFIG, write_corpus
+from bench_table import Figure, print_figures, ratio_figure
+
+from trainer.config.load import load_config
+from trainer.config.schema import LedgerTable
+from trainer.training.checkpointing.train_state import Position
+from trainer.training.loop import run_loop
+from trainer.training.run_dir import RunDir
+from trainer.training.setup.open_run import open_run
+from trainer.training.setup.parts import make_state
+from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.signals import StopRequest
+
+WARM_UP = 6
+MOST_SHARE = 0.01
+
+
+def plan_of(folder: Path, given: Path | None, *, steps: int, device: str) -> Plan:
+    """A run that logs every step and probes every second one."""
+    overrides = ["ledger.probe_every=2", f"train.steps={steps}", f'train.device="{device}"']
+    if given is None:
+        write_corpus(folder / "corpus")
+        given = folder / "bench.toml"
+        given.write_text(CONFIG.format(steps=steps, device=device, log_interval=1, corpus=folder / "corpus"))
+        overrides += ["train.micro_batches=1", f"data.max_group_cells={LedgerTable().probe_cells + 1}"]
+    quiet = ["eval.every=0", "checkpoint.every=0", 'metrics.wandb.mode="disabled"', "metrics.log_interval=1"]
+    return make_plan(load_config(given, [*overrides, *quiet]), given, ALONE.world_size)
+
+
+def rows_of(plan: Plan, folder: Path, device: torch.device) -> list[dict[str, float]]:
+    """The logged steps of the run, in order."""
+    run_dir = RunDir(folder / "run")
+    run_dir.create()
+    with (
+        open("/dev/null", "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.ExitStack() as stack,
+    ):
+        state = make_state(plan, ALONE, device)
+        stop = StopRequest(lambda name: None)
+        run_loop(open_run(plan, state, Position.of(state), ALONE, device, run_dir, stop=stop, stack=stack))
+        if state.gns is not None:
+            state.gns.close()
+    lines = run_dir.metrics.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["metrics"] for line in lines]
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Paired ratios of a probe and the step before it."""
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as name:
+        plan = plan_of(Path(name), args.config, steps=args.steps, device=args.device)
+        rows = rows_of(plan, Path(name), device)[WARM_UP:]
+    pairs = [
+        (plain["step_time_sec"], probed["time/probe_sec"])
+        for plain, probed in zip(rows[::2], rows[1::2], strict=False)
+        if "time/probe_sec" in probed
+    ]
+    ratios = [probe / step for step, probe in pairs]
+    every = LedgerTable().probe_every
+    return [
+        Figure("seconds per step", statistics.median(step for step, _ in pairs), "s"),
+        Figure("seconds per probe", statistics.median(probe for _, probe in pairs), "s"),
+        ratio_figure("a probe over a step", ratios),
+        ratio_figure(
+            f"share of the time, one probe every {every} steps", [r / every for r in ratios], at_most=MOST_SHARE
+        ),
+        Figure("the same, longest probe of the run", max(ratios) / every, "x", at_most=MOST_SHARE),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print; exits with 1 when --check is given and a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="config of the run (default: 17.6 M parameters on synthetic text)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)
+    print_figures("probe", measure(args), as_json=args.json, check=args.check)
+
+
+if __name__ == "__main__":
+    main()
