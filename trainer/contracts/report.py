@@ -86,7 +86,7 @@ class Report:
         for verdict in self.verdicts:
             by_status.setdefault(verdict.status, []).append(verdict.check)
         listed = "; ".join(f"{status}: {', '.join(checks)}" for status, checks in by_status.items())
-        return f"{listed} ({self.how}; {self.seconds:.1f} s)"
+        return f"{listed} ({self.how})"
 
     def to_json(self) -> dict[str, Any]:
         """The fields, as plain objects."""
