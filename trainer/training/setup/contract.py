@@ -22,7 +22,7 @@ from trainer.training.step.microbatch import accepted_inputs
 
 logger = get_logger(__name__)
 
-MAX_PARAMETERS = 20_000_000  # about four seconds of one core
+MAX_PARAMETERS = 8_000_000  # two seconds of one core: about 70 forwards, which are bound by reading the weights
 SMALL_PARAMETERS = 5_000_000  # of the smaller model that is checked in place of a larger one
 LEAST_DIM = 32
 MAX_PARAMETERS_ONCE = 200_000_000  # of a model that has no smaller size
