@@ -153,8 +153,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/tracker.py",
-            "            self._start += seconds\n",
-            "",
+            "self._open[-1].start += seconds",
+            "pass",
             "tests/unit/metrics/test_tracker.py::test_what_measures_a_step_is_in_none_of_its_times",
         ),
         Mutant(
@@ -906,15 +906,15 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/tracker.py",
-            "step_time, self._start = now - self._start, now",
-            "step_time = now - self._start",
+            "(self._clock() if ended.stop is None else ended.stop) - ended.start",
+            "self._clock() - ended.start",
             "tests/unit/metrics/test_tracker.py::test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice",
         ),
         Mutant(
             "trainer/metrics/tracker.py",
-            "        if not self._open:\n            self._start",
-            "        if True:\n            self._start",
-            "tests/unit/metrics/test_tracker.py::test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice",
+            "speed = tokens / seconds if",
+            "speed = tokens if",
+            "tests/unit/metrics/test_tracker.py::test_however_late_numbers_are_read_steps_of_equal_time_have_one_speed",
         ),
         Mutant(
             "trainer/metrics/tracker.py",
