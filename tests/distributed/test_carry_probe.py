@@ -167,6 +167,16 @@ class Stateless(nn.Module):
 def stateless(vocab_size, dim, num_layers):
     return Stateless(build_ours(vocab_size, dim=dim, num_layers=num_layers))
 """
+MIXED = """
+from trainer.data import BytesTokenizer, StreamMixingDataset, discover_nested
+
+def mixed(rank, world_size, seed, seq_len, *, root):
+    # Ours, made by the user: it is asked for the tokens before its cells.
+    return StreamMixingDataset(
+        discover_nested(root), name="mixed", tokenizer=BytesTokenizer(), seq_len=seq_len, batch_size=4,
+        max_group_cells=8, seed=seed, rank=rank, world_size=world_size,
+    )
+"""
 SOURCE = 'data.source=[{{name="own",target="own:own",args={{columns={columns}}}}}]'
 
 
@@ -181,6 +191,14 @@ def test_data_of_ones_own_are_probed_if_they_have_the_column(own: Path) -> None:
     assert {step for step, row in found.items() if probed(row)} == {4, 8, 12}
     assert found[4][SHARE_KEY] == 1.0
     assert found[4][AGE] == 1.0
+
+
+def test_a_data_set_that_can_be_asked_is_asked_on_the_steps_that_probe(own: Path) -> None:
+    (own / "mixed.py").write_text(MIXED)
+    make_corpus(own / "corpus")
+    source = f'data.source=[{{name="mixed",target="mixed:mixed",args={{root="{own / "corpus"}"}}}}]'
+    found = rows(train(own, "asked", *PROBES, source))
+    assert {step for step, row in found.items() if probed(row)} == {4, 8, 12}
 
 
 def test_data_of_ones_own_without_the_column_say_why_not(own: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,11 @@ class OwnBatches:
         self._key = key
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self._checked_copy, self._dataset)
+        iterator = iter(self._dataset)
+        with_tokens_before = getattr(iterator, "next_with_tokens_before", None)
+        if with_tokens_before is None:
+            return map(self._checked_copy, iterator)
+        return _Asked(map(self._checked_copy, iterator), lambda n: self._checked_copy(with_tokens_before(n)))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)
@@ -47,6 +51,20 @@ class OwnBatches:
         for key in ("tokens", "targets"):
             copied[key] = _widened(copied[key])
         return copied
+
+
+class _Asked:
+    """An iterator that can be asked for the tokens before its cells, see `BlendDataset`."""
+
+    def __init__(self, batches: Iterator[dict[str, Any]], with_tokens_before: Callable[[int], dict[str, Any]]) -> None:
+        self._batches = batches
+        self.next_with_tokens_before = with_tokens_before
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._batches)
 
 
 def _problem(batch: Any) -> tuple[str, str]:
