@@ -6,7 +6,7 @@ prints it once, on rank 0, without a traceback, and exits with code 2.
 
 from __future__ import annotations
 
-from trainer.names import printable
+from trainer.wording import printable
 
 
 class UserError(Exception):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.wording import counted
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -58,7 +60,8 @@ def machine() -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cpu = f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{cpu}{gpu}, Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+    threads = counted(torch.get_num_threads(), "thread")
+    return f"{cpu}{gpu}, Python {platform.python_version()}, torch {torch.__version__}, {threads}"
 
 
 def print_figures(bench: str, figures: Sequence[Figure], *, as_json: bool, check: bool) -> None:

@@ -80,6 +80,21 @@ class Measured:
 def measured(rank, world_size, seed, seq_len):
     return Measured(seq_len)
 
+class Sometimes(Bigram):
+    # A second table, which rows of some of the ids alone use.
+    def __init__(self, vocab_size, uses):
+        super().__init__(vocab_size)
+        self.second, self.uses = nn.Embedding(vocab_size, vocab_size), uses
+    def forward(self, tokens, state=None):
+        logits = super().forward(tokens, state).logits
+        return ModelOutput(logits + self.second(tokens) if self.uses(tokens) else logits, None)
+
+def never(vocab_size, dim, num_layers):
+    return Sometimes(vocab_size, lambda tokens: False)
+
+def sometimes(vocab_size, dim, num_layers):
+    return Sometimes(vocab_size, lambda tokens: bool(tokens[0, 0] % 3 == 0))
+
 def frozen(vocab_size, dim, num_layers):
     return Bigram(vocab_size).requires_grad_(False)
 
@@ -127,6 +142,19 @@ def test_a_model_without_state_and_data_of_one_s_own_train_on_two_ranks(tmp_path
     assert found == ["stream_mixing/masked_share"]  # which the trainer measures itself, of any data
     assert rows["train", 20]["stream_mixing/masked_share"] == 0
     assert rows["train", 20]["tokens_in_step"] == 2 * 2 * 16
+
+
+@pytest.mark.parametrize("model", ["never", "sometimes"])
+def test_a_parameter_that_is_not_used_is_named_on_several_ranks_and_searched_for_on_demand(tmp_path, model):
+    options = ["--set", f"model.target=own_parts:{model}", "--set", "model.contract=false", *OWN_DATA, *FAST]
+    refused = run_own(tmp_path, *options, nproc=2)
+    assert refused.returncode == 2, refused.stderr
+    assert "model.target: 1 parameter got no gradient, so that ranks cannot average theirs: second.weight;" in (
+        refused.stderr
+    )
+    assert "Expected to have finished reduction" not in refused.stderr
+    trained = run_own(tmp_path, *options, "--set", "distributed.find_unused_parameters=true", nproc=2)
+    assert trained.returncode == 0, trained.stderr
 
 
 def test_a_module_in_the_working_directory_is_found_however_the_program_is_started(tmp_path):

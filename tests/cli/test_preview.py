@@ -49,7 +49,7 @@ def fading_source(tmp_path: Path) -> str:
 def test_the_terminal_shows_blend_pools_ledger_and_learning_rate(config: Path, previewed: Previewed) -> None:
     shown = previewed("--config", config, "--world-size", 2)
     assert shown.returncode == 0, shown.stderr
-    assert "tiny: 6 steps of 2 micro-batch(es) on 2 rank(s)" in shown.stdout
+    assert "tiny: 6 steps of 2 micro-batches on 2 ranks" in shown.stdout
     for part in ("share of micro-batches by batch", "Sources", "Pools", "Ledger", "learning rate by step"):
         assert part in shown.stdout
     assert "first" in shown.stdout

@@ -54,7 +54,7 @@ def test_the_commands_run_and_find_what_the_tutorial_says(tmp_path):
     for comment in comments:
         assert comment in (tmp_path / "mine.toml").read_text(encoding="utf-8")
     assert "next: train check --config mine.toml" in init
-    assert "mine.toml is valid. Derived values for 1 rank(s)" in check
+    assert "mine.toml is valid. Derived values for 1 rank" in check
     assert "no warnings" in preview
     assert re.search(r"healthy; \d+ of \d+ rules had nothing to measure", healthy)
     assert "warning: ledger.stale_threshold" in warned

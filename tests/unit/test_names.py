@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.logger import get_logger
-from trainer.names import few, printable
+from trainer.wording import few, printable
 
 NAMES = st.text(st.characters(), max_size=12) | st.binary(max_size=12).map(os.fsdecode)
 
@@ -51,4 +51,4 @@ def test_a_name_in_a_log_line_does_not_act_on_the_terminal(monkeypatch):
     monkeypatch.setattr(logging.getLogger("trainer"), "propagate", False)
     get_logger("names").warning("%s: is odd\nsecond line", os.fsdecode(b"x\x1b]0;title\x07\xff"))
     assert stream.getvalue() == "[rank 0] WARNING x\\x1b]0;title\\x07\\xff: is odd\nsecond line\n"
-    assert logging.getLogger("trainer.names").handlers == []
+    assert logging.getLogger("trainer.wording").handlers == []

@@ -32,7 +32,12 @@ def render_config_markdown() -> str:
         summary = table["description"].split("`: ", 1)[-1]
         parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
         parts.append("\n| key | type | default | meaning |\n|---|---|---|---|\n")
-        parts.extend(_row(name, node) for name, node in table["properties"].items() if "description" in node)
+        alternatives = {name for option in table.get("oneOf", ()) for name in option["required"]}
+        parts.extend(
+            _row(name, node, is_alternative=name in alternatives)
+            for name, node in table["properties"].items()
+            if "description" in node
+        )
     return "".join(parts)
 
 
@@ -60,9 +65,10 @@ def _references(node: _Node) -> Iterator[str]:
         yield from _references(child)
 
 
-def _row(name: str, node: _Node) -> str:
+def _row(name: str, node: _Node, *, is_alternative: bool) -> str:
     meaning = node["description"].replace("|", "\\|").replace("\n", " ")
-    return f"| `{name}` | {_type(node)} | {_default(node)} | {meaning} |\n"
+    default = "one of the two" if is_alternative else _default(node)
+    return f"| `{name}` | {_type(node)} | {default} | {meaning} |\n"
 
 
 def _type(node: _Node) -> str:

@@ -247,6 +247,9 @@ class DistributedTable(Table):
     """auto: nccl on CUDA, gloo on the CPU."""
     timeout_sec: Seconds = 600.0
     """Seconds after which a collective that does not complete fails and the run ends."""
+    find_unused_parameters: bool = False
+    """For a model with parameters that no micro-batch, or not every one, uses: DDP searches for them in every step. Without
+    it, several ranks refuse such a model."""
 
 
 class RunConfig(Table):

@@ -25,11 +25,13 @@ class OwnBatches:
 
     Args:
         dataset: an iterable of dicts.
+        vocab_size: of the model; ids beyond it are refused, where they are still on the host.
         key: names it in messages.
     """
 
-    def __init__(self, dataset: Any, *, key: str) -> None:
+    def __init__(self, dataset: Any, *, vocab_size: int, key: str) -> None:
         self._dataset = dataset
+        self._vocab_size = vocab_size
         self._key = key
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -44,7 +46,7 @@ class OwnBatches:
         return (lambda: copy.deepcopy(value())) if name == "state_dict" else value
 
     def _checked_copy(self, batch: Any) -> dict[str, Any]:
-        problem, fix = _problem(batch)
+        problem, fix = _problem(batch, self._vocab_size)
         if problem:
             raise UserError(self._key, problem, fix)
         copied = {key: copy.deepcopy(value) for key, value in batch.items()}
@@ -67,7 +69,7 @@ class _Asked:
         return next(self._batches)
 
 
-def _problem(batch: Any) -> tuple[str, str]:
+def _problem(batch: Any, vocab_size: int) -> tuple[str, str]:
     """What is wrong with a batch, and how to fix it; two empty texts if nothing is. Reads nothing from a device."""
     if not isinstance(batch, Mapping):
         return f"gave a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
@@ -78,7 +80,13 @@ def _problem(batch: Any) -> tuple[str, str]:
     if len(shape) != 2 or 0 in shape or np.shape(batch["tokens"])[:1] != shape[:1]:
         shapes = f"tokens {list(np.shape(batch['tokens']))} and targets {list(shape)}"
         return f"a batch has {shapes}", "give both as [B, T], with at least one row"
-    return _wrong_targets(batch["targets"]) or _wrong_groups(batch, shape[0]) or ("", "")
+    return (
+        _wrong_targets(batch["targets"])
+        or _beyond("token", batch["tokens"], vocab_size)
+        or _beyond("target", batch["targets"], vocab_size)
+        or _wrong_groups(batch, shape[0])
+        or ("", "")
+    )
 
 
 def _wrong_targets(targets: Any) -> tuple[str, str] | None:
@@ -89,6 +97,20 @@ def _wrong_targets(targets: Any) -> tuple[str, str] | None:
         return f"a batch has targets of type {array.dtype}", "give them as int64"
     if array.dtype.kind == "i" and (wrong := array[(array < 0) & (array != IGNORED)]).size:
         return f"a batch has the target {wrong[0]}", f"mark what is not to be predicted with {IGNORED}"
+    return None
+
+
+def _beyond(what: str, values: Any, vocab_size: int) -> tuple[str, str] | None:
+    """Ids for which the model has no embedding or no logit; other inputs than ids, floats, are not judged."""
+    array = _on_host(values)
+    if array is None or array.dtype.kind not in "iu" or not array.size:
+        return None
+    lowest, highest = int(array.min()), int(array.max())
+    if what == "token" and lowest < 0:
+        return f"a batch has the token id {lowest}", "give ids from 0 on, for padding too: targets alone are masked"
+    if highest >= vocab_size:
+        problem = f"a batch has the {what} id {highest}, but the vocabulary ends at {vocab_size - 1}"
+        return problem, f'check the ids, or set data.tokenizer = "ids" and data.vocab_size of at least {highest + 1}'
     return None
 
 

@@ -10,7 +10,7 @@ from trainer.diagnostics.outcome import Outcome, Severity
 from trainer.diagnostics.rules.all_rules import RULES
 from trainer.diagnostics.rules.rule import Rule
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import counted
+from trainer.wording import counted
 
 DIAGNOSIS_VERSION: Final = 1
 SEVERITIES: Final = ("error", "warning", "advice")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TextIO
 
-from trainer.names import printable
+from trainer.wording import printable
 
 ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}

@@ -14,6 +14,7 @@ from trainer.config.base import ScheduleTable
 from trainer.config.schema import RunConfig
 from trainer.preview.summary import LedgerView, Preview, SourceView
 from trainer.training.setup.plan import Plan
+from trainer.wording import counted
 
 SPARE_LEDGER = 4  # a capacity above this many times the need is waste,
 SPARE_MEGABYTES = 64.0  # if the ledger takes at least this much memory
@@ -101,8 +102,8 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
     if rate >= CHURN:
         size = int(largest * HEALTHY_CHURN / rate)
         problem = (
-            f"{largest} makes slices of {median_picks} picks on {world_size} rank(s): {rate:.2g} readers are exhausted "
-            "per micro-batch, so opening streams takes most of the time"
+            f"{largest} makes slices of {median_picks} picks on {counted(world_size, 'rank')}: {rate:.2g} readers are "
+            "exhausted per micro-batch, so opening streams takes most of the time"
         )
         fix = f"set it to {size}" if size >= 1 else "make streams longer (merge files), or use fewer ranks"
         yield ConfigWarning(key, problem, fix, settable=False)
@@ -179,7 +180,9 @@ def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) ->
                 f"{ledger.stale_threshold} steps is enough for this seed (longest wait {ledger.counted_wait_steps}), but not "
                 f"for every order of picks: with another seed waits may approach 2 K n = {ledger.wait_bound_steps} steps"
             )
-        yield ConfigWarning("ledger.stale_threshold", problem, str(needed))
+        yield ConfigWarning(
+            "ledger.stale_threshold", problem, str(max(ledger.wait_bound_steps, ledger.counted_wait_steps))
+        )
     if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
         wipes = preview.steps // config.ledger.wipe_every
         problem = (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.errors import UserError
 from trainer.files import replacing
 from trainer.preview.summary import ModalityView, Preview
+from trainer.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ def draw(preview: Preview, out: str) -> None:
     views = [(source.name, view) for source in preview.sources for view in source.modalities]
     _draw_picks(picks, views)
     _draw_waits(waits, preview, views)
-    figure.suptitle(f"{preview.name}: {preview.steps:,} steps on {preview.world_size} rank(s)")
+    figure.suptitle(f"{preview.name}: {counted(preview.steps, 'step')} on {counted(preview.world_size, 'rank')}")
     try:
         kind = Path(out).suffix.removeprefix(".").lower()
         with replacing(Path(out)) as file:

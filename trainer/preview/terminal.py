@@ -15,6 +15,7 @@ from trainer.fitted_table import Column, fitted_table
 from trainer.preview.config_warnings import ConfigWarning
 from trainer.preview.probes import ProbeView
 from trainer.preview.summary import LedgerView, Preview, SourceView
+from trainer.wording import counted
 
 PLOT_HEIGHT = 14
 MAX_WIDTH = 120  # of the plots
@@ -36,14 +37,15 @@ def print_preview(preview: Preview, warnings: Sequence[ConfigWarning], console: 
         parts.append(_ledger_table(preview.ledger))
     parts.append(Text(_plot(preview.curves.steps, {"": preview.curves.lr}, "learning rate by step", width)))
     parts += [Text(f"warning: {warning.message}") for warning in warnings]
-    parts.append(Text(f"{len(warnings)} warning(s)" if warnings else "no warnings"))
+    parts.append(Text(counted(len(warnings), "warning") if warnings else "no warnings"))
     console.print(Group(*parts), highlight=False)
 
 
 def _headline(preview: Preview) -> str:
     least, mean, most = preview.cells_per_step
     lines = [
-        f"{preview.name}: {preview.steps:,} steps of {preview.micro_batches} micro-batch(es) on {preview.world_size} rank(s); "
+        f"{preview.name}: {counted(preview.steps, 'step')} of {counted(preview.micro_batches, 'micro-batch')} on "
+        f"{counted(preview.world_size, 'rank')}; "
         f"{mean:,.1f} cells per step ({least:,} to {most:,})"
     ]
     if preview.ends_at_step is not None:

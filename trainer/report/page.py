@@ -26,7 +26,7 @@ from trainer.report.sections import (
 )
 from trainer.report.views import make_views
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import counted
+from trainer.wording import counted
 
 # Over all curves. A point takes about 25 bytes, so that the page stays below 15 MB, including the 5 MB of plotly.
 POINT_BUDGET: Final = 150_000

@@ -11,7 +11,7 @@ from typing import Any, Final
 from trainer.config.compare import flatten
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import number_text
+from trainer.wording import number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
 _MOST_ROWS: Final = 20

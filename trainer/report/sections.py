@@ -13,7 +13,7 @@ from trainer.report.charts import Chart, Line
 from trainer.report.markup import Html, element, join, table, value_text
 from trainer.report.run_summary import SummaryRow, config_differences, summarize
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import counted, number_text
+from trainer.wording import counted, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
 _MOST_EVENTS: Final = 200

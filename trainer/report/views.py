@@ -12,6 +12,7 @@ import numpy as np
 from trainer.metrics.catalog.lookup import family, keys_under, lookup
 from trainer.report.charts import Chart, Columns, Line, Reference, Style, family_of, is_error, make_facts, variant_of
 from trainer.report.curves import Curve, band_curve, make_curve, running_total
+from trainer.wording import counted
 
 # One healthy run in a thousand exceeds the bound on the pick surprise (docs/mixing.md).
 SURPRISE_ALPHA: Final = 1e-3
@@ -50,7 +51,7 @@ def _capacity(columns: Columns) -> tuple[Reference, ...]:
     for number, run in enumerate(columns.runs):
         capacity, ranks = run.setting("ledger.capacity"), run.world_size
         if isinstance(capacity, int) and ranks is not None:
-            found.append(Reference(f"capacity of {ranks} rank(s)", float(capacity * ranks), number))
+            found.append(Reference(f"capacity of {counted(ranks, 'rank')}", float(capacity * ranks), number))
     return tuple(found)
 
 

@@ -29,7 +29,7 @@ from trainer.metrics.payload_contract import (
     strip_launcher_prefix,
 )
 from trainer.runs.table import RowTable
-from trainer.runs.wording import counted
+from trainer.wording import counted
 
 METRICS_NAME: Final = "metrics.jsonl"
 ENDED_STATES: Final = {"failed": "failed", "stopped": "was stopped", "done": "ended"}

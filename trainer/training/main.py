@@ -19,7 +19,6 @@ from trainer.distributed.env import RankInfo, pick_backend, pick_device, process
 from trainer.errors import UserError
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.sinks.stdout import Output, kept_for_payloads
-from trainer.names import printable
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
@@ -37,6 +36,7 @@ from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.signals import StopRequest, say_stopping
+from trainer.wording import printable
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)

@@ -14,6 +14,7 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.plan import Plan
+from trainer.wording import counted
 
 logger = get_logger(__name__)
 
@@ -22,10 +23,10 @@ def announce(plan: Plan, model: nn.Module, device: torch.device, run_dir: RunDir
     """Log what is trained, on what, and where it is written."""
     facts = plan.facts
     logger.info(
-        "%s: %s parameters, %d rank(s) on %s%s, run directory %s",
+        "%s: %s parameters, %s on %s%s, run directory %s",
         plan.config.run.name,
         f"{sum(p.numel() for p in model.parameters()):,}",
-        facts.world_size,
+        counted(facts.world_size, "rank"),
         device,
         f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else "",
         run_dir.path,

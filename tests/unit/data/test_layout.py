@@ -157,7 +157,7 @@ def test_compressed_files_and_suffixes_in_capitals_do_not_vanish_silently(root: 
         (root / "b" / name).write_bytes(b"x")
     streams = discover_nested(root) if layout == "nested" else discover_direct([str(root / "b" / "*")])
     assert {Path(stream.path).name for stream in streams} >= {"z.txt"}
-    assert "does not read 3 file(s) that look like data: " in caplog.text
+    assert "does not read 3 files named like data: " in caplog.text
     assert all(name in caplog.text for name in ("x.jsonl.gz", "y.txt.zst", "z.TXT"))
     assert "pdf" not in caplog.text
     caplog.clear()

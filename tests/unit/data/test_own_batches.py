@@ -40,7 +40,9 @@ class OneBuffer:
 
 
 def loaded(dataset, *, prefetch=5):
-    blend = BlendDataset([BlendSource("own", OwnBatches(dataset, key="own"), ConstantWeight(1.0))], seed=0)
+    blend = BlendDataset(
+        [BlendSource("own", OwnBatches(dataset, vocab_size=256, key="own"), ConstantWeight(1.0))], seed=0
+    )
     with Loader(blend, device="cpu", prefetch=prefetch) as loader:
         return list(loader)
 
@@ -55,7 +57,7 @@ def test_the_state_after_a_batch_is_not_moved_by_the_batches_read_ahead():
 
 
 def test_what_a_data_set_offers_beside_its_batches_is_its_own():
-    own, plain = OwnBatches(OneBuffer(), key="own"), OwnBatches([], key="own")
+    own, plain = OwnBatches(OneBuffer(), vocab_size=256, key="own"), OwnBatches([], key="own")
     assert own.metric_keys == ("my/thing",)
     assert own.drain_step_metrics() == {"my/thing": 1.0}
     own.load_state_dict({"next": 7})
@@ -81,6 +83,9 @@ def good(**changed):
         (good(targets=np.zeros((0, 3), int)), "at least one row"),
         (good(targets=np.zeros((2, 3))), "targets of type float64"),
         (good(targets=np.full((2, 3), -1)), "target -1; mark what is not to be predicted with -100"),
+        (good(tokens=np.full((2, 3), -1)), "token id -1; give ids from 0 on"),
+        (good(tokens=np.full((2, 3), 256)), "token id 256, but the vocabulary ends at 255"),
+        (good(targets=torch.full((2, 3), 300)), "target id 300, but the vocabulary ends at 255; .*at least 301"),
         (good(group_ids=np.array([5])), r"2 rows has group_ids \[1\]"),
         (good(is_last=np.zeros((2, 1), bool)), r"2 rows has is_last \[2, 1\]"),
         (good(group_ids=np.array([5, -2])), "group id -2"),
@@ -91,15 +96,17 @@ def good(**changed):
 )
 def test_a_batch_that_cannot_be_meant_is_refused(batch, message):
     with pytest.raises(UserError, match=message) as caught:
-        next(iter(OwnBatches([batch], key="source own: my:data")))
+        next(iter(OwnBatches([batch], vocab_size=256, key="source own: my:data")))
     assert caught.value.message.startswith("source own: my:data")
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy, np.ndarray.tolist])
 def test_arrays_tensors_and_lists_are_accepted_and_unsigned_ids_are_widened(kind):
     small = np.arange(6, dtype=np.uint16).reshape(2, 3)
-    batch = next(iter(OwnBatches([good(tokens=kind(small), targets=kind(small))], key="own")))
+    batch = next(iter(OwnBatches([good(tokens=kind(small), targets=kind(small))], vocab_size=256, key="own")))
     assert torch.as_tensor(batch["tokens"]).dtype == torch.as_tensor(batch["targets"]).dtype == torch.int64
     assert np.asarray(batch["tokens"]).tolist() == small.tolist()
+    audio = good(tokens=np.full((2, 3, 4), -7.5))  # not ids
+    assert next(iter(OwnBatches([audio], vocab_size=256, key="own")))["tokens"].min() == -7.5
     masked = good(targets=np.full((2, 3), -100))
-    assert next(iter(OwnBatches([masked], key="own")))["targets"].tolist() == masked["targets"].tolist()
+    assert next(iter(OwnBatches([masked], vocab_size=256, key="own")))["targets"].tolist() == masked["targets"].tolist()

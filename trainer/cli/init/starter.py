@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.data.inspection.sizing import Sizes
-from trainer.runs.wording import counted
+from trainer.wording import counted
 
+WIDTH = 120  # of notes
 TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
 
 
@@ -57,11 +59,17 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    )
+
+
 def _head(starter: Starter) -> list[str]:
     return [
         "# Written by `train init`. All keys: train config docs. Values derived from this file: train check --config FILE",
         *(f"# {line}" for line in starter.found),
-        *(f"# Note: {line}" for line in starter.notes),
+        *(line for note in starter.notes for line in _comment(f"Note: {note}")),
         "",
         "[run]",
         f"name = {_toml(starter.name)}   # the run directory is runs/<name>-<time>",

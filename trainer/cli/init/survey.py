@@ -21,7 +21,7 @@ from trainer.data.inspection.survey import Survey, survey
 from trainer.data.streams.layout import Discovery, Stream, discover, refuse_empty
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.runs.wording import counted
+from trainer.wording import counted
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
 FEW_DOCUMENTS = 4  # streams with fewer leave rows of a batch empty
@@ -62,7 +62,7 @@ def make_starter(
     return Starter(
         name=_run_name(paths[0]),
         found=_found_lines(at, chosen, found, kind, sizes),
-        notes=_notes(at, seen, kind, share),
+        notes=_notes(at, seen, kind, share, sizes),
         source=_source_keys(at, kind, format=format, eod=eod),
         tokenizer=named,
         vocab_size=vocab_size,
@@ -116,7 +116,7 @@ def _found_lines(at: Discovery, chosen: list[Stream], found: Survey, kind: Guess
     return lines
 
 
-def _notes(at: Discovery, seen: Look, kind: Guess, share: float) -> list[str]:
+def _notes(at: Discovery, seen: Look, kind: Guess, share: float, sizes: Sizes) -> list[str]:
     notes = []
     if share < 1.0:
         notes.append(f"only {share:.0%} of the bytes were inspected; ids or lengths may differ in the rest")
@@ -127,8 +127,18 @@ def _notes(at: Discovery, seen: Look, kind: Guess, share: float) -> list[str]:
         notes.append(f"the dtype {kind.dtype} is guessed from the files' bytes; --dtype overrides it")
     typical = float(np.median([len(each) for each in seen.lengths]))
     if kind.kind == "text" and typical < FEW_DOCUMENTS and len(seen.lengths) > 2 * FEW_DOCUMENTS:
-        notes.append("each file is a stream, and streams with few documents leave rows of a batch empty;")
-        notes.append("  train data build text merges many files into few streams")
+        notes.append(
+            "each file is a stream, and streams with few documents leave rows of a batch empty; "
+            "train data build text merges many files into few streams"
+        )
+    lengths = np.concatenate(seen.lengths)
+    num_cut = int((lengths > sizes.seq_len * sizes.max_group_cells).sum())
+    if num_cut:
+        notes.append(
+            f"{num_cut:,} of {counted(len(lengths), 'document')} are longer than max_group_cells and are cut into groups, so "
+            f"that each stream fills the {counted(sizes.batch_size, 'row')} of a batch; a group starts without state. To carry "
+            "it further, raise max_group_cells, and lower batch_size unless there are many documents"
+        )
     return notes
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from trainer.cli.options import ConfigOption, JsonOption, SetOption, require_config
-from trainer.runs.wording import counted
+from trainer.wording import counted
 
 
 def check(

@@ -25,7 +25,7 @@ def compare(
     first: Annotated[str, typer.Argument(help="A run directory, or a metrics.jsonl.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
     last: Annotated[
-        int | None, typer.Option(min=1, help="Number of final rows to average [the last tenth, at most 20].")
+        int | None, typer.Option(min=1, help="Number of final rows to average (default: the last tenth, at most 20).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -174,7 +174,7 @@ def _exceeds_scatter(row: KeyMean) -> bool:
 
 
 def _with_scatter(mean: float | None, deviation: float | None) -> str:
-    from trainer.runs.wording import number_text
+    from trainer.wording import number_text
 
     if mean is None:
         return "–"
@@ -182,6 +182,6 @@ def _with_scatter(mean: float | None, deviation: float | None) -> str:
 
 
 def _signed(value: float) -> str:
-    from trainer.runs.wording import number_text
+    from trainer.wording import number_text
 
     return "0" if value == 0 else f"{'+' if value > 0 else '-'}{number_text(abs(value))}"

@@ -14,8 +14,7 @@ from rich.table import Table
 from trainer.cli.options import EodOption, FormatOption, JsonOption
 from trainer.cli.terminal import output, progress_bar
 from trainer.errors import UserError, UserErrors
-from trainer.names import few
-from trainer.runs.wording import counted
+from trainer.wording import counted, few
 
 if TYPE_CHECKING:
     from trainer.data.corpus.manifest import Manifest

@@ -66,7 +66,7 @@ def _finding_lines(ruling: Ruling) -> list[str]:
 
 
 def _evidence_line(evidence: Evidence) -> str:
-    from trainer.runs.wording import number_text
+    from trainer.wording import number_text
 
     pairs = list(zip(evidence.steps, evidence.values, strict=True))
     shown = ", ".join(f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS])

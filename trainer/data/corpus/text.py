@@ -13,7 +13,7 @@ from trainer.data.corpus.selection import MIN_STREAM_BYTES, Streams, group_by_di
 from trainer.data.corpus.writer import write_corpus
 from trainer.data.streams.globs import find_files
 from trainer.errors import UserError
-from trainer.names import EXAMPLES, printable
+from trainer.wording import EXAMPLES, printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 MAX_FILE_BYTES = 64 * 2**20

@@ -18,7 +18,7 @@ from typing import Any
 from trainer.data.formats.registry import files_of
 from trainer.data.streams.layout import Stream
 from trainer.errors import UserError
-from trainer.names import few
+from trainer.wording import few
 
 FINGERPRINT_KEY = "data"  # in a checkpoint's state.json
 BLOCK_BYTES = 4096

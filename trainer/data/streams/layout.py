@@ -13,7 +13,7 @@ from typing import Literal
 from trainer.data.formats.registry import check_format, index_suffixes, suffixes
 from trainer.data.streams.globs import directories, find_files
 from trainer.errors import UserError
-from trainer.names import few, printable
+from trainer.wording import counted, few, printable
 
 IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
@@ -92,9 +92,9 @@ def _looks_like_data(path: Path, format: str) -> bool:
 
 def _warn_unread(where: object, names: Sequence[str]) -> None:
     if names:
-        text = "%s: does not read %s that look like data: %s; unpack them, or rename them to a known extension (%s)"
+        text = "%s: does not read %s named like data: %s; unpack them, or rename them to a known extension (%s)"
         known = " ".join(suffixes())
-        logger.warning(text, printable(str(where)), f"{len(names):,} file(s)", few(sorted(names)), known)
+        logger.warning(text, printable(str(where)), counted(len(names), "file"), few(sorted(names)), known)
 
 
 def _none(problem: str, names: Sequence[str]) -> str:

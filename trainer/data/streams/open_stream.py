@@ -15,7 +15,7 @@ from trainer.data.streams.groups import GroupTable, build_groups
 from trainer.data.streams.holdout import Split, documents_of
 from trainer.data.streams.layout import Stream
 from trainer.errors import UserError
-from trainer.names import printable
+from trainer.wording import printable
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_mea
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import aligned, series
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import number_text
+from trainer.wording import number_text
 
 B_SIMPLE = "gns/b_simple"
 LOW = "gns/b_simple_low"

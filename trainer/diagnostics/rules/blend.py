@@ -10,7 +10,7 @@ from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, series
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import counted
+from trainer.wording import counted
 
 ENDED_SOURCES = "blend/ended_sources"
 ALPHA = 1e-3

@@ -13,7 +13,7 @@ from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import number_text
+from trainer.wording import number_text
 
 GAIN = "ledger/carry_gain"
 GAP = "ledger/stale_gap"

@@ -13,7 +13,7 @@ from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.metrics.catalog.lookup import keys_under
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import counted, number_text
+from trainer.wording import counted, number_text
 
 COLD_STARTS = "ledger/cold_starts"
 # By mode.

@@ -19,7 +19,7 @@ from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_mea
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import counted, number_text
+from trainer.wording import counted, number_text
 
 SURPRISE = "stream_mixing/active/pick_surprise_max"
 WAIT = "stream_mixing/active/steps_since_pick_max"

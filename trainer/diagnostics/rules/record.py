@@ -8,7 +8,7 @@ from trainer.diagnostics.outcome import Evidence, Knob, Outcome, finding, health
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import counted
+from trainer.wording import counted
 
 LOST_SHARE = 0.05
 REPEATED = 2

@@ -10,7 +10,7 @@ from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healt
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series, typical_deviation
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import number_text
+from trainer.wording import number_text
 
 THROUGHPUT = "tokens_per_sec"
 DATA_TIME = "time/data_sec"

@@ -13,7 +13,7 @@ from trainer.diagnostics.outcome import Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import series, typical_deviation
 from trainer.runs.load import RunRecord
-from trainer.runs.wording import counted, number_text
+from trainer.wording import counted, number_text
 
 LOSS = "loss"
 GRAD_NORM = "grad_norm"

@@ -29,6 +29,7 @@ from trainer.errors import UserError
 from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, sync_directory, write_json
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing.saved_state import problem_of
+from trainer.wording import counted
 
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
@@ -161,7 +162,7 @@ def verify(path: Path) -> dict[str, Any]:
     ranks = [rank_file(rank) for rank in range(min(world_size, len(files)))]
     missing = sorted({MODEL_FILE, *ranks} - files.keys())
     if missing:
-        raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {world_size} rank(s)")
+        raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {counted(world_size, 'rank')}")
     return state
 
 

@@ -26,9 +26,8 @@ from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.names import few
-from trainer.runs.wording import counted
 from trainer.training.setup.plan import Plan
+from trainer.wording import counted, few
 
 logger = get_logger(__name__)
 

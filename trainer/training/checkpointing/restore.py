@@ -12,7 +12,6 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.runs.wording import counted
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import CheckpointError
 from trainer.training.checkpointing.data_changes import DataCheck, restart_changed
@@ -20,6 +19,7 @@ from trainer.training.checkpointing.generators import set_generator_states
 from trainer.training.checkpointing.resume_checks import check_config
 from trainer.training.checkpointing.saved_state import loading
 from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.wording import counted
 
 logger = get_logger(__name__)
 

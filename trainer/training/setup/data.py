@@ -95,7 +95,7 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
         raise UserError(
             key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts"
         )
-    return OwnBatches(dataset, key=f"source {source.name}: {source.table.target}")
+    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
 
 
 def holdout_batches(plan: Plan, info: RankInfo, device: torch.device) -> HeldOut | None:

@@ -213,7 +213,7 @@ def _train_step(
 ) -> TrainStep:
     table = plan.config.train
     return TrainStep(
-        model=wrap_ddp(row_model, info, device),
+        model=wrap_ddp(row_model, plan.config.distributed, info, device),
         ledger=state.ledger,
         objective=make_objective(plan.config.objective),
         optimizer=state.optimizer,

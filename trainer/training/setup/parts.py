@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.rules import check_state_rules
-from trainer.config.schema import ObjectiveTable, RunConfig
+from trainer.config.schema import DistributedTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
@@ -125,7 +125,7 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
     )
 
 
-def wrap_ddp(model: nn.Module, info: RankInfo, device: torch.device) -> nn.Module:
+def wrap_ddp(model: nn.Module, table: DistributedTable, info: RankInfo, device: torch.device) -> nn.Module:
     """DDP around the model; the model itself on a single rank."""
     if info.world_size == 1:
         return model
@@ -133,4 +133,5 @@ def wrap_ddp(model: nn.Module, info: RankInfo, device: torch.device) -> nn.Modul
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        find_unused_parameters=table.find_unused_parameters,
     )

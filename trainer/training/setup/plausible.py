@@ -10,9 +10,8 @@ import torch
 from trainer.config.rules import largest_batch, mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
-from trainer.names import printable
-from trainer.runs.wording import counted
 from trainer.training.setup.sources import Source
+from trainer.wording import counted, printable
 
 MOST_LAYERS = 2_000  # a layer takes about 6 ms to build, on the meta device too
 MOST_HELD_OUT = 0.5

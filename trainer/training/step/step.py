@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.arrays import IGNORED
+from trainer.errors import UserError
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
@@ -41,6 +42,7 @@ from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.optimizer import set_lr
+from trainer.wording import counted, few
 
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SPIKED, EXHAUSTED = range(6)
@@ -220,7 +222,13 @@ class TrainStep:
             saved: this rank's background save is written.
             spiked: this rank has found a loss spike that is not reported.
             exhausted: this rank had no batch of its own, only masked copies.
+
+        Raises:
+            UserError: a parameter got no gradient, and DDP does not search for such.
         """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if len(gradients) < len(self._parameters):
+            self._refuse_unused()
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
         votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, spiked, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
@@ -231,7 +239,6 @@ class TrainStep:
             dist.all_reduce(packed)
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
         grad_sq = torch.stack([square_norm(gradient) for gradient in gradients]).sum()
         # Copied before the optimizer's work is queued, for which `finish` then does not wait.
         numbers = HostCopy(torch.cat([packed, grad_sq.reshape(1)]))
@@ -247,6 +254,19 @@ class TrainStep:
             self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
         return Launched(numbers, self._ready_at)
+
+    def _refuse_unused(self) -> None:
+        """DDP waits for every gradient before it averages any of the same bucket: without one, ranks drift apart in silence
+        until its next forward fails."""
+        if not isinstance(self._model, DistributedDataParallel) or self._model.find_unused_parameters:
+            return
+        names = [name for name, p in self._model.module.named_parameters() if p.requires_grad and p.grad is None]
+        raise UserError(
+            "model.target",
+            f"{counted(len(names), 'parameter')} got no gradient, so that ranks cannot average theirs: {few(names)}",
+            "use them in every micro-batch, freeze them with requires_grad_(False), or set "
+            "distributed.find_unused_parameters = true",
+        )
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""

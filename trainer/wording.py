@@ -1,7 +1,8 @@
-"""Names of files and modalities in messages: whatever they hold, a message is one harmless line."""
+"""Numbers and names in messages: whatever a file's name holds, a message is one harmless line."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 EXAMPLES = 3
@@ -28,3 +29,21 @@ def few(names: Sequence[str]) -> str:
     """Some examples of many names: `a, b, c and 12 more`."""
     more = len(names) - EXAMPLES
     return printable(", ".join(names[:EXAMPLES])) + (f" and {more:,} more" if more > 0 else "")
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """A number with at most `digits` significant digits, more before the decimal point: 12,345, 0.0213, 3.2e-05, nan."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if 10 ** (digits - 1) <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def counted(number: float, noun: str) -> str:
+    """`1 stream`, `2 streams`, `1,234 passes`, `2.5 passes`: the number, and the noun in singular or plural."""
+    shown = f"{number:,.2g}" if 0 < number < 10 else f"{number:,.0f}"
+    ending = "" if shown == "1" else "es" if noun.endswith("s") else "s"
+    return f"{shown} {noun}{ending}"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainer.runs.wording import counted, number_text
+from trainer.wording import counted, number_text
 
 
 @pytest.mark.parametrize(
