@@ -195,6 +195,18 @@ def test_a_compiled_mutant_is_convicted_all_the_same(name):
     assert check_model(inside, vocab_size=VOCAB)[check].status in ("broken", "warning")
 
 
+COMPILED_HONEST = ("gru", "sliding window")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in COMPILED_HONEST else pytest.mark.slow) for name in HONEST]
+)
+def test_a_compiled_honest_model_is_not_convicted(name):
+    report = check_model(torch.compile(made(HONEST[name])), vocab_size=VOCAB, seq_len=16)
+    assert report.breaches == [], report
+    assert report["forward"].status == "held", report
+
+
 def test_a_model_of_ten_million_parameters_takes_at_most_a_few_seconds():
     """Three seconds of an idle core; `check` and `train` take a smaller model instead."""
     model = build(257, 512, 4)
@@ -211,5 +223,5 @@ def test_the_package_needs_torch_alone():
         "print(sorted({m.split('.')[1] for m in sys.modules if m.startswith('trainer.')}), 'pydantic' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.split() == ["['contracts',", "'errors',", "'import_path',", "'names']", "False"]
+    assert found.stdout.split() == ["['contracts',", "'errors',", "'import_path',", "'wording']", "False"]
     assert DIM

@@ -86,6 +86,17 @@ def test_the_uncut_gradient_in_single_precision(recompute):
     assert relative_error(found, gradient(model, rows, None)) < 1e-6
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_compiled_model_gives_the_same_gradient(recompute):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, rows = build(VOCAB, dim=8, num_layers=2).double(), make_rows(16, 16, has_resets=True)
+    plain = gradient(model, rows, None)
+    model.compile(backend="aot_eager", dynamic=False)
+    found = gradient(Cellwise(model, cell=CELL, cells=2, recompute=recompute), rows, None)
+    torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
+
+
 def test_a_gradient_that_stops_at_a_cell_is_another_one():
     """The tests above can fail."""
     rows = make_rows(32, 32, has_resets=False)
