@@ -73,6 +73,7 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path):
     line = [sys.executable, str(PROGRAM), "--config", str(config), "--run-dir", str(run_dir), "--steps", str(STEPS)]
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup, which a run heeds
         os.execve(sys.executable, line, environment({"PYTHONPATH": str(PROGRAM.parent)}))
     try:
         os.set_blocking(terminal, False)
