@@ -66,14 +66,17 @@ class TrainTable(Table):
 class ModelTable(Table):
     """`[model]`: the model to train."""
 
-    target: ImportPath = "trainer.model:build"
-    """Import path `package.module:function`, called with vocab_size, dim, num_layers and args."""
+    family: Text | None = None
+    """A model that needs no code: "rglru" (taken if neither this nor target is set), "gated_delta", "transformer", or one of
+    another package (docs/models.md)."""
+    target: ImportPath | None = None
+    """A model of your own: import path `package.module:function`, called with vocab_size, dim, num_layers and args."""
     dim: Count = 192
     """Width of the residual stream and of each layer's recurrent state."""
     num_layers: Count = 4
     """Number of blocks."""
     args: dict[str, Any] = {}
-    """Further keyword arguments of the target."""
+    """Further keyword arguments of the family or the target."""
     weights: Text | None = None
     """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume, which uses the
     checkpoint's weights."""

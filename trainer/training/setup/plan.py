@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
+from trainer.model.families import DEFAULT, FAMILIES, Family
+from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
 from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
@@ -42,8 +46,8 @@ class Plan:
 
     @property
     def has_built_in_model(self) -> bool:
-        """Whether `[model] target` is the reference model."""
-        return bool(self.config.model.target == ModelTable.model_fields["target"].default)
+        """Whether the model is a family of this package, which the tests prove."""
+        return self.config.model.target is None and family_of(self.config.model).is_own
 
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""
@@ -108,7 +112,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
     _check_modalities(config, sources)
     _check_text_split(sources)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
-    resolve_target(config.model.target, "model.target")
+    resolve_builder(config.model)
     if config.sample.every:
         prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
     coord = config.objective.coord
@@ -180,28 +184,60 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
         UserError: the target does not take the arguments, fails, or gives no module with `state_width` and a parameter to
             train.
     """
-    target = resolve_target(table.target, "model.target")
-    given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **table.args}
+    key, name, target, own = resolve_builder(table)
+    given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **own, **table.args}
     try:
         inspect.signature(target).bind(**given)
     except ValueError:  # something written in C may have no signature to look at
         pass
     except TypeError as error:
-        problem = f"cannot call {table.target} with vocab_size, dim, num_layers and the keys of args: {error}"
+        problem = f"cannot call {name} with vocab_size, dim, num_layers and the keys of args: {error}"
         raise UserError("model.args", problem, "see its signature") from error
     try:
         model = target(**given)
     except UserError:
         raise
     except Exception as error:  # what the user's own function does may raise anything
-        raise UserError("model.target", f"{table.target} fails: {format_error(error)}", "fix it there") from error
-    width = getattr(model, "state_width", None)
-    if not isinstance(model, nn.Module) or not isinstance(width, int):
-        problem = f"{table.target} gave a {type(model).__name__} without state_width"
-        raise UserError("model.target", problem, "return a module as trainer.model.protocol.SequenceModel describes it")
-    if width < 0:
-        raise UserError("model.target", f"{table.target} gave a model with state_width {width}", "set it to 0 or more")
+        raise UserError(key, f"{name} fails: {format_error(error)}", "fix it there") from error
+    if not isinstance(model, nn.Module):
+        problem = f"{name} gave a {type(model).__name__}, not a module"
+        raise UserError(key, problem, "return one as trainer.model.protocol.SequenceModel describes it")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        problem = f"{table.target} gave a model without a parameter to train"
-        raise UserError("model.target", problem, "let at least one have requires_grad")
+        raise UserError(key, f"{name} gave a model without a parameter to train", "let at least one have requires_grad")
+    width = getattr(model, "state_width", None)
+    if width is None:
+        try:
+            carry_flat(model)
+        except UserError:
+            raise
+        except Exception as error:
+            problem = f"{name} gave a model without state_width, whose forward fails: {format_error(error)}"
+            raise UserError(key, problem, "fix the forward, or set state_width") from error
+    elif not isinstance(width, int) or width < 0:
+        raise UserError(key, f"{name} gave a model with state_width {width}", "set it to an integer from 0 on")
     return model
+
+
+def family_of(table: ModelTable) -> Family:
+    """The family of a model that is not a target of the user's own.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    name = table.family or DEFAULT
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UserError("model.family", f"there is no {name!r}", f"choose one of {known}, or name a target of your own")
+    return FAMILIES[name]
+
+
+def resolve_builder(table: ModelTable) -> tuple[str, str, Any, Mapping[str, Any]]:
+    """(config key, name in messages, function, arguments of its own) of what builds the model.
+
+    Raises:
+        UserError: the family or the target does not exist.
+    """
+    if table.target is not None:
+        return "model.target", table.target, resolve_target(table.target, "model.target"), {}
+    family = family_of(table)
+    return "model.family", table.family or DEFAULT, resolve_target(family.builder, "model.family"), family.args

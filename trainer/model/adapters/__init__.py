@@ -1,0 +1,1 @@
+"""Models of other packages behind the trainer's protocol."""

@@ -1,0 +1,206 @@
+"""Causal language models of `transformers` whose cache is a recurrent state of a fixed size.
+
+What trains exactly was measured (docs/families.md): Mamba-2, Bamba, LFM2, and Qwen3-Next with a cache that assigns. Layers of full
+attention are left out, since their cache grows. `from` names a local directory of `save_pretrained`; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.import_path import format_error
+from trainer.model.protocol import ModelOutput
+
+HEAD_DIM = 32
+
+
+def _mamba2(dim: int, num_layers: int) -> dict[str, Any]:
+    return {"head_dim": HEAD_DIM, "num_heads": 2 * dim // HEAD_DIM, "n_groups": 1, "state_size": 64, "chunk_size": 64}
+
+
+def _bamba(dim: int, num_layers: int) -> dict[str, Any]:
+    mixer = {"mamba_n_heads": 2 * dim // HEAD_DIM, "mamba_d_head": HEAD_DIM, "mamba_n_groups": 1, "mamba_d_state": 64}
+    return {**mixer, "mamba_chunk_size": 64, "attn_layer_indices": [], **_mlp(dim)}
+
+
+def _lfm2(dim: int, num_layers: int) -> dict[str, Any]:
+    return {"layer_types": ["conv"] * num_layers, "block_multiple_of": 8, **_mlp(dim)}
+
+
+def _qwen3_next(dim: int, num_layers: int) -> dict[str, Any]:
+    heads = max(dim // HEAD_DIM, 1)
+    widths = {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM}
+    return {
+        "layer_types": ["linear_attention"] * num_layers,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "num_experts": 0,
+        "mlp_only_layers": list(range(num_layers)),
+        **widths,
+        **_mlp(dim),
+    }
+
+
+def _mlp(dim: int) -> dict[str, Any]:
+    return {"intermediate_size": 2 * dim, "num_attention_heads": max(dim // HEAD_DIM, 1), "num_key_value_heads": 1}
+
+
+SIZES: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "mamba2": _mamba2,
+    "bamba": _bamba,
+    "lfm2": _lfm2,
+    "qwen3_next": _qwen3_next,
+}
+"""What a config needs beside its width and depth, in proportion to them; `[model] args` goes before."""
+
+
+class HuggingFace(nn.Module):
+    """A causal language model of `transformers`; its recurrent cache is the state, a list of tensors [B, ...].
+
+    Args:
+        model: of `AutoModelForCausalLM`.
+        assigns: replace the cache's in-place copies of recurrent states by assignments, through which gradients flow.
+    """
+
+    def __init__(self, model: nn.Module, *, assigns: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self._assigns = assigns
+        taken = inspect.signature(model.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in taken else "past_key_values"
+        self._places: list[tuple[int, str, int]] | None = None
+
+    def forward(self, tokens: Tensor, state: list[Tensor] | None = None) -> ModelOutput:
+        """Predict from tokens [B, T], starting from the tensors of the cache (None: an empty one)."""
+        cache = self._new_cache()
+        if state is not None:
+            assert self._places is not None, "a state before the first forward"
+            for (layer, name, index), value in zip(self._places, state, strict=True):
+                _put(cache.layers[layer], name, index, value)
+        logits = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache}).logits
+        held = list(_held(cache))
+        self._places = [place for place, _ in held]
+        return ModelOutput(logits, [value for _, value in held])  # type: ignore[arg-type]
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write weights and config as `from_pretrained` reads them."""
+        saved: Any = self.model
+        saved.save_pretrained(directory)
+
+    def _new_cache(self) -> Any:
+        config: Any = self.model.config
+        cache = _package().DynamicCache(config=config)
+        # What layers of attention alone need: without such layers a cache refuses to answer.
+        cache.get_seq_length = lambda *_, **__: 0
+        cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
+        for layer in cache.layers if self._assigns else []:
+            layer.update_recurrent_state = _assigning(layer)
+        return cache
+
+
+def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
+    """Build a model of a `transformers` family.
+
+    Args:
+        vocab_size: number of token ids. A model that is read from a directory gets more rows if it has fewer.
+        dim: `hidden_size`; of the directory's own size with `from`, as is `num_layers`.
+        model_type: the family's name in `transformers`.
+        settings: keys of the family's config; or `from`, a directory written by `save_pretrained`.
+
+    Raises:
+        UserError: the package is missing, a setting is unknown, the directory is no such model, or layers have a cache that
+            grows.
+    """
+    transformers = _package()
+    folder = settings.pop("from", None)
+    if folder is not None:
+        model = _read(transformers, str(folder), model_type, settings)
+        if model.config.vocab_size < vocab_size:
+            model.resize_token_embeddings(vocab_size)
+    else:
+        model = _new(transformers, model_type, vocab_size, dim, num_layers, settings)
+    return HuggingFace(model)
+
+
+def _new(
+    transformers: Any, model_type: str, vocab_size: int, dim: int, num_layers: int, settings: Mapping[str, Any]
+) -> Any:
+    known = transformers.AutoConfig.for_model(model_type)
+    if unknown := sorted(name for name in settings if not hasattr(known, name)):
+        raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", f"see {type(known).__name__}")
+    sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
+    special = {"pad_token_id": 0, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
+    given = {**sizes, **special, **SIZES[model_type](dim, num_layers), **settings}
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **given)
+        return transformers.AutoModelForCausalLM.from_config(config)
+    except UserError:
+        raise
+    except Exception as error:  # a family checks its own sizes, each in its own way
+        problem = f"{model_type} cannot be built: {format_error(error)}"
+        raise UserError("model.args", problem, f"see {type(known).__name__}") from error
+
+
+def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str, Any]) -> Any:
+    if settings:
+        raise UserError("model.args", f"{', '.join(sorted(settings))} beside from", "the directory says the sizes")
+    if not (Path(folder) / "config.json").is_file():
+        raise UserError("model.args.from", f"{folder} has no config.json", "name a directory of save_pretrained")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    except Exception as error:
+        raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", "write it again") from error
+    if model.config.model_type != model_type:
+        raise UserError("model.family", f"is {model_type}, but {folder} has a {model.config.model_type}", "name that one")
+    return model
+
+
+def _held(cache: Any) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
+    """((layer, kind, index), tensor) of all states that a cache holds.
+
+    Raises:
+        UserError: a layer keeps keys and values, which grow.
+    """
+    for number, layer in enumerate(cache.layers):
+        if not hasattr(layer, "recurrent_states"):
+            problem = f"layer {number} is one of attention, whose cache grows with every token"
+            raise UserError("model.args", problem, "name layers with a state of a fixed size alone")
+        for name in ("conv", "recurrent"):
+            for index, tensor in getattr(layer, f"{name}_states").items():
+                if tensor is not None:
+                    yield (number, name, index), tensor
+
+
+def _put(layer: Any, name: str, index: int, value: Tensor) -> None:
+    """Put a state into a layer of a cache; a copy, which the model may write to."""
+    getattr(layer, f"{name}_states")[index] = value.clone()
+    getattr(layer, f"is_{name}_states_initialized")[index] = True
+    layer.has_previous_state[index] = True
+    if name == "conv":
+        layer.conv_kernel_size[index] = value.shape[-1]
+
+
+def _assigning(layer: Any) -> Callable[..., Tensor]:
+    """What replaces a layer's `update_recurrent_state`."""
+
+    def update(recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+        layer.recurrent_states[state_idx] = recurrent_states
+        layer.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+    return update
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise UserError("transformers", "is not installed", "run: pip install 'trainer[hf]'") from None

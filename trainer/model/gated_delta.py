@@ -1,0 +1,215 @@
+"""`GatedDelta`: a stack of gated delta rules, whose state is a matrix per head, and gated MLPs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.model.blocks import GatedMLP, init_matrix
+from trainer.model.delta_rule import CHUNK, gated_delta_rule
+from trainer.model.protocol import ModelOutput
+
+TAPS = 4  # positions that the short convolution sees
+INITIAL_DECAY_RANGE = (1.0, 16.0)  # of A; the step is about 0.001 to 0.1, as in Mamba-2
+INITIAL_STEP_RANGE = (1e-3, 1e-1)
+
+LayerState = dict[str, Tensor]
+"""`memory` [B, H, K, V] and `recent` [B, TAPS - 1, 3 D], the inputs of the short convolution that the next cell sees."""
+
+
+class DeltaMixer(nn.Module):
+    """Temporal mixing: the gated delta rule with a short convolution before it, and a gated norm after it.
+
+    The layer of Yang et al. 2024 (arXiv 2412.06464, figure 1), with values as wide as keys.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.dim, self.heads = dim, heads
+        self.inputs = nn.Linear(dim, 3 * dim, bias=False)  # queries, keys, values
+        self.taps = nn.Parameter(torch.empty(TAPS, 3 * dim))
+        self.gates = nn.Linear(dim, 2 * heads, bias=False)  # decay, rate
+        self.log_a = nn.Parameter(torch.empty(heads))
+        self.step_bias = nn.Parameter(torch.empty(heads))
+        self.output_gate = nn.Linear(dim, dim, bias=False)
+        self.norm = nn.RMSNorm(dim // heads)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def init_weights(self, residual_scale: float) -> None:
+        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
+        for linear in (self.inputs, self.gates, self.output_gate):
+            init_matrix(linear.weight)
+        init_matrix(self.out.weight, residual_scale)
+        bound = 1.0 / math.sqrt(TAPS)
+        nn.init.uniform_(self.taps, -bound, bound)
+        low, high = INITIAL_STEP_RANGE
+        with torch.no_grad():
+            self.log_a.copy_(torch.empty_like(self.log_a).uniform_(*INITIAL_DECAY_RANGE).log())
+            step = torch.empty_like(self.step_bias).uniform_(math.log(low), math.log(high)).exp()
+            self.step_bias.copy_(torch.log(torch.expm1(step)))  # softplus of it is the step
+
+    def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
+        """Mix x [B, T, D] over time; returns the output [B, T, D] and the state after it."""
+        inputs = self.inputs(x)  # [B, T, 3 D]
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        if state is None:
+            width = self.dim // self.heads
+            state = {
+                "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
+                "recent": inputs.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim),
+            }
+        convolved, recent = short_convolution(inputs, self.taps, state["recent"].to(inputs.dtype), resets)
+        queries, keys, values = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2).to(dtype) for part in F.silu(convolved).chunk(3, dim=-1)
+        )  # [B, H, T, K]
+        decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
+        log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
+        mixed, memory = gated_delta_rule(
+            F.normalize(queries, dim=-1) * queries.shape[-1] ** -0.5,
+            F.normalize(keys, dim=-1),
+            values,
+            log_decay,
+            torch.sigmoid(rate),
+            state["memory"].to(dtype),
+            resets,
+        )
+        gate = F.silu(self.output_gate(x))
+        normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
+        return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": recent}
+
+
+def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`y_t = sum_j taps_j x_{t-j}` per channel, over the positions of the same document.
+
+    Args:
+        x: [B, T, D].
+        taps: [J, D], the weight of x_t first.
+        recent: x of the J - 1 positions before the row, [B, J - 1, D]; zeros where the document has none.
+        resets: bool [B, T], True at the first position of a document; None: nowhere.
+
+    Returns:
+        y [B, T, D], and `recent` for what follows.
+    """
+    before, length = taps.shape[0] - 1, x.shape[1]
+    whole = torch.cat([recent, x], dim=1)  # [B, J - 1 + T, D]
+    document = None if resets is None else F.pad(resets, (before, 0)).cumsum(1)[..., None]  # [B, J - 1 + T, 1]
+    y = taps[0].to(x.dtype) * x
+    for j in range(1, before + 1):
+        earlier = whole[:, before - j : before - j + length]
+        if document is not None:
+            earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
+        y = y + taps[j].to(x.dtype) * earlier
+    last = whole[:, length:]
+    if document is not None:
+        last = last * (document[:, length:] == document[:, -1:])
+    return y, last
+
+
+class DeltaBlock(nn.Module):
+    """One layer: `x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, dim: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(dim)
+        self.mixer = DeltaMixer(dim, heads)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = GatedMLP(dim, hidden)
+
+    def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
+        """Map x [B, T, D]; see `DeltaMixer`."""
+        mixed, after = self.mixer(self.mixer_norm(x), state, resets)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), after
+
+
+class GatedDelta(nn.Module):
+    """A causal language model whose state is, per layer, a matrix per head and the last inputs of a short convolution.
+
+    Running a row cell by cell equals running it uncut. `carry_flat` gives the state its flat form.
+
+    Args:
+        vocab_size: number of token ids.
+        dim: width of the residual stream.
+        num_layers: number of blocks.
+        hidden: width of the gated MLP.
+        heads: heads of width dim / heads.
+        tie_embeddings: share the embedding's weight with the output layer.
+    """
+
+    def __init__(
+        self, *, vocab_size: int, dim: int, num_layers: int, hidden: int, heads: int, tie_embeddings: bool
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.dim, self.num_layers = vocab_size, dim, num_layers
+        self.hidden, self.heads = hidden, heads
+        self.embedding = nn.Embedding(vocab_size, dim)
+        blocks = [DeltaBlock(dim, hidden, heads) for _ in range(num_layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        init_matrix(self.embedding.weight)
+        for block in blocks:
+            block.mixer.init_weights(1.0 / math.sqrt(2 * num_layers))
+            block.mlp.init_weights(1.0 / math.sqrt(2 * num_layers))
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        else:
+            init_matrix(self.head.weight)
+
+    def forward(
+        self, tokens: Tensor, state: list[LayerState] | None = None, resets: Tensor | None = None
+    ) -> ModelOutput:
+        """Predict from tokens [B, T], starting from the layers' states (None: zero).
+
+        `resets` (bool [B, T]) marks positions before which every layer resets its state to zero.
+        """
+        x = self.embedding(tokens)  # [B, T, D]
+        ends: list[LayerState] = []
+        for number, block in enumerate(self.blocks):
+            x, end = block(x, None if state is None else state[number], resets)
+            ends.append(end)
+        return ModelOutput(self.head(self.norm(x)), ends)  # type: ignore[arg-type]
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations per trained token: 6 per weight of a matrix product, and the rule's own products.
+
+        Per head of width w and in chunks of C positions, a position takes 4 w^2 C-independent multiply-adds (state to
+        correction and output, state's update, by three products) and about C (5 w / 2) within the chunk; thrice that with
+        the backward. What the norms, gates and the convolution cost (below 1 % at usual widths) is not counted.
+        """
+        width, chunk = self.dim // self.heads, min(CHUNK, seq_len)
+        weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
+        rule = self.dim * (3 * width + chunk * 3) + self.dim * chunk
+        return 6.0 * (weights + self.dim * self.vocab_size + self.num_layers * rule)
+
+
+def build(
+    vocab_size: int,
+    dim: int,
+    num_layers: int,
+    *,
+    heads: int = 0,
+    mlp_ratio: float = 2.0,
+    tie_embeddings: bool = False,
+) -> GatedDelta:
+    """Build a `GatedDelta` with parameters drawn from torch's global generator.
+
+    Args:
+        heads: 0: one per 64 of `dim`, at least one. The state has dim^2 / heads numbers per layer, beside the convolution's.
+        mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
+        tie_embeddings: share one weight between the embedding and the output layer.
+
+    Raises:
+        UserError: the heads do not divide `dim`.
+    """
+    heads = heads or max(dim // 64, 1)
+    if dim % heads:
+        raise UserError("model.args.heads", f"{heads} heads do not divide dim = {dim}", "choose a divisor")
+    hidden = round(mlp_ratio * dim)
+    return GatedDelta(
+        vocab_size=vocab_size, dim=dim, num_layers=num_layers, hidden=hidden, heads=heads, tie_embeddings=tie_embeddings
+    )

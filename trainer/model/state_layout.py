@@ -1,0 +1,161 @@
+"""Structured states: a model's own nest of tensors, and the one row of numbers per group that the ledger keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trainer.errors import UserError
+from trainer.model.protocol import ModelOutput
+
+TRIED_TOKENS = 8  # of the forward that shows what a model's state looks like
+TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a state: where it is, and its shape without the batch."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Numbers per row."""
+        return math.prod(self.shape)
+
+
+class StateLayout:
+    """What a model's state is made of: tensors with the batch first, in any nest of tuples, lists and dicts.
+
+    Rows of the flat form are [leaf 0 | leaf 1 | ...], each in row-major order.
+
+    Args:
+        state: as the model returns it, [B, ...] in each tensor.
+
+    Raises:
+        ValueError: it holds something else than floating-point tensors of as many rows.
+    """
+
+    def __init__(self, state: Any) -> None:
+        found, self._spec = pytree.tree_flatten_with_path(state)
+        self.leaves: list[Leaf] = []
+        rows = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for _, leaf in found}
+        for path, leaf in found:
+            name = f"state{pytree.keystr(path)}"
+            if not isinstance(leaf, Tensor):
+                raise ValueError(f"{name} is a {type(leaf).__name__}, not a tensor")
+            if not leaf.is_floating_point():
+                raise ValueError(f"{name} is of {str(leaf.dtype).removeprefix('torch.')}, not of a floating-point type")
+            if leaf.ndim == 0 or len(rows) > 1:
+                raise ValueError(f"{name} has the shape {list(leaf.shape)}: every tensor needs the batch as its first dimension")
+            self.leaves.append(Leaf(name, tuple(leaf.shape[1:]), leaf.dtype))
+        if not found:
+            raise ValueError("it holds no tensor")
+
+    @property
+    def width(self) -> int:
+        """Numbers per row."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    def flatten(self, state: Any) -> Tensor:
+        """The state as rows of numbers, [B, width], in the widest type of its tensors, at least float32.
+
+        Raises:
+            ValueError: it is built otherwise.
+        """
+        leaves, spec = pytree.tree_flatten(state)
+        if spec != self._spec or [tuple(leaf.shape[1:]) for leaf in leaves] != [leaf.shape for leaf in self.leaves]:
+            raise ValueError(f"a state of another layout than {self}")
+        dtype = torch.float32
+        for leaf in leaves:
+            dtype = torch.promote_types(dtype, leaf.dtype)
+        return torch.cat([leaf.flatten(1).to(dtype) for leaf in leaves], dim=1)
+
+    def unflatten(self, rows: Tensor) -> Any:
+        """The state that rows [B, width] stand for, each tensor in the type of its leaf, or in a wider one of `rows`."""
+        pieces = rows.split([leaf.size for leaf in self.leaves], dim=1)
+        found = []
+        for leaf, piece in zip(self.leaves, pieces, strict=True):
+            # A model that is run in float64 has states of float64.
+            dtype = rows.dtype if rows.dtype == torch.float64 else leaf.dtype
+            found.append(piece.reshape(-1, *leaf.shape).to(dtype))
+        return pytree.tree_unflatten(found, self._spec)
+
+    def to_json(self) -> list[list[Any]]:
+        """[[path, shape], ...], for a checkpoint."""
+        return [[leaf.path, list(leaf.shape)] for leaf in self.leaves]
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{leaf.path} {list(leaf.shape)}" for leaf in self.leaves[:4])
+        return shown + (f" and {len(self.leaves) - 4} more" if len(self.leaves) > 4 else "")
+
+
+def find_layout(model: nn.Module) -> StateLayout | None:
+    """The layout of a model's state, from forwards without gradient; None if it returns none.
+
+    Raises:
+        UserError: the state's tensors do not have the batch first.
+        Exception: whatever the forward raises.
+    """
+    parameter = next(model.parameters(), None)
+    device = parameter.device if parameter is not None else torch.device("cpu")
+    was_training = model.training
+    model.eval()
+    layouts = []
+    try:
+        with torch.no_grad():
+            for rows in TRIED_ROWS:
+                tokens = torch.zeros(rows, TRIED_TOKENS, dtype=torch.long, device=device)
+                state = model(tokens=tokens, state=None).state
+                if state is None:
+                    return None
+                layouts.append(StateLayout(state))
+    except ValueError as error:
+        fix = "return floating-point tensors [B, ...], in any nest of tuples, lists and dicts"
+        raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
+    finally:
+        model.train(was_training)
+    first, second = layouts
+    for one, other in zip(first.leaves, second.leaves, strict=True):
+        if one.shape != other.shape:
+            problem = f"its state cannot be kept: {one.path} has the batch in another dimension than the first"
+            raise UserError("model.target", problem, "transpose it, as nn.GRU's [layers, B, width] would be")
+    return first
+
+
+def carry_flat(model: nn.Module) -> nn.Module:
+    """Let a model with a structured state take and return it as rows [B, state_width], by hooks of its own forward.
+
+    The module stays what it is, its parameters keep their names. `model.state_layout` and `model.state_width` are set.
+
+    Raises:
+        UserError: as `find_layout`.
+    """
+    layout = find_layout(model)
+    attributes: Any = model
+    attributes.state_layout, attributes.state_width = layout, 0 if layout is None else layout.width
+    if layout is not None:
+        model.register_forward_pre_hook(_take_rows, with_kwargs=True)
+        model.register_forward_hook(_return_rows)
+    return model
+
+
+def _take_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    layout: Any = model.state_layout
+    if len(args) > 1 and isinstance(args[1], Tensor):
+        args = (args[0], layout.unflatten(args[1]), *args[2:])
+    elif isinstance(kwargs.get("state"), Tensor):
+        kwargs = {**kwargs, "state": layout.unflatten(kwargs["state"])}
+    return args, kwargs
+
+
+def _return_rows(model: nn.Module, args: tuple[Any, ...], output: Any) -> ModelOutput:
+    layout: Any = model.state_layout
+    return ModelOutput(output.logits, layout.flatten(output.state))

@@ -1,0 +1,223 @@
+"""`Transformer`: a plain causal Transformer, the baseline without a state that a recurrent model is compared with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.model.blocks import GatedMLP, init_matrix
+from trainer.model.protocol import ModelOutput
+
+ROTARY_BASE = 10_000.0
+
+
+class KeysAndValues:
+    """What attention has seen so far, one entry per layer: keys and values [B, kv_heads, T, head_dim]."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        """Positions seen."""
+        return next(iter(self.layers.values()))[0].shape[2] if self.layers else 0
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append those of new positions; returns all."""
+        if layer in self.layers:
+            seen_keys, seen_values = self.layers[layer]
+            keys, values = torch.cat([seen_keys, keys], dim=2), torch.cat([seen_values, values], dim=2)
+        self.layers[layer] = keys, values
+        return keys, values
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions (Su et al. 2021, arXiv 2104.09864) and grouped heads (Ainslie et al. 2023,
+    arXiv 2305.13245)."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        self.queries = nn.Linear(dim, dim, bias=False)
+        self.keys = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.values = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def init_weights(self, residual_scale: float) -> None:
+        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
+        for linear in (self.queries, self.keys, self.values):
+            init_matrix(linear.weight)
+        init_matrix(self.out.weight, residual_scale)
+
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeysAndValues | None, layer: int
+    ) -> Tensor:
+        """Mix x [B, T, D]. `mask` (bool, broadcast to [B, 1, T, S]) is True where a query sees a key; None: causal."""
+        queries, keys, values = (
+            linear(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.queries, self.keys, self.values)
+        )  # [B, heads or kv_heads, T, head_dim]
+        queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
+        if cache is not None:
+            keys, values = cache.extend(layer, keys, values)
+        if self.kv_heads != self.heads:
+            keys, values = (part.repeat_interleave(self.heads // self.kv_heads, dim=1) for part in (keys, values))
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class TransformerBlock(nn.Module):
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, dim: int, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = Attention(dim, heads, kv_heads)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = GatedMLP(dim, hidden)
+
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeysAndValues | None, layer: int
+    ) -> Tensor:
+        """Map x [B, T, D]; see `Attention`."""
+        x = x + self.attention(self.attention_norm(x), rotation, mask, cache, layer)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """A causal language model without state: a row sees nothing before its first token.
+
+    Its context is thus `data.seq_len` tokens. Positions are relative and begin anew with each row; with `resets`, documents
+    that share a row do not see each other, and the outputs are those of the documents run apart.
+
+    Args:
+        vocab_size: number of token ids.
+        dim: width of the residual stream, a multiple of 2 * `heads`.
+        num_layers: number of blocks.
+        hidden: width of the gated MLP.
+        heads, kv_heads: heads of the queries, and of keys and values, which divide them.
+        tie_embeddings: share the embedding's weight with the output layer.
+    """
+
+    state_width = 0
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        tie_embeddings: bool,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.dim, self.num_layers, self.hidden = vocab_size, dim, num_layers, hidden
+        self.head_dim, self.kv_dim = dim // heads, dim // heads * kv_heads
+        self.embedding = nn.Embedding(vocab_size, dim)
+        blocks = [TransformerBlock(dim, hidden, heads, kv_heads) for _ in range(num_layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        init_matrix(self.embedding.weight)
+        for block in blocks:
+            block.attention.init_weights(1.0 / math.sqrt(2 * num_layers))
+            block.mlp.init_weights(1.0 / math.sqrt(2 * num_layers))
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        else:
+            init_matrix(self.head.weight)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: Tensor | None = None,
+        resets: Tensor | None = None,
+        cache: KeysAndValues | None = None,
+    ) -> ModelOutput:
+        """Predict from tokens [B, T].
+
+        Args:
+            state: None; there is none.
+            resets: bool [B, T], True at the first token of each document in a row.
+            cache: in generation: the positions before `tokens`, which are added to it; without `resets`.
+        """
+        seen = 0 if cache is None else cache.length
+        x = self.embedding(tokens)  # [B, T, D]
+        rotation = rotations(seen, tokens.shape[1], self.head_dim, x)
+        mask = None
+        if resets is not None:
+            document = resets.cumsum(1)  # [B, T]
+            mask = (document[:, None, :, None] == document[:, None, None, :]).tril()  # [B, 1, T, T]
+        elif seen:
+            mask = torch.ones(tokens.shape[1], seen + tokens.shape[1], dtype=torch.bool, device=x.device).tril(seen)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotation, mask, cache, layer)
+        return ModelOutput(logits=self.head(self.norm(x)), state=None)
+
+    def new_cache(self) -> KeysAndValues:
+        """An empty cache for `generate`."""
+        return KeysAndValues()
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations per trained token: 6 per weight of a matrix product, and 12 * `seq_len` * `dim` per layer.
+
+        The second is attention's two products over the whole row, forward and backward, as Chowdhery et al. 2022 (PaLM,
+        appendix B) count them: the half that the mask makes superfluous is included.
+        """
+        mixing = 2 * self.dim**2 + 2 * self.dim * self.kv_dim
+        weights = self.num_layers * (mixing + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
+        return 6.0 * weights + 12.0 * self.num_layers * seq_len * self.dim
+
+
+def rotations(first: int, length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles of positions [first, first + length), [length, head_dim / 2] each."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim)
+    angles = torch.arange(first, first + length, dtype=dtype, device=like.device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of x [B, heads, T, head_dim] by their angles; in x's type."""
+    one, other = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1).to(x.dtype)
+
+
+def build(
+    vocab_size: int,
+    dim: int,
+    num_layers: int,
+    *,
+    heads: int = 0,
+    kv_heads: int = 0,
+    mlp_ratio: float = 2.0,
+    tie_embeddings: bool = False,
+) -> Transformer:
+    """Build a `Transformer` with parameters drawn from torch's global generator.
+
+    Args:
+        heads: of the queries; 0: one per 64 of `dim`, at least one.
+        kv_heads: of keys and values; 0: as many as `heads`.
+        mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
+        tie_embeddings: share one weight between the embedding and the output layer.
+
+    Raises:
+        UserError: sizes that do not divide each other.
+    """
+    heads = heads or max(dim // 64, 1)
+    kv_heads = kv_heads or heads
+    if dim % (2 * heads):
+        raise UserError("model.args.heads", f"{heads} heads of an even width do not divide dim = {dim}", "choose another")
+    if heads % kv_heads:
+        raise UserError("model.args.kv_heads", f"{kv_heads} do not divide the {heads} heads", "choose a divisor")
+    settings: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "tie_embeddings": tie_embeddings}
+    return Transformer(
+        vocab_size=vocab_size, dim=dim, num_layers=num_layers, hidden=round(mlp_ratio * dim), **settings
+    )
