@@ -45,5 +45,5 @@ def number_text(value: float, digits: int = 4) -> str:
 def counted(number: float, noun: str) -> str:
     """`1 stream`, `2 streams`, `1,234 passes`, `2.5 passes`: the number, and the noun in singular or plural."""
     shown = f"{number:,.2g}" if 0 < number < 10 else f"{number:,.0f}"
-    ending = "" if shown == "1" else "es" if noun.endswith("s") else "s"
+    ending = "" if shown == "1" else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{shown} {noun}{ending}"

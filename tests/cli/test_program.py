@@ -103,7 +103,7 @@ def launches(config: Path, run_dir: Path) -> dict[str, tuple[list[str], Path, in
 
 
 # `--nproc` starts `-m trainer`, and nearly every other test starts a single process.
-REPEATS = ("torchrun -m trainer", "train", "python -m trainer")
+REPEATS = ("torchrun -m trainer", "train", "python -m trainer", "torchrun --no-python")
 
 
 @pytest.mark.distributed

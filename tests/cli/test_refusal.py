@@ -43,7 +43,9 @@ def test_a_mistake_of_all_ranks_is_printed_once_by_rank_0_however_slow_a_rank_is
     assert done.stderr.count("exitcode  : 2 ") == 2, "each rank ends with the code for mistakes"
 
 
-@pytest.mark.parametrize("rank_0", ["time.sleep(3)", "os._exit(7)"], ids=["late", "dead"])
+@pytest.mark.parametrize(
+    "rank_0", ["time.sleep(3)", pytest.param("os._exit(7)", marks=pytest.mark.slow)], ids=["late", "dead"]
+)
 def test_a_mistake_of_rank_1_alone_is_printed_once_with_its_rank(tmp_path, rank_0):
     done = refused(tmp_path, rank_0, 'raise ValueError("of rank 1")')
     assert done.stderr.count("of rank 1") == 1

@@ -171,6 +171,7 @@ def test_everything_works_from_the_keyboard(one, runs):
         assert seen.complaints == []
 
 
+@pytest.mark.slow
 def test_a_phone_shows_the_page_without_scrolling_sideways(two):
     with opened(two, width=360, height=740, touch=True) as seen:
         page = seen.page
@@ -213,6 +214,7 @@ def test_several_runs_are_overlaid_and_a_switch_hides_one(two, runs):
         assert seen.requests == []
 
 
+@pytest.mark.slow
 def test_buttons_zoom_and_move_in_steps(one):
     with opened(one) as seen:
         page = seen.page

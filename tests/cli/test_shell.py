@@ -79,6 +79,7 @@ def shown(arguments: list[object], cwd: Path, extra: dict[str, str]) -> str:
     return b"".join(pieces).decode("utf-8", errors="replace")
 
 
+@pytest.mark.slow
 def test_no_color_takes_the_colours_away_everywhere(tmp_path):
     config = write_tiny_config(tmp_path)
     for arguments in (["--config", config, "--run-dir", "run"], ["ls", "."], ["--help"]):
@@ -91,7 +92,9 @@ def test_no_color_takes_the_colours_away_everywhere(tmp_path):
         assert COLOUR.search(shown(where, tmp_path, {})), f"{arguments}: the test sees no colour at all"
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&-", "2>&-")), "<&- >&- 2>&-"]
+)
 def test_a_run_whose_standard_streams_are_closed_is_like_any_other(tmp_path, closed):
     """The files of a run must not take the place of a closed stream, and get what is meant for people."""
     config = write_tiny_config(tmp_path)

@@ -42,6 +42,7 @@ def job(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_it_trains_and_goes_on_after_a_requeue(job, tmp_path):
     process = job("--steps", "100000")
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -134,7 +134,7 @@ def test_four_ranks_on_one_pipe_break_no_line(tmp_path):
     """All ranks talk into the pipe that also carries the payloads, as under a launcher that merges the streams."""
     (tmp_path / "chatty.py").write_text(CHATTY)
     config = write_tiny_config(tmp_path, "per_source = true\n")
-    steps = 25
+    steps = 10
     arguments = ["--config", config, "--run-dir", tmp_path / "run", "--steps", steps]
     line = command([*arguments, "--set", "model.target=chatty:build", "--set", "model.contract=false"], nproc=4)
     env = environment({"PYTHONPATH": str(tmp_path)})

@@ -44,7 +44,7 @@ def train(directory: Path, name: str, *sets: str, nproc: int | None = None, step
         (None, ()),
         (None, ("data.pack=true", "ledger.burn_in=15")),
         (2, ()),
-        (2, ("data.mixing.repeat=false", "train.steps=400")),
+        pytest.param(2, ("data.mixing.repeat=false", "train.steps=400"), marks=pytest.mark.slow),
         (None, ("train.tbptt_cells=2", "train.activation_checkpointing=true")),
     ],
 )
@@ -73,7 +73,7 @@ def test_with_weights_that_move_the_cells_start_from_other_states(tmp_path):
     assert burnt[12] != pytest.approx(plain[12], rel=1e-5)
 
 
-@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_a_run_resumes_bit_for_bit(tmp_path, nproc):
     sets = (MOVING, "ledger.burn_in=5", "train.tbptt_cells=2", "eval.every=0")
     whole = train(tmp_path, "whole", *sets, nproc=nproc)

@@ -52,7 +52,7 @@ def both(tmp_path):
     return go
 
 
-@pytest.mark.parametrize("ownership", ["reader", "exchange"])
+@pytest.mark.parametrize("ownership", ["reader", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_the_numbers_are_those_of_steps_read_at_once(both, ownership):
     # Where every rank reads documents of its own, owners are not needed; they are asked for.
     every, late = both(f"ledger.ownership={ownership}", "checkpoint.background=true")

@@ -138,6 +138,7 @@ def test_a_changed_model_is_refused(uninterrupted, tmp_path):
     assert "model.dim: 16 -> 32" in result.stderr
 
 
+@pytest.mark.slow
 def test_elastic_restart_comes_back_by_itself(uninterrupted, tmp_path):
     """One rank dies; torchrun restarts both, and they go on from the newest checkpoint without being told."""
     config, whole = uninterrupted

@@ -71,7 +71,7 @@ def start(config, *arguments, world_size, stdout):
     return processes
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_pipe_that_nobody_reads_holds_up_no_step(tmp_path, world_size):
     config, steps, run_dir = write_tiny_config(tmp_path), 40, tmp_path / "run"
     reading, writing = os.pipe()

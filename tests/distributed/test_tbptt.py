@@ -49,7 +49,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
         (None, ("data.pack=true",)),
         (None, ("train.activation_checkpointing=true", "train.micro_batches=3", "data.pack=true")),
         (2, ("train.activation_checkpointing=true",)),
-        (2, ('train.precision="bf16"', "train.micro_batches=1")),
+        pytest.param(2, ('train.precision="bf16"', "train.micro_batches=1"), marks=pytest.mark.slow),
     ],
 )
 def test_cells_through_which_the_gradient_flows_train_as_one_long_cell(tmp_path, nproc, sets):
@@ -87,7 +87,7 @@ def test_truncation_is_felt(tmp_path):
     assert short[12] != pytest.approx(long[12], rel=1e-4)
 
 
-@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_a_run_resumes_bit_for_bit(tmp_path, nproc):
     sets = (*CELLS, "train.activation_checkpointing=true", "eval.every=0")
     whole = train(tmp_path, "whole", *sets, nproc=nproc)

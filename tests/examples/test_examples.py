@@ -112,6 +112,7 @@ print("RESULT", json.dumps({"small": small, "big": big, "row": row}))
 """
 
 
+@pytest.mark.slow  # the next one runs it under torchrun
 @needs_transformers
 def test_the_callback_s_estimates_are_those_of_the_gradients_that_the_trainer_made(tmp_path):
     """From the micro-batches' own gradients, before clipping: S = (|g|^2 - |G|^2) / (1/b - 1/mb)."""

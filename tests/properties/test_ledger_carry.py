@@ -177,7 +177,8 @@ def test_carry_under_bf16_autocast_stays_within_rounding(seed: int, **kinds: obj
         check_outputs(make_case(seed, **kinds), model, model, 0.02, torch.float32)
 
 
-@pytest.mark.parametrize("has_resets", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # `test_compiled_graph_is_whole_and_equal` is the short one
+@pytest.mark.parametrize("has_resets", [False, True])
 def test_carry_is_exact_when_the_model_is_compiled(has_resets: bool) -> None:
     # aot_eager traces forward and backward as inductor does, without a C++ compiler. One length: one or two graphs.
     torch._dynamo.reset()

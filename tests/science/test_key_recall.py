@@ -146,6 +146,7 @@ def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Pa
     assert stale.counts[COLD] == stale.counts[FALSE]
 
 
+@pytest.mark.slow
 def test_evictions_of_groups_that_never_come_back_are_not_false(corpus: Path, tmp_path: Path) -> None:
     # One stream at a time, so that a group never waits; without release, so that those that ended go stale.
     control = train(corpus, tmp_path, *STALE, *ONE_STREAM, steps=300, releases=False)
@@ -223,6 +224,7 @@ def test_probes_say_that_an_ignored_state_is_worth_nothing(corpus: Path, tmp_pat
     assert (verdicts["carry_worthless"], verdicts["stale_states"]) == ("finding", "healthy")
 
 
+@pytest.mark.slow
 def test_young_weights_make_stale_states_and_old_ones_do_not(corpus: Path, tmp_path: Path) -> None:
     fast, fast_verdicts = probed(corpus, tmp_path, "optimizer.lr=3e-3", "scheduler.min_lr_ratio=1.0", steps=100)
     slow_dir = tmp_path / "slow"

@@ -44,6 +44,7 @@ def test_digits_can_be_chosen() -> None:
         (2.53, "pass", "2.5 passes"),
         (0.31, "pass", "0.31 passes"),
         (9.97, "pass", "10 passes"),
+        (2, "micro-batch", "2 micro-batches"),
         (22.4, "pass", "22 passes"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_state_after_a_batch_is_not_moved_by_the_batches_read_ahead():
 
 
 def test_what_a_data_set_offers_beside_its_batches_is_its_own():
-    own, plain = OwnBatches(OneBuffer(), vocab_size=256, key="own"), OwnBatches([], key="own")
+    own, plain = OwnBatches(OneBuffer(), vocab_size=256, key="own"), OwnBatches([], vocab_size=256, key="own")
     assert own.metric_keys == ("my/thing",)
     assert own.drain_step_metrics() == {"my/thing": 1.0}
     own.load_state_dict({"next": 7})

@@ -224,11 +224,10 @@ class TrainStep:
             exhausted: this rank had no batch of its own, only masked copies.
 
         Raises:
-            UserError: a parameter got no gradient, and DDP does not search for such.
+            UserError: DDP has not averaged the gradient, since a parameter had no part in it.
         """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if len(gradients) < len(self._parameters):
-            self._refuse_unused()
+        if isinstance(self._model, DistributedDataParallel):
+            refuse_unreduced(self._model)
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
         votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, spiked, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
@@ -239,6 +238,7 @@ class TrainStep:
             dist.all_reduce(packed)
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
         grad_sq = torch.stack([square_norm(gradient) for gradient in gradients]).sum()
         # Copied before the optimizer's work is queued, for which `finish` then does not wait.
         numbers = HostCopy(torch.cat([packed, grad_sq.reshape(1)]))
@@ -254,19 +254,6 @@ class TrainStep:
             self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
         return Launched(numbers, self._ready_at)
-
-    def _refuse_unused(self) -> None:
-        """DDP waits for every gradient before it averages any of the same bucket: without one, ranks drift apart in silence
-        until its next forward fails."""
-        if not isinstance(self._model, DistributedDataParallel) or self._model.find_unused_parameters:
-            return
-        names = [name for name, p in self._model.module.named_parameters() if p.requires_grad and p.grad is None]
-        raise UserError(
-            "model.target",
-            f"{counted(len(names), 'parameter')} got no gradient, so that ranks cannot average theirs: {few(names)}",
-            "use them in every micro-batch, freeze them with requires_grad_(False), or set "
-            "distributed.find_unused_parameters = true",
-        )
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
@@ -290,3 +277,27 @@ class TrainStep:
             all_saved=reduced[SAVED] == self._world_size,
             has_spike=reduced[SPIKED] > 0,
         )
+
+
+def refuse_unreduced(model: DistributedDataParallel) -> None:
+    """Refuse a window whose last backward left a parameter out.
+
+    DDP then waits for its gradient for ever: it averages none of the same bucket, says nothing until its next forward, and the
+    ranks' weights drift apart meanwhile.
+
+    Raises:
+        UserError: naming the parameters.
+    """
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
+        own = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+        names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
+        raise UserError(
+            "model.target",
+            f"{counted(len(names), 'parameter')} took no part in a step's last micro-batch, so that the gradients of the "
+            f"ranks cannot be averaged: {few(names)}",
+            "use them in every micro-batch, freeze them with requires_grad_(False), or set "
+            "distributed.find_unused_parameters = true",
+        ) from None
