@@ -258,18 +258,22 @@ def machine_for(mode: str, dtype: torch.dtype) -> type[LedgerMachine]:
     return type(f"LedgerMachine_{mode}", (LedgerMachine,), {"mode": mode, "dtype": dtype})
 
 
-# numpy has no bfloat16: those states lie in torch tensors, as on other devices. The modes differ in the index alone, the libraries in the rows alone: two modes exercise both.
-IS_REPEAT = {(mode, torch.bfloat16) for mode in ("none", "full")}
-
-
-@pytest.mark.parametrize(
+# numpy has no bfloat16: those states lie in torch tensors, as on other devices.
+DTYPES = {"numpy": torch.float32, "torch": torch.bfloat16}
+# Modes differ in the index alone, and libraries in the rows alone.
+REPEATS = ("none-torch", "full-torch")
+CASES = pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        pytest.param(mode, dtype, id=f"{mode}-{name}", marks=[pytest.mark.slow] * ((mode, dtype) in IS_REPEAT))
+        pytest.param(mode, dtype, id=name, marks=[pytest.mark.slow] * (name in REPEATS))
         for mode in MODES
-        for name, dtype in (("numpy", torch.float32), ("torch", torch.bfloat16))
+        for library, dtype in DTYPES.items()
+        if (name := f"{mode}-{library}")
     ],
 )
+
+
+@CASES
 def test_ledger_equals_the_oracle(mode: str, dtype: torch.dtype) -> None:
     run_state_machine_as_test(
         machine_for(mode, dtype),

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.properties.test_ledger_oracle import DTYPES, FALSE_STALE, MODES, WIDTH, machine_for
+from tests.properties.test_ledger_oracle import CASES, FALSE_STALE, MODES, WIDTH, machine_for
 
 
-@DTYPES
-@pytest.mark.parametrize("mode", MODES)
+@CASES
 @pytest.mark.parametrize("seed", range(6))
 def test_ledger_equals_the_oracle_over_long_runs(mode: str, seed: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(seed)
