@@ -10,7 +10,6 @@ it for `[model] target`: its own cache, flattened to [B, state_width] and back, 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import platform
 import sys
@@ -23,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contracts import Report, check_model
+from trainer.model.adapters.hugging_face import HuggingFace, without_attention
 from trainer.model.protocol import ModelOutput
+from trainer.model.state_layout import carry_flat
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 VOCAB = 64
-FIRST = 8  # tokens of the forward that shows what the cache holds
 RECORDED = ("torch", "transformers", "minGRU-pytorch")
 NOT_TRIED = {
     "mamba-ssm": "needs CUDA to install; its Mamba2.forward takes no initial state",
@@ -85,85 +85,17 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
 }
 
 
-class HuggingFace(nn.Module):
-    """A causal language model of `transformers`, whose recurrent cache is the state.
+def hugging_face(family: str, *, assigns: bool = False) -> nn.Module:
+    """A family of `transformers` behind the trainer's own adapter.
 
     Args:
-        family: its `model_type`.
-        assigns: replace the cache's in-place copies by assignments, through which gradients flow.
+        assigns: replace the cache's in-place copies by assignments, as the adapter does for training.
     """
-
-    def __init__(self, family: str, *, assigns: bool = False) -> None:
-        super().__init__()
-        transformers = importlib.import_module("transformers")
-        known = transformers.AutoConfig.for_model(family)
-        settings = {name: value for name, value in _SMALL.items() if hasattr(known, name)}
-        self.config = transformers.AutoConfig.for_model(family, **{**settings, **HUGGING_FACE[family]})
-        self.model = transformers.AutoModelForCausalLM.from_config(self.config)
-        self.new_cache = transformers.DynamicCache
-        self.assigns = assigns
-        taken = inspect.signature(self.model.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in taken else "past_key_values"
-        with torch.no_grad():
-            self._run(torch.zeros(1, FIRST, dtype=torch.long), cache := self._cache())
-        self.layout = [(layer, name, index, held.shape[1:]) for layer, name, index, held in held_tensors(cache)]
-        self.state_width = sum(shape.numel() for *_, shape in self.layout)
-
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        """Logits and the flattened cache."""
-        cache = self._cache()
-        if state is not None:
-            pieces = torch.split(state, [shape.numel() for *_, shape in self.layout], dim=1)
-            for (layer, name, index, shape), piece in zip(self.layout, pieces, strict=True):
-                put(cache.layers[layer], name, index, piece.reshape(-1, *shape).clone())
-        logits = self._run(tokens, cache)
-        return ModelOutput(logits, torch.cat([tensor.flatten(1) for *_, tensor in held_tensors(cache)], dim=1))
-
-    def _cache(self) -> Any:
-        cache = without_attention(self.new_cache(config=self.config))
-        for layer in cache.layers if self.assigns else []:
-            layer.update_recurrent_state = assigning(layer)
-        return cache
-
-    def _run(self, tokens: Tensor, cache: Any) -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens, use_cache=True, **{self.cache_name: cache}).logits
-        return logits
-
-
-def without_attention(cache: Any) -> Any:
-    """A cache that answers what only layers of attention need, positions and mask sizes; without such layers it refuses."""
-    cache.get_seq_length = lambda *_, **__: 0
-    cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
-    return cache
-
-
-def held_tensors(cache: Any) -> Iterator[tuple[int, str, int, Tensor]]:
-    """(layer, kind, index, tensor) of all states that a cache holds."""
-    for number, layer in enumerate(cache.layers):
-        for name in ("conv", "recurrent"):
-            for index, tensor in getattr(layer, f"{name}_states").items():
-                if tensor is not None:
-                    yield number, name, index, tensor
-
-
-def put(layer: Any, name: str, index: int, value: Tensor) -> None:
-    """Put a state into a layer of a cache."""
-    getattr(layer, f"{name}_states")[index] = value
-    getattr(layer, f"is_{name}_states_initialized")[index] = True
-    layer.has_previous_state[index] = True
-    if name == "conv":
-        layer.conv_kernel_size[index] = value.shape[-1]
-
-
-def assigning(layer: Any) -> Callable[..., Tensor]:
-    """What replaces a layer's `update_recurrent_state`."""
-
-    def update(recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-        layer.recurrent_states[state_idx] = recurrent_states
-        layer.is_recurrent_states_initialized[state_idx] = True
-        return recurrent_states
-
-    return update
+    transformers = importlib.import_module("transformers")
+    known = transformers.AutoConfig.for_model(family)
+    settings = {name: value for name, value in _SMALL.items() if hasattr(known, name)}
+    config = transformers.AutoConfig.for_model(family, **{**settings, **HUGGING_FACE[family]})
+    return carry_flat(HuggingFace(transformers.AutoModelForCausalLM.from_config(config), assigns=assigns))
 
 
 class RecurrentGemma(nn.Module):
@@ -176,7 +108,7 @@ class RecurrentGemma(nn.Module):
         self.model = transformers.AutoModelForCausalLM.from_config(transformers.RecurrentGemmaConfig(**settings))
         self.new_cache = transformers.DynamicCache
         with torch.no_grad():
-            self._run(torch.zeros(1, FIRST, dtype=torch.long))
+            self._run(torch.zeros(1, 8, dtype=torch.long))
         self.layout = [getattr(module, name).shape[1:] for module, name in self._places()]
         self.state_width = sum(shape.numel() for shape in self.layout)
 
@@ -252,8 +184,8 @@ def families() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
         if family == "recurrent_gemma":
             yield "Hugging Face recurrent_gemma", RecurrentGemma
         else:
-            yield f"Hugging Face {family}", lambda family=family: HuggingFace(family)  # type: ignore[misc]
-    yield "Hugging Face qwen3_next, a cache that assigns", lambda: HuggingFace("qwen3_next", assigns=True)
+            yield f"Hugging Face {family}", lambda family=family: hugging_face(family)  # type: ignore[misc]
+    yield "Hugging Face qwen3_next, a cache that assigns", lambda: hugging_face("qwen3_next", assigns=True)
 
 
 def row_of(name: str, make: Callable[[], nn.Module]) -> str:

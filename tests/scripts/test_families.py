@@ -51,7 +51,7 @@ def test_check_refuses_hugging_face_s_mamba_in_one_sentence(tmp_path: Path, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(families._SMALL, "vocab_size", 257)
     text = "from scripts import families\n"
-    text += "def build(vocab_size, dim, num_layers, family):\n    return families.HuggingFace(family)\n"
+    text += "def build(vocab_size, dim, num_layers, family):\n    return families.hugging_face(family)\n"
     (tmp_path / "wrapped.py").write_text(text)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for family, code in (("mamba", 2), ("falcon_mamba", 2), ("mamba2", 0)):

@@ -31,11 +31,9 @@ def check_isolation(trial: Trial) -> Verdict:
 
 
 def check_resets(trial: Trial) -> Verdict:
-    """With a reset inside a row, the second document must not see the first."""
+    """With a reset inside a row, the second document must not see the first, through a state or through attention."""
     if not trial.takes_resets:
         return Verdict("resets", "not testable here", "forward takes no resets")
-    if not trial.width:
-        return Verdict("resets", "not testable here", "the model has no state (state_width = 0)")
     return _in_all_modes(trial, "resets", _judge_resets)
 
 
@@ -197,7 +195,6 @@ def _is_discrete(trial: Trial, tokens: Tensor, state: Tensor | None, before: Res
 def _judge_resets(trial: Trial, sample: int) -> Verdict:
     subject, tokens = trial.subject, trial.tokens(sample=sample)
     state = trial.start_state(ROWS, sample=sample)
-    assert state is not None
     at = [trial.cell + 1 + row for row in range(ROWS)]  # one reset a row, each at another position
     resets = torch.zeros(ROWS, trial.length, dtype=torch.bool)
     for row, position in enumerate(at):
@@ -238,21 +235,22 @@ def _words_of_reset(trial: Trial, leak: Tensor, joined: Tensor, unmarked: Tensor
     return "part of the state crosses the reset"
 
 
-def _effect_across(trial: Trial, changed: Tensor, at: list[int], state: Tensor, unmarked: Tensor) -> float:
+def _effect_across(trial: Trial, changed: Tensor, at: list[int], state: Tensor | None, unmarked: Tensor) -> float:
     """How far the first document moves the second without a reset."""
     errors = trial.errors(trial.subject(changed, state).logits, unmarked)
     return max(float(errors[row, position:].max()) for row, position in enumerate(at))
 
 
 def _compare_apart(
-    trial: Trial, tokens: Tensor, state: Tensor, joined: Tensor, at: list[int], limit: float, largest: float
+    trial: Trial, tokens: Tensor, state: Tensor | None, joined: Tensor, at: list[int], limit: float, largest: float
 ) -> Verdict:
     """The two documents of a row against each run alone; of the last row."""
     subject: Subject = trial.subject
     for row, position in list(enumerate(at))[-1:]:
         try:
-            first = subject(tokens[row : row + 1, :position], state[row : row + 1]).logits
-            second = subject(tokens[row : row + 1, position:], subject.zeros(1)).logits
+            before = None if state is None else state[row : row + 1]
+            first = subject(tokens[row : row + 1, :position], before).logits
+            second = subject(tokens[row : row + 1, position:], None if state is None else subject.zeros(1)).logits
         except CallFailed as error:
             text = f"nothing crosses the reset (at most {largest:.1e}); the documents alone: {error}"
             return Verdict("resets", "held", text, largest)

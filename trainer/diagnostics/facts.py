@@ -11,7 +11,7 @@ from trainer.runs.load import RunRecord
 
 MODALITIES: Final = "stream_mixing/active/modalities/"
 SHARE_ERROR: Final = "blend/max_share_error"
-BUILT_IN_MODEL: Final = "trainer.model:build"
+REFERENCE_MODEL: Final = (None, "rglru")  # values of model.family
 
 
 def micro_batches(run: RunRecord) -> int:
@@ -67,9 +67,14 @@ def batch_sizes(run: RunRecord) -> list[int]:
     return [size for size in found if isinstance(size, int)]
 
 
+def has_own_model(run: RunRecord) -> bool:
+    """Whether the model is the user's; configs of old runs name the reference model as a target."""
+    return run.setting("model.target") not in (None, "trainer.model:build")
+
+
 def state_bytes(run: RunRecord) -> int | None:
-    """Bytes of the recurrent state of one group; None for other models than the built-in one."""
-    if run.setting("model.target") != BUILT_IN_MODEL:
+    """Bytes of the recurrent state of one group; None for other models than the reference model."""
+    if has_own_model(run) or run.setting("model.family") not in REFERENCE_MODEL:
         return None
     return 4 * int(run.setting("model.dim", 0)) * int(run.setting("model.num_layers", 0)) or None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,9 @@ class Draw:
 
 
 @torch.no_grad()
-def next_scores(model: nn.Module, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def next_scores(model: nn.Module, tokens: Tensor, state: Tensor | None, **cache: Any) -> tuple[Tensor, Tensor | None]:
     """Scores [V] and state after the last of `tokens` (int64 [1, T]), starting from `state`."""
-    output: Any = model(tokens=tokens, state=state)
+    output: Any = model(tokens=tokens, state=state, **cache)
     return output.logits[0, -1], output.state
 
 
@@ -48,8 +48,9 @@ def generate(
     """Yield the token ids that follow `prompt`, without end.
 
     A model with state reads the prompt in cells of `cell` tokens, then each new token alone with the state carried over,
-    which equals one uncut forward pass. A model without state sees the last `cell` tokens each time, the length that it
-    was trained on.
+    which equals one uncut forward pass. A model without state sees at most the last `cell` tokens, the length that it was
+    trained on: exactly these each time; or, if it has a `new_cache`, what the cache holds, which begins again with the last
+    half of them when it is full, so that most tokens are read once.
 
     Args:
         model: implements `trainer.model.protocol`, in evaluation mode.
@@ -60,20 +61,47 @@ def generate(
         GenerationError: every allowed score is NaN or minus infinity.
     """
     generator = torch.Generator().manual_seed(draw.seed)
-    carries = bool(getattr(model, "state_width", 0))
-    seen, state = list(prompt), None
-    fresh = seen
+    read = _reader(model, cell, torch.device(device))
+    fresh = list(prompt)
     while True:
-        if carries:
-            pieces = [fresh[start : start + cell] for start in range(0, len(fresh), cell)]
-        else:
-            pieces = [seen[-cell:]]
-        for piece in pieces:
-            scores, state = next_scores(model, torch.tensor([piece], device=device), state)
-        token = draw_token(scores, draw, forbidden, generator)
+        token = draw_token(read(fresh), draw, forbidden, generator)
         yield token
         fresh = [token]
-        seen = fresh if carries else [*seen[-cell:], token]
+
+
+def _reader(model: nn.Module, cell: int, device: torch.device) -> Callable[[Sequence[int]], Tensor]:
+    """A function that reads further tokens and returns the scores [V] of the next one."""
+    seen: list[int] = []
+    state: Tensor | None = None
+    cache: Any = None
+    new_cache = getattr(model, "new_cache", None)
+
+    def scores_of(tokens: Sequence[int], **given: Any) -> Tensor:
+        nonlocal state
+        scores, state = next_scores(model, torch.tensor([list(tokens)], device=device), state, **given)
+        return scores
+
+    def with_state(tokens: Sequence[int]) -> Tensor:
+        for start in range(0, len(tokens), cell):
+            scores = scores_of(tokens[start : start + cell])
+        return scores
+
+    def with_window(tokens: Sequence[int]) -> Tensor:
+        seen[:] = [*seen, *tokens][-cell:]
+        return scores_of(seen)
+
+    def with_cache(tokens: Sequence[int]) -> Tensor:
+        nonlocal cache
+        if cache is None or len(seen) + len(tokens) > cell:
+            kept = cell if cache is None else max(cell // 2, 1)
+            seen[:], cache = [*seen, *tokens][-kept:], new_cache()
+            return scores_of(seen, cache=cache)
+        seen.extend(tokens)
+        return scores_of(tokens, cache=cache)
+
+    if getattr(model, "state_width", 0):
+        return with_state
+    return with_window if new_cache is None else with_cache
 
 
 def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: torch.Generator) -> int:

@@ -54,10 +54,15 @@ class StateLayout:
             if not leaf.is_floating_point():
                 raise ValueError(f"{name} is of {str(leaf.dtype).removeprefix('torch.')}, not of a floating-point type")
             if leaf.ndim == 0 or len(rows) > 1:
-                raise ValueError(f"{name} has the shape {list(leaf.shape)}: every tensor needs the batch as its first dimension")
+                raise ValueError(
+                    f"{name} has the shape {list(leaf.shape)}: every tensor needs the batch as its first dimension"
+                )
             self.leaves.append(Leaf(name, tuple(leaf.shape[1:]), leaf.dtype))
         if not found:
             raise ValueError("it holds no tensor")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateLayout:
+        return self  # nothing in it changes
 
     @property
     def width(self) -> int:

@@ -20,7 +20,9 @@ COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
 
 
 def doctor(
-    model: Annotated[str, typer.Option(help="As model.target.", metavar="PACKAGE.MODULE:FUNCTION")],
+    model: Annotated[
+        str, typer.Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
+    ],
     args: Annotated[str, typer.Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
     vocab_size: Annotated[int, typer.Option(min=2, help="Number of token ids.")] = 257,
     dim: Annotated[int, typer.Option(min=1, help="As model.dim.")] = 64,
@@ -42,7 +44,8 @@ def doctor(
         raise UserError("--args", f"must be a TOML table, got {args}", "write --args '{ heads = 4 }'")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise UserError("--device", f"{device} is not available here", "use cpu")
-    table = ModelTable.model_construct(target=model, dim=dim, num_layers=num_layers, args=given)
+    named = {"target": model} if ":" in model else {"family": model}
+    table = ModelTable.model_construct(**named, dim=dim, num_layers=num_layers, args=given)
     built = build_model(table, vocab_size).to(device)
     report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
     if as_json:

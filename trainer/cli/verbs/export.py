@@ -20,6 +20,7 @@ class ExportFormat(StrEnum):
     """Formats of an export."""
 
     safetensors = "safetensors"
+    hf = "hf"
     csv = "csv"
     parquet = "parquet"
     tensorboard = "tensorboard"
@@ -29,12 +30,15 @@ def export(
     run_dir: Annotated[
         str, typer.Argument(help="A run directory; for metrics also a metrics.jsonl.", metavar="RUN_DIR")
     ],
-    format: Annotated[ExportFormat, typer.Option(help="Weights: safetensors. Metrics: csv, parquet, tensorboard.")],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(help="Weights: safetensors; hf, for from_pretrained. Metrics: csv, parquet, tensorboard."),
+    ],
     out: Annotated[str, typer.Option(help="File (csv, parquet) or directory (the others) to write.", metavar="PATH")],
-    step: Annotated[int | None, typer.Option(help="safetensors: step of the checkpoint; default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Weights: step of the checkpoint; default: the newest.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
 ) -> None:
-    """Write a run's weights (safetensors with a model card) or its metrics (CSV, Parquet, TensorBoard)."""
+    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet, TensorBoard)."""
     target = Path(out)
     if target.exists() and not force:
         raise UserError(out, "exists already", "name another place, or add --force")
@@ -42,25 +46,32 @@ def export(
         raise UserError(out, "is a directory with other files than an export", "name a new one")
     if not target.absolute().parent.is_dir():
         raise UserError(out, "is in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
-    if format is ExportFormat.safetensors:
-        _export_weights(run_dir, target, step)
+    if format in (ExportFormat.safetensors, ExportFormat.hf):
+        _export_weights(run_dir, target, step, as_hugging_face=format is ExportFormat.hf)
         return
     if step is not None:
-        raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors")
+        raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors or hf")
     _export_metrics(run_dir, target, format)
 
 
 def _is_own(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
-    written = {"model.safetensors", "config.toml", "README.md", "tokenizer.json"}
+    written = {
+        "model.safetensors",
+        "config.toml",
+        "README.md",
+        "tokenizer.json",
+        "config.json",
+        "generation_config.json",
+    }
     names = {path.name for path in directory.iterdir()}
     return names <= written or all(name.startswith("events.out.tfevents.") for name in names)
 
 
-def _export_weights(run_dir: str, out: Path, step: int | None) -> None:
+def _export_weights(run_dir: str, out: Path, step: int | None, *, as_hugging_face: bool) -> None:
     from trainer.training.export.export import export_model
 
-    saved = export_model(Path(run_dir), out, step=step)
+    saved = export_model(Path(run_dir), out, step=step, as_hugging_face=as_hugging_face)
     typer.echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
 
 

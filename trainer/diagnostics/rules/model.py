@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.diagnostics.facts import BUILT_IN_MODEL
+from trainer.diagnostics.facts import has_own_model
 from trainer.diagnostics.outcome import Evidence, Knob, Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
 from trainer.runs.load import RunRecord
@@ -15,7 +15,7 @@ def check_contract(run: RunRecord) -> Outcome:
     """Breaches found before the run or a resume began."""
     events = [event for event in run.events if event.get("event") == "contract"]
     if not events:
-        if run.setting("model.target") == BUILT_IN_MODEL:
+        if not has_own_model(run):
             return healthy("a built-in model, which the tests prove")
         return not_measured("the run has no record of a check of its model")
     broken: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Causal language models of `transformers` whose cache is a recurrent state of a fixed size.
 
-What trains exactly was measured (docs/families.md): Mamba-2, Bamba, LFM2, and Qwen3-Next with a cache that assigns. Layers of full
-attention are left out, since their cache grows. `from` names a local directory of `save_pretrained`; nothing is downloaded.
+Which families train exactly was measured (docs/families.md). Layers of full attention are left out, since their cache grows.
+`from` names a local directory of `save_pretrained`; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -97,10 +97,7 @@ class HuggingFace(nn.Module):
 
     def _new_cache(self) -> Any:
         config: Any = self.model.config
-        cache = _package().DynamicCache(config=config)
-        # What layers of attention alone need: without such layers a cache refuses to answer.
-        cache.get_seq_length = lambda *_, **__: 0
-        cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
+        cache = without_attention(_package().DynamicCache(config=config))
         for layer in cache.layers if self._assigns else []:
             layer.update_recurrent_state = _assigning(layer)
         return cache
@@ -157,10 +154,21 @@ def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     except Exception as error:
-        raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", "write it again") from error
+        raise UserError(
+            "model.args.from", f"{folder} cannot be read: {format_error(error)}", "write it again"
+        ) from error
     if model.config.model_type != model_type:
-        raise UserError("model.family", f"is {model_type}, but {folder} has a {model.config.model_type}", "name that one")
+        raise UserError(
+            "model.family", f"is {model_type}, but {folder} has a {model.config.model_type}", "name that one"
+        )
     return model
+
+
+def without_attention(cache: Any) -> Any:
+    """A cache that answers what only layers of attention need, positions and mask sizes; without such layers it refuses."""
+    cache.get_seq_length = lambda *_, **__: 0
+    cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
+    return cache
 
 
 def _held(cache: Any) -> Iterator[tuple[tuple[int, str, int], Tensor]]:

@@ -22,7 +22,14 @@ class TorchRnn(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, dim: int, num_layers: int, *, kind: Any, dropout: float = 0.0, tie_embeddings: bool = False
+        self,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        *,
+        kind: Any,
+        dropout: float = 0.0,
+        tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
         self.num_layers, self.dim, self.vocab_size = num_layers, dim, vocab_size

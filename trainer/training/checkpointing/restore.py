@@ -67,6 +67,9 @@ def restore(
         with loading(path, "loss scaling"):
             state.scaler.load_state_dict(whole["scaler"])
     if state.ledger is not None:
+        if saved.get("state_layout") != state.state_layout:
+            problem = f"{path} holds states of {saved.get('state_layout')}, the model's are {state.state_layout}"
+            raise UserError("--resume", problem, "resume with the model that it was trained with")
         room = groups_in_flight if saved_world_size != info.world_size else 0
         with loading(path, "ledger"):
             state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)

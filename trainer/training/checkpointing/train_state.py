@@ -38,7 +38,14 @@ class TrainState:
             "tracker": self.tracker.state_dict(),
             "gns": self.gns.state_dict() if self.gns is not None else None,
             "spikes": self.spikes.state_dict() if self.spikes is not None else None,
+            "state_layout": self.state_layout,
         }
+
+    @property
+    def state_layout(self) -> list[list[Any]] | None:
+        """What the rows of the ledger stand for, see `StateLayout`; None for a model whose states are rows already."""
+        layout = getattr(self.model, "state_layout", None)
+        return None if layout is None else layout.to_json()
 
     def load_shared(self, saved: Mapping[str, Any]) -> None:
         """Continue from `shared`."""

@@ -15,15 +15,21 @@ from trainer.model.weights import WEIGHTS_FILE, save_weights
 from trainer.runs.load import load_run
 from trainer.training.export.model_card import render_card
 from trainer.training.export.saved_model import CONFIG_FILE, SavedCheckpoint, read_checkpoint
+from trainer.training.setup.plan import build_model
 
 
-def export_model(run_dir: Path, out: Path, *, step: int | None) -> SavedCheckpoint:
+def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False) -> SavedCheckpoint:
     """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, `tokenizer.json` into `out`.
 
     All is written beside `out` first, so that `out` is whole or absent.
 
+    Args:
+        as_hugging_face: weights and `config.json` as the model's own `save_pretrained` writes them, for `from_pretrained`;
+            no `config.toml`.
+
     Raises:
-        UserError: no checkpoint, a missing tokenizer or package, or `out` cannot be written.
+        UserError: no checkpoint, a missing tokenizer or package, a model that is none of `transformers`, or `out` cannot be
+            written.
     """
     saved = read_checkpoint(run_dir, step)
     config = saved.config
@@ -37,8 +43,11 @@ def export_model(run_dir: Path, out: Path, *, step: int | None) -> SavedCheckpoi
             "tokenizer": tokenizer.name,
             "run": run_dir.absolute().name,
         }
-        save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
-        write_file(staging / CONFIG_FILE, to_toml(config))
+        if as_hugging_face:
+            _save_pretrained(saved, tokenizer.vocab_size, staging)
+        else:
+            save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
+            write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
             shutil.copyfile(config.data.tokenizer, staging / "tokenizer.json")
         card = render_card(
@@ -48,6 +57,7 @@ def export_model(run_dir: Path, out: Path, *, step: int | None) -> SavedCheckpoi
             vocab_size=tokenizer.vocab_size,
             name=config.run.name,
             out=str(out),
+            as_hugging_face=as_hugging_face,
         )
         write_file(staging / "README.md", card)
         shutil.rmtree(out, ignore_errors=True)
@@ -57,6 +67,16 @@ def export_model(run_dir: Path, out: Path, *, step: int | None) -> SavedCheckpoi
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return saved
+
+
+def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -> None:
+    model = build_model(saved.config.model, vocab_size)
+    save = getattr(model, "save_pretrained", None)
+    if save is None:
+        fix = "export with --format safetensors, or give your model a save_pretrained(directory)"
+        raise UserError("--format hf", "the run's model is none of transformers", fix)
+    model.load_state_dict(saved.weights)
+    save(directory)
 
 
 def num_parameters(saved: SavedCheckpoint) -> int:

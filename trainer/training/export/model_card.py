@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.model.families import DEFAULT
 from trainer.training.export.saved_model import SavedCheckpoint
 
 SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
@@ -31,8 +32,28 @@ logits, state = saved.model(tokens=tokens, state=None)  # [B, T, V]; the state t
 """
 
 
+_USE_HUGGING_FACE = """\
+## Use
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{out}")
+```
+
+Train on, by `[model] family` and `args = {{ from = "{out}" }}`.
+"""
+
+
 def render_card(
-    saved: SavedCheckpoint, results: Mapping[str, float], *, parameters: int, vocab_size: int, name: str, out: str
+    saved: SavedCheckpoint,
+    results: Mapping[str, float],
+    *,
+    parameters: int,
+    vocab_size: int,
+    name: str,
+    out: str,
+    as_hugging_face: bool = False,
 ) -> str:
     """README.md of an exported model.
 
@@ -40,11 +61,15 @@ def render_card(
         results: the last logged value of each key.
         name: the run's.
         out: the directory, as the commands in the card name it.
+        as_hugging_face: the directory is one for `from_pretrained`.
     """
     config, environment = saved.config, saved.state.get("environment", {})
     rows: list[tuple[str, Any]] = [
         ("parameters", f"{parameters:,}"),
-        ("built by", f"`{config.model.target}`, dim {config.model.dim}, {config.model.num_layers} layers"),
+        (
+            "built by",
+            f"`{config.model.target or config.model.family or DEFAULT}`, dim {config.model.dim}, {config.model.num_layers} layers",
+        ),
         ("tokenizer", f"`{config.data.tokenizer}`, {vocab_size:,} ids, the one that begins a document included"),
         ("trained for", f"{saved.step:,} of {config.train.steps:,} steps in cells of {config.data.seq_len} tokens"),
         ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),
@@ -61,8 +86,8 @@ tags: [language-model, recurrent]
 ---
 # {name}
 
-A causal language model with recurrent state, exported after step {saved.step:,} by `train export`. The whole config is in
-`config.toml`; the values below are the last that the run logged up to that step.
+A causal language model, exported after step {saved.step:,} by `train export`. The values below are the last that the run
+logged up to that step{"" if as_hugging_face else "; the whole config is in `config.toml`"}.
 
 | | |
 |---|---|
@@ -70,4 +95,4 @@ A causal language model with recurrent state, exported after step {saved.step:,}
 
 What the data may be used for, and so what this model may, is for whoever publishes it to say here.
 
-{_USE.format(out=out)}"""
+{(_USE_HUGGING_FACE if as_hugging_face else _USE).format(out=out)}"""

@@ -17,7 +17,7 @@ from trainer.errors import UserError
 from trainer.metrics.batch_extras import check_inputs
 from trainer.metrics.logger import get_logger
 from trainer.training.setup.parts import AUTOCAST
-from trainer.training.setup.plan import Plan, build_model
+from trainer.training.setup.plan import Plan, build_model, resolve_builder
 from trainer.training.step.microbatch import accepted_inputs
 
 logger = get_logger(__name__)
@@ -140,7 +140,8 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
             continue
         if verdict.check == "resets" and not plan.config.data.pack:
             continue
-        raise UserError("model.target", f"{plan.config.model.target}: {_problem(verdict)}", _fix(plan, verdict))
+        key, name, *_ = resolve_builder(plan.config.model)
+        raise UserError(key, f"{name}: {_problem(verdict)}", _fix(plan, verdict))
 
 
 def _problem(verdict: Verdict) -> str:
