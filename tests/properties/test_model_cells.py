@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainer.model import build
+from trainer.model.gated_delta import build as build_gated_delta
+from trainer.model.state_layout import carry_flat
 from trainer.training.step.microbatch import accepted_inputs
 
 VOCAB = 13
-BUILDERS = pytest.mark.parametrize("builder", [build])
+
+
+def gated_delta(*sizes: int) -> nn.Module:
+    return carry_flat(build_gated_delta(*sizes, heads=2))
+
+
+BUILDERS = pytest.mark.parametrize("builder", [build, gated_delta], ids=["rglru", "gated_delta"])
 
 
 def new_model(builder: Callable[..., nn.Module], seed: int, num_layers: int, dtype: torch.dtype) -> nn.Module:

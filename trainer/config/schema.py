@@ -110,6 +110,8 @@ class LedgerTable(Table):
     when the ledger is full; periodic_stale: groups not stored recently."""
     capacity: Count = 4096
     """Number of groups a rank can hold."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which states are kept. bfloat16: half the memory, and states rounded to 8 bits at each cut."""
     stale_threshold: WholeNumber = 0
     """periodic_stale: evict groups that were not stored for more than this many steps."""
     sweep_every: Count = 1

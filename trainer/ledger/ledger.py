@@ -56,7 +56,7 @@ class Ledger:
         stale_threshold: with `periodic_stale`, steps that a group may go without a store.
         sweep_every: with `periodic_stale`, steps between sweeps.
         wipe_every: with `full`, steps between wipes.
-        device, dtype: of the states.
+        device, dtype: of the states as they are kept; bfloat16 halves the memory and rounds to 8 bits.
         ownership: `reader`: the rank that reads a group owns it, and nothing is communicated. `exchange`: the owner is
             `splitmix64(group_id) % world_size`, and `lookup` and `store` are collective: every rank calls them equally
             often, with empty arrays where it has nothing.
@@ -99,6 +99,7 @@ class Ledger:
         self._step: int | None = None
         self._stored_at = -1
         self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
+        self._given_dtype = torch.promote_types(dtype, torch.float32)
         self._counts = dict.fromkeys(COUNTER_KEYS, 0)
         # Counted on the device, which alone knows them; added to `_counts` where metrics are read.
         self._cold_starts, self._refused = InvalidCount(self._slab), InvalidCount(self._slab)
@@ -144,7 +145,7 @@ class Ledger:
             self._index.sweep(step - self._stale_threshold, step)
 
     def lookup(self, group_ids: Ints, cell_index: Ints) -> Tensor:
-        """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy.
+        """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy, in float32 or wider.
 
         Zeros at the start of a group (cell 0), for group id -1, and where no state is held. The last is counted as a
         cold start, on the rank that asks.
@@ -163,7 +164,7 @@ class Ledger:
             distinct(group_ids)
             states, is_valid = self._fetch(self._exchange, group_ids, np.flatnonzero(~is_fresh))
         self._cold_starts.add(is_valid, ~is_fresh)
-        return states
+        return states.to(self._given_dtype)
 
     def lookup_age(self) -> Tensor:
         """Steps since each state that the last `lookup` returned was stored, int64 [B] on the device; -1 where it was zeros.

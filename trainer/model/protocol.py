@@ -16,7 +16,8 @@ class ModelOutput(NamedTuple):
     """Scores over the vocabulary, [B, T, V]; row t predicts `targets[:, t]`."""
 
     state: Tensor | None
-    """The state after each row's last position, [B, state_width]; None from a model without state."""
+    """The state after each row's last position, [B, state_width]; None from a model without state. A model without
+    `state_width` may return any nest of tensors [B, ...], see `trainer.model.state_layout`."""
 
 
 @runtime_checkable
@@ -26,7 +27,8 @@ class SequenceModel(Protocol):
     A model with `state_width == 0` has no state: it receives `state=None` and returns `state=None`.
 
     Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state` by name and returns
-    an object with `.logits` and `.state`. Optional: `flops_per_token` (without it no MFU is logged), and `resets`, which
+    an object with `.logits` and `.state`. Without `state_width`, `carry_flat` of `trainer.model.state_layout` finds it and
+    lets a state be any nest of tensors; `[model] target` and `family` do. Optional: `flops_per_token` (without it no MFU is logged), and `resets`, which
     is passed only with `data.pack = true`. `train check` runs one forward pass.
     """
 

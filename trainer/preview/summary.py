@@ -15,6 +15,7 @@ from trainer.preview.probes import ProbeView, probe_view
 from trainer.preview.shapes import SourceShape, StreamShape, source_shape
 from trainer.preview.shares import ZeroSpan, expected_batches, first_zero, sample_points, shares_at
 from trainer.training.setup.plan import Plan
+from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.optimizer import lr_at
 
 
@@ -298,7 +299,7 @@ def _ledger_view(
         groups_in_flight=plan.facts.groups_in_flight,
         capacity_to_change_ranks=plan.facts.capacity_to_change_ranks,
         counted_in_flight=forecast.in_flight,
-        megabytes=(table.capacity + 1) * width * 4 / 1e6,
+        megabytes=ledger_bytes(table, width) / 1e6,
         stale_threshold=threshold,
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),

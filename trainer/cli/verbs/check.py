@@ -35,6 +35,7 @@ def check(
     from trainer.training.checkpointing.resume_checks import check_resume
     from trainer.training.setup.contract import check_here, refuse_breaches
     from trainer.training.setup.plan import make_plan
+    from trainer.training.setup.plausible import ledger_bytes
 
     resolved = load_config(config_path, overrides or [])
     plan = make_plan(resolved, Path(config_path), nproc)
@@ -46,6 +47,9 @@ def check(
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     check_state_rules(resolved, plan.state_width())
+    if plan.state_width():
+        facts["state_width"] = plan.state_width()
+        facts["ledger_megabytes"] = round(ledger_bytes(resolved.ledger, plan.state_width()) / 1e6, 1)
     facts.update(costs_of_carry(resolved))
     report = "--no-contract" if no_contract else check_here(plan)
     if isinstance(report, str):

@@ -63,13 +63,11 @@ def render_card(
         out: the directory, as the commands in the card name it.
         as_hugging_face: the directory is one for `from_pretrained`.
     """
+    model = saved.config.model
     config, environment = saved.config, saved.state.get("environment", {})
     rows: list[tuple[str, Any]] = [
         ("parameters", f"{parameters:,}"),
-        (
-            "built by",
-            f"`{config.model.target or config.model.family or DEFAULT}`, dim {config.model.dim}, {config.model.num_layers} layers",
-        ),
+        ("model", f"`{model.target or model.family or DEFAULT}`, dim {model.dim}, {model.num_layers} layers"),
         ("tokenizer", f"`{config.data.tokenizer}`, {vocab_size:,} ids, the one that begins a document included"),
         ("trained for", f"{saved.step:,} of {config.train.steps:,} steps in cells of {config.data.seq_len} tokens"),
         ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),

@@ -23,9 +23,11 @@ from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.data import make_blend
-from trainer.training.setup.plan import Plan, build_model
+from trainer.training.setup.plan import Plan, build_model, width_of
+from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.step.optimizer import build_optimizer
 
+STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,7 +40,9 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device) -> TrainState:
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = build_model(config.model, plan.vocab_size).to(device)
-    check_state_rules(config, state_width(model))
+    check_state_rules(config, width_of(model))
+    if not plan.has_built_in_model:  # whose needs were not known before
+        refuse_unmet(plan.unmet_needs(device, model=model))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
     flops = getattr(model, "flops_per_token", None)
     group = dist.group.WORLD if info.world_size > 1 else None
@@ -64,7 +68,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device) -> TrainState:
 
 def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> Ledger | None:
     """The training ledger; None for a model without state."""
-    table, width = plan.config.ledger, state_width(model)
+    table, width = plan.config.ledger, width_of(model)
     if width == 0:
         return None
     return Ledger(
@@ -75,6 +79,7 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         sweep_every=table.sweep_every,
         wipe_every=table.wipe_every,
         device=device,
+        dtype=STATE_TYPES[table.dtype],
         ownership="exchange" if plan.facts.ownership == "exchange" else "reader",
         rank=info.rank,
         world_size=info.world_size,
@@ -83,17 +88,11 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
 
 def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:
     """What makes an evaluation's own, empty ledger: as large as its groups in flight, never swept."""
-    if state_width(model) == 0:
+    if width_of(model) == 0:
         return None
     capacity = max(plan.facts.groups_in_flight, 1)
-    return lambda: Ledger(state_width=state_width(model), capacity=capacity, wipe_mode="none", device=device)
-
-
-def state_width(model: nn.Module) -> int:
-    """Numbers in one group's state, as the model says."""
-    width = model.state_width
-    assert isinstance(width, int)
-    return width
+    dtype = STATE_TYPES[plan.config.ledger.dtype]
+    return lambda: Ledger(state_width=width_of(model), capacity=capacity, wipe_mode="none", device=device, dtype=dtype)
 
 
 def make_objective(table: ObjectiveTable) -> Objective:

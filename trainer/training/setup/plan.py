@@ -60,23 +60,24 @@ class Plan:
     @cached_property
     def _model_size(self) -> tuple[int, int]:
         """(trained parameters, state width); of a model of many layers, building it again would take long."""
-        model = self._weightless_model()
-        width = model.state_width
-        assert isinstance(width, int)
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad), width
+        return size_of(self._weightless_model())
 
-    def unmet_needs(self, device: torch.device, *, counts_model: bool = True) -> list[UserError]:
+    def unmet_needs(
+        self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True
+    ) -> list[UserError]:
         """What the run needs and this machine does not have; see `plausible`.
 
         Args:
-            counts_model: count the model too, which has to be built for it, without weights.
+            model: the run's; None: one is built without weights to be counted.
+            counts_model: count the model at all.
         """
+        numbers, width = (0, 0) if not counts_model else self._model_size if model is None else size_of(model)
         return unmet_needs(
             self.config,
             self.sources,
             vocab_size=self.vocab_size,
-            num_parameters=self.num_parameters() if counts_model else 0,
-            state_width=self.state_width() if counts_model else 0,
+            num_parameters=numbers,
+            state_width=width,
             device=device,
         )
 
@@ -98,6 +99,18 @@ class Plan:
             # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
             with torch.random.fork_rng(devices=[]):
                 return build_model(self.config.model, self.vocab_size)
+
+
+def size_of(model: nn.Module) -> tuple[int, int]:
+    """(trained parameters, state width)."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad), width_of(model)
+
+
+def width_of(model: nn.Module) -> int:
+    """Numbers in one group's state, as the model says."""
+    width = model.state_width
+    assert isinstance(width, int)
+    return width
 
 
 def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from trainer.config.rules import largest_batch, mixing_of
-from trainer.config.schema import RunConfig
+from trainer.config.schema import LedgerTable, RunConfig
 from trainer.errors import UserError, UserErrors
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, printable
@@ -101,15 +101,24 @@ def unmet_needs(
             "the logits of a micro-batch",
         ),
         "model": (num_parameters * BYTES_PER_PARAMETER, "weights, gradients and optimizer"),
-        "ledger.capacity": (config.ledger.capacity * state_width * 4, "the states of the ledger"),
+        "ledger.capacity": (ledger_bytes(config.ledger, state_width), "the states of the ledger"),
     }
     memory, total = memory_bytes(device), sum(size for size, _ in needs.values())
     if total > memory:
         key, (size, what) = max(needs.items(), key=lambda need: need[1][0])
         problem = f"{what} take {_amount(size)} per rank; {device.type} has {_amount(memory)} of memory here"
-        smaller = {"data.seq_len": "lower data.seq_len or data.mixing.batch_size", "model": "lower dim or num_layers"}
+        smaller = {
+            "data.seq_len": "lower data.seq_len or data.mixing.batch_size",
+            "model": "lower dim or num_layers",
+            "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"',
+        }
         found.append(UserError(key, problem, smaller.get(key, "lower it")))
     return found
+
+
+def ledger_bytes(table: LedgerTable, state_width: int) -> int:
+    """Memory of the states of one rank's ledger."""
+    return table.capacity * state_width * (2 if table.dtype == "bfloat16" else 4)
 
 
 def refuse_unmet(found: list[UserError]) -> None:

@@ -1,0 +1,124 @@
+"""Families of `[model]` on two ranks: they train, resume bit for bit, and leave in the format of their own world."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.support.runs import losses, read_rows, run, write_tiny_config
+from trainer.training.checkpointing import checkpoint
+from trainer.training.export.saved_model import load_model
+
+pytestmark = pytest.mark.distributed
+STEPS = 6
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")
+SIZES = {
+    "gated_delta": "{heads=2}",
+    "transformer": "{heads=2, kv_heads=1}",
+    "gru": "{}",
+    "lstm": "{dropout=0.1}",
+    "mamba2": "{num_heads=2, head_dim=16, state_size=8, chunk_size=8}",
+}
+
+
+def train(tmp_path, config, name, family, *sets, steps=STEPS):
+    options = [f"model.family={family}", f"model.args={SIZES[family]}", "checkpoint.every=3", *sets]
+    words = [word for each in options for word in ("--set", each)]
+    result = run("--config", config, "--run-dir", tmp_path / name, "--steps", steps, *words, nproc=2)
+    assert result.returncode == 0, result.stderr
+    return tmp_path / name
+
+
+def weights(run_dir, step):
+    path = run_dir / "checkpoints" / checkpoint.checkpoint_name(step)
+    return checkpoint.read_tensors(path / checkpoint.MODEL_FILE)["model"]
+
+
+@pytest.mark.parametrize(
+    ("family", "pack"),
+    [
+        ("gated_delta", "true"),
+        ("transformer", "true"),
+        pytest.param("gated_delta", "false", marks=pytest.mark.slow),
+        pytest.param("gru", "false", marks=pytest.mark.slow),
+        pytest.param("lstm", "false", marks=pytest.mark.slow),
+        pytest.param("mamba2", "false", marks=[pytest.mark.slow, needs_transformers]),
+    ],
+)
+def test_a_run_resumes_bit_for_bit(tmp_path, family, pack):
+    config = write_tiny_config(tmp_path)
+    sets = (f"data.pack={pack}", "eval.every=3", "eval.holdout_fraction=0.2")
+    whole = train(tmp_path, config, "whole", family, *sets)
+    train(tmp_path, config, "cut", family, *sets, steps=3)
+    resumed = train(tmp_path, config, "cut", family, *sets, 'checkpoint.resume="auto"')
+    assert losses(resumed / "metrics.jsonl") == losses(whole / "metrics.jsonl")
+    expected = weights(whole, STEPS)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed, STEPS).items())
+    keys = read_rows(whole / "metrics.jsonl")["train", STEPS].keys()
+    assert ("ledger/cold_starts" in keys) == (family != "transformer")
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_path):
+    config = write_tiny_config(tmp_path)
+    run_dir = train(tmp_path, config, "run", "mamba2")
+    exported = run("export", run_dir, "--format", "hf", "--out", tmp_path / "hf")
+    assert exported.returncode == 0, exported.stderr
+    script = (
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()\n"
+        "torch.save(model(input_ids=torch.arange(40).reshape(2, 20)).logits.detach(), sys.argv[2])\n"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path / "hf"), str(tmp_path / "logits.pt")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    own = load_model(run_dir, step=None, device=torch.device("cpu")).model
+    with torch.no_grad():
+        expected = own(tokens=torch.arange(40).reshape(2, 20)).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-5, atol=1e-5)
+    again = tmp_path / "again"
+    words = ["--set", "model.family=mamba2", "--set", f'model.args={{from="{tmp_path / "hf"}"}}']
+    result = run("--config", config, "--run-dir", again, "--steps", 2, *words)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_checkpoint_of_states_in_another_nest_is_refused(tmp_path):
+    config = write_tiny_config(tmp_path)
+    (tmp_path / "nests.py").write_text(NESTS)
+    sets = ["checkpoint.every=3", "model.contract=false", "model.target=nests:build"]
+    words = [word for each in sets for word in ("--set", each)]
+    line = ["--config", config, "--run-dir", tmp_path / "run", *words]
+    first = run(*line, "--steps", 3, extra={"PYTHONPATH": str(tmp_path)})
+    assert first.returncode == 0, first.stderr
+    (tmp_path / "nests.py").write_text(NESTS.replace("{'h': end[0], 'c': end[1]}", "{'c': end[0], 'h': end[1]}"))
+    refused = run(*line, "--steps", 6, "--resume", "auto", extra={"PYTHONPATH": str(tmp_path)})
+    assert refused.returncode == 2
+    assert "holds states of" in refused.stderr
+    assert "resume with the model that it was trained with" in refused.stderr
+
+
+NESTS = """
+import torch
+from torch import nn
+from trainer.model.protocol import ModelOutput
+
+class Nest(nn.Module):
+    def __init__(self, vocab_size, dim):
+        super().__init__()
+        self.embedding, self.rnn = nn.Embedding(vocab_size, dim), nn.LSTM(dim, dim, batch_first=True)
+        self.head = nn.Linear(dim, vocab_size)
+    def forward(self, tokens, state=None):
+        given = None if state is None else tuple(part[None].contiguous() for part in state.values())
+        x, end = self.rnn(self.embedding(tokens), given)
+        end = [part[0] for part in end]
+        return ModelOutput(self.head(x), {'h': end[0], 'c': end[1]})
+
+def build(vocab_size, dim, num_layers):
+    return Nest(vocab_size, dim)
+"""

@@ -1,0 +1,101 @@
+"""Every family is built by its name, keeps the state contract, and refuses what it cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.config.schema import ModelTable
+from trainer.contracts import check_model
+from trainer.errors import UserError
+from trainer.model import gated_delta
+from trainer.model.delta_rule import CHUNK
+from trainer.model.families import FAMILIES
+from trainer.training.setup.plan import build_model, family_of
+
+VOCAB = 37
+OF_TRANSFORMERS = ("mamba2", "bamba", "lfm2", "qwen3_next")
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")
+
+
+def table(family: str | None, **settings: object) -> ModelTable:
+    return ModelTable(family=family, **{"dim": 64, "num_layers": 2, **settings})
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [needs_transformers, *[pytest.mark.slow] * (name != "mamba2")] if name in OF_TRANSFORMERS else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
+def test_a_family_keeps_the_contract(name):
+    torch.manual_seed(0)
+    report = check_model(build_model(table(name), VOCAB), vocab_size=VOCAB, seq_len=32)
+    assert not report.breaches, report
+    assert not report.warnings, report
+    assert report["causality"].status == report["isolation"].status == "held"
+    if name != "transformer":
+        assert report["carry"].status == report["gradient"].status == "held", report
+    if FAMILIES[name].is_own:
+        assert report["resets"].status == "held", report
+
+
+@pytest.mark.parametrize("name", ["gated_delta", pytest.param("mamba2", marks=needs_transformers)])
+def test_the_weightless_model_has_the_parameters_and_the_state_of_the_real_one(name):
+    with torch.device("meta"):
+        model = build_model(table(name), VOCAB)
+    real = build_model(table(name), VOCAB)
+    assert [p.shape for p in model.parameters()] == [p.shape for p in real.parameters()]
+    assert model.state_layout.to_json() == real.state_layout.to_json()
+
+
+def test_flops_per_token_of_gated_delta_equal_torchs_count_and_the_triangular_systems():
+    torch.manual_seed(0)
+    model = gated_delta.build(29, 32, 2, heads=2)
+    batch = torch.randint(0, 29, (2, 2 * CHUNK))
+    with FlopCounterMode(display=False) as counter:
+        model(batch).logits.sum().backward()
+    systems = 6 * model.num_layers * model.dim * CHUNK  # which torch does not count
+    counted = counter.get_total_flops() / batch.numel()
+    assert model.flops_per_token(2 * CHUNK) == pytest.approx(counted + systems, rel=0.02)
+
+
+def test_a_model_is_a_family_or_a_target():
+    assert family_of(table(None)) is FAMILIES["rglru"]
+    with pytest.raises(UserError, match=r"model.family: there is no 'mamba'; choose one of rglru, "):
+        build_model(table("mamba"), VOCAB)
+    with pytest.raises(ValueError, match="are two models: remove one"):
+        table("gated_delta", target="own:build")
+    assert table("gated_delta", target="trainer.model:build").target is None
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("family", "args", "message"),
+    [
+        ("mamba2", {"heads": 3}, "model.args: mamba2 has no heads; see Mamba2Config"),
+        ("mamba2", {"num_heads": 3}, "model.args: mamba2 cannot be built"),
+        ("mamba2", {"from": "/nowhere"}, "model.args.from: /nowhere has no config.json"),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "layer 1 is one of attention"),
+    ],
+)
+def test_settings_that_a_family_cannot_have_are_refused_in_one_line(family, args, message):
+    with pytest.raises(UserError) as caught:
+        build_model(table(family, args=args), VOCAB)
+    assert message in caught.value.message
+
+
+@needs_transformers
+def test_a_directory_of_save_pretrained_is_read_and_grows_to_the_vocabulary(tmp_path):
+    torch.manual_seed(0)
+    first = build_model(table("mamba2"), VOCAB)
+    first.save_pretrained(tmp_path)
+    tokens = torch.arange(24).reshape(2, 12) % VOCAB
+    again = build_model(table("mamba2", args={"from": str(tmp_path)}), VOCAB)
+    torch.testing.assert_close(again.eval()(tokens).logits, first.eval()(tokens).logits)
+    larger = build_model(table("mamba2", args={"from": str(tmp_path)}), VOCAB + 3)
+    assert larger(tokens).logits.shape[-1] == VOCAB + 3
+    with pytest.raises(UserError, match="model.family: is lfm2, but .* has a mamba2"):
+        build_model(table("lfm2", args={"from": str(tmp_path)}), VOCAB)

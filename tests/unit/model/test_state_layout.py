@@ -1,0 +1,104 @@
+"""Structured states: flat and back, whatever their nest, and refused where the batch is not first."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.model.protocol import ModelOutput
+from trainer.model.state_layout import StateLayout, carry_flat
+
+SHAPES = st.lists(st.integers(1, 3), max_size=3).map(tuple)
+NESTS = st.recursive(
+    st.tuples(SHAPES, st.sampled_from([torch.float32, torch.float64, torch.bfloat16])).map(
+        lambda leaf: ("leaf", *leaf)
+    ),
+    lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, min_size=1),
+    max_leaves=5,
+)
+
+
+def filled(nest: Any, rows: int) -> Any:
+    if isinstance(nest, tuple):
+        _, shape, dtype = nest
+        return torch.randn(rows, *shape).to(dtype)
+    return (
+        [filled(each, rows) for each in nest]
+        if isinstance(nest, list)
+        else {k: filled(v, rows) for k, v in nest.items()}
+    )
+
+
+def leaves(state: Any) -> list[torch.Tensor]:
+    return torch.utils._pytree.tree_leaves(state)
+
+
+@given(nest=NESTS, rows=st.integers(1, 4))
+def test_any_nest_comes_back_bit_for_bit(nest, rows):
+    layout, state = StateLayout(filled(nest, 2)), filled(nest, rows)
+    flat = layout.flatten(state)
+    assert flat.shape == (rows, layout.width)
+    assert flat.dtype in (torch.float32, torch.float64)
+    found = layout.unflatten(flat)
+    assert torch.utils._pytree.tree_structure(found) == torch.utils._pytree.tree_structure(state)
+    for one, other in zip(leaves(found), leaves(state), strict=True):
+        assert torch.equal(one.double(), other.double())
+        assert one.dtype == (torch.float64 if flat.dtype == torch.float64 else other.dtype)
+
+
+def test_a_state_of_another_layout_is_refused():
+    layout = StateLayout([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(ValueError, match=r"another layout than state\[0\] \[3\], state\[1\] \[4\]"):
+        layout.flatten([torch.zeros(2, 4), torch.zeros(2, 3)])
+    assert layout.to_json() == [["state[0]", [3]], ["state[1]", [4]]]
+
+
+class Stateful(nn.Module):
+    """Adds up what it has read, and returns the sum in a nest of its own."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.weight, self.make = nn.Parameter(torch.ones(5, 5)), make
+
+    def forward(self, tokens: torch.Tensor, state: Any = None) -> ModelOutput:
+        sums = self.weight[tokens].cumsum(1)
+        if state is not None:
+            sums = sums + state["sum"][:, None]
+        return ModelOutput(sums, self.make(sums[:, -1]))
+
+
+def test_a_module_with_a_nest_carries_rows_and_stays_what_it_was():
+    model = carry_flat(Stateful(lambda end: {"sum": end}))
+    assert (model.state_width, list(model.state_dict())) == (5, ["weight"])
+    tokens = torch.arange(10).reshape(2, 5) % 5
+    whole = model(tokens=tokens, state=None)
+    first = model(tokens=tokens[:, :2])
+    for second in (model(tokens=tokens[:, 2:], state=first.state), model(tokens[:, 2:], first.state)):
+        torch.testing.assert_close(second.state, whole.state)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert float(copied(tokens=tokens).state.abs().sum()) == 0.0
+    assert float(model(tokens=tokens).state.abs().sum()) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda end: {"sum": end.t()}, r"state\['sum'\] has the batch in another dimension than the first"),
+        (lambda end: (end, 3), r"state\[1\] is a int, not a tensor"),
+        (lambda end: (end, torch.zeros(len(end), dtype=torch.long)), r"state\[1\] is of int64"),
+        (lambda end: (end, torch.zeros(7, 2)), "every tensor needs the batch as its first dimension"),
+        (lambda end: [], "it holds no tensor"),
+    ],
+)
+def test_what_cannot_be_kept_per_row_is_refused_with_its_place(make, problem):
+    with pytest.raises(UserError, match=problem):
+        carry_flat(Stateful(make))
