@@ -97,5 +97,5 @@ def test_a_directory_of_save_pretrained_is_read_and_grows_to_the_vocabulary(tmp_
     torch.testing.assert_close(again.eval()(tokens).logits, first.eval()(tokens).logits)
     larger = build_model(table("mamba2", args={"from": str(tmp_path)}), VOCAB + 3)
     assert larger(tokens).logits.shape[-1] == VOCAB + 3
-    with pytest.raises(UserError, match="model.family: is lfm2, but .* has a mamba2"):
+    with pytest.raises(UserError, match=r"model.family: is lfm2, but .* has a mamba2"):
         build_model(table("lfm2", args={"from": str(tmp_path)}), VOCAB)
