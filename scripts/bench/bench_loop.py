@@ -124,7 +124,7 @@ class BareLoop:
         accepted, width = accepted_inputs(self._model), state_width(self._model)
         if config.train.compile:
             self._model.compile()
-        self._model = wrap_ddp(self._model, ALONE, device)
+        self._model = wrap_ddp(self._model, config.distributed, ALONE, device)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self._autocast = autocast_context(config, device)
         self._parameters = list(self._model.parameters())
