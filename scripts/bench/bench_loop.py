@@ -39,8 +39,8 @@ from trainer.training.loop import run_loop
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.open_run import open_run
-from trainer.training.setup.parts import autocast_context, make_state, state_width, wrap_ddp
-from trainer.training.setup.plan import Plan, build_model, make_plan
+from trainer.training.setup.parts import autocast_context, make_state, wrap_ddp
+from trainer.training.setup.plan import Plan, build_model, make_plan, width_of
 from trainer.training.signals import StopRequest
 from trainer.training.step.microbatch import MicroBatch, accepted_inputs, split
 from trainer.training.step.optimizer import build_optimizer, lr_at, set_lr
@@ -121,7 +121,7 @@ class BareLoop:
         self._device = device
         torch.manual_seed(config.run.seed)
         self._model = build_model(config.model, plan.vocab_size).to(device)
-        accepted, width = accepted_inputs(self._model), state_width(self._model)
+        accepted, width = accepted_inputs(self._model), width_of(self._model)
         if config.train.compile:
             self._model.compile()
         self._model = wrap_ddp(self._model, config.distributed, ALONE, device)
