@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_LIMIT_SEC = 1200
@@ -162,17 +163,36 @@ def _axes_of(corpus: str, *, cell: int, rates: Sequence[float], burn_ins: Sequen
     yield Axis(f"{corpus}: gradient through k cells, K = 32, the same tokens per step", "k", cells)
 
 
-def run(setting: Setting, seed: int, folders: Mapping[str, Path], work: Path) -> dict[str, float]:
-    """Train once; the means of the probes over the second half of the run, and the losses at its end.
+def train(name: str, config: str, sets: Mapping[str, object], work: Path) -> tuple[list[dict[str, Any]], float]:
+    """Train once in a directory of `work`; the rows of its metrics.jsonl, and the seconds that it took.
 
     Raises:
         RuntimeError: the run failed.
     """
-    name = f"{zlib.crc32(setting.name.encode()):08x}_{seed}"
-    config, run_dir = work / f"{name}.toml", work / name
+    folder = f"{zlib.crc32(name.encode()):08x}"
+    path, run_dir = work / f"{folder}.toml", work / folder
     shutil.rmtree(run_dir, ignore_errors=True)  # of a call that was cut short
+    path.write_text(config, encoding="utf-8")
+    overrides = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "--config", str(path), "--run-dir", str(run_dir), *overrides],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_SEC,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name}:\n{done.stderr[-2000:]}")
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines], time.perf_counter() - began
+
+
+def run(setting: Setting, seed: int, folders: Mapping[str, Path], work: Path) -> dict[str, float]:
+    """Train once; the means of the probes over the second half of the run, and the losses at its end."""
     steps = STEPS[setting.corpus]
-    config.write_text(CONFIGS[setting.corpus].format(steps=steps, **folders) + SHARED, encoding="utf-8")
     sets = {
         "run.seed": seed,
         "eval.every": steps,
@@ -181,28 +201,21 @@ def run(setting: Setting, seed: int, folders: Mapping[str, Path], work: Path) ->
         "ledger.probe_cells": 16,
         **dict(setting.overrides),
     }
-    overrides = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", "--config", str(config), "--run-dir", str(run_dir), *overrides],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_SEC,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{setting.name}, seed {seed}:\n{done.stderr[-2000:]}")
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    train = [row["metrics"] for row in rows if row.get("mode") == "train" and row["global_step"] > steps / 2]
-    found = {"seconds": time.perf_counter() - began, "loss": statistics.fmean(row["loss"] for row in train)}
+    config = CONFIGS[setting.corpus].format(steps=steps, **folders) + SHARED
+    rows, seconds = train(f"{setting.name}, seed {seed}", config, sets, work)
+    train_rows = [row["metrics"] for row in rows if row.get("mode") == "train" and row["global_step"] > steps / 2]
+    found = {"seconds": seconds, "loss": statistics.fmean(row["loss"] for row in train_rows)}
     for probe in PROBES:
-        values = [row[f"ledger/{probe}"] for row in train if f"ledger/{probe}" in row]
+        values = [row[f"ledger/{probe}"] for row in train_rows if f"ledger/{probe}" in row]
         if values:
             found[probe] = statistics.fmean(values)
-    found["eval_loss"] = next(row["metrics"]["eval_loss"] for row in reversed(rows) if row.get("mode") == "eval")
+    found["eval_loss"] = held_out_loss(rows)
     return found
+
+
+def held_out_loss(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Of the last evaluation."""
+    return next(float(row["metrics"]["eval_loss"]) for row in reversed(rows) if row.get("mode") == "eval")
 
 
 class Results:

@@ -1,0 +1,165 @@
+"""Families of models at equal parameters, tokens and data: the table of docs/models.md.
+
+Each is as wide as gives it the wanted number of parameters, and trains on text (`make data`) with the same number of tokens per
+step. The Transformer runs with a context of one cell and of four; the others carry their state over all cells of a group. The
+held-out loss is that of whole held-out documents.
+
+    python scripts/compare_families.py
+
+About half an hour on two idle cores; means are kept in a file, and a second call runs only what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from state_staleness import Results, Setting, held_out_loss, train
+
+from trainer.config.schema import ModelTable
+from trainer.training.setup.plan import build_model, size_of
+
+PARAMETERS = 600_000
+VOCAB = 257
+CELL, TOKENS_PER_BATCH = 128, 1024
+LAYERS, STEPS = 3, 400
+RATES = (1e-3, 3e-3)
+WIDTHS = range(32, 513, 4)
+CONFIG = """
+[train]
+steps = {steps}
+micro_batches = 2
+device = "cpu"
+
+[data]
+max_group_cells = 16
+
+[data.mixing]
+num_streams_mixed = 8
+
+[[data.source]]
+name = "python"
+root = "{text}"
+modalities = ["python"]
+
+[scheduler]
+name = "cosine"
+warmup_steps = 50
+
+[ledger]
+probe_every = 0
+
+[gns]
+enabled = false
+
+[metrics]
+log_interval = 10
+stdout = "off"
+
+[eval]
+holdout_fraction = 0.01
+batches = 100000
+"""
+
+
+def settings() -> list[tuple[str, Setting]]:
+    """What the first column says, and the setting."""
+    found = []
+    for family, args, cells in (
+        ("rglru", "{}", 1),
+        ("gated_delta", "{heads=2}", 1),
+        ("transformer", "{heads=2}", 1),
+        ("transformer", "{heads=2}", 4),
+        ("mamba2", "{}", 1),
+    ):
+        for rate in RATES:
+            label = f"{family}, {CELL * cells} tokens" if family == "transformer" else family
+            length = CELL * cells
+            keys = {
+                "model.family": f'"{family}"',
+                "model.args": args,
+                "model.dim": width_for(family, args),
+                "model.num_layers": LAYERS,
+                "data.seq_len": length,
+                "data.mixing.batch_size": TOKENS_PER_BATCH // length,
+                "optimizer.lr": rate,
+            }
+            found.append((label, Setting(label, tuple(keys.items()))))
+    return found
+
+
+def width_for(family: str, args: str) -> int:
+    """The width whose number of parameters is nearest to `PARAMETERS`."""
+    return min(WIDTHS, key=lambda dim: abs(parameters_of(family, args, dim) - PARAMETERS))
+
+
+def parameters_of(family: str, args: str, dim: int) -> float:
+    """Of a model of this width; infinite where the family cannot have it."""
+    heads = {"heads": 2} if "heads" in args else {}
+    table = ModelTable.model_construct(family=family, dim=dim, num_layers=LAYERS, args=heads)
+    if family == "mamba2" and dim % 16:
+        return float("inf")
+    with torch.device("meta"):
+        return size_of(build_model(table, VOCAB))[0]
+
+
+def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, float]:
+    """Train once; the held-out loss at the end, and the time."""
+    sets = {"run.seed": seed, "eval.every": STEPS, **dict(setting.overrides)}
+    rows, seconds = train(f"{setting.name}, seed {seed}", CONFIG.format(steps=STEPS, text=text), sets, work)
+    step_sec = statistics.median(row["metrics"]["step_time_sec"] for row in rows if row.get("mode") == "train")
+    return {"eval_loss": held_out_loss(rows), "step_sec": step_sec, "seconds": seconds}
+
+
+def table(found: Sequence[tuple[str, Setting]], results: Results) -> str:
+    """A Markdown table: mean +- standard error over the seeds, at the better learning rate."""
+    lines = ["| model | width | parameters | lr | held-out loss, nats per byte | seconds per step |", "|---" * 6 + "|"]
+    for label in dict.fromkeys(label for label, _ in found):
+        choices = [setting for name, setting in found if name == label]
+        known = [(mean, setting) for setting in choices if (mean := results.mean(setting, "eval_loss")) is not None]
+        if not known:
+            continue
+        (loss, error), setting = min(known, key=lambda each: each[0])
+        keys = dict(setting.overrides)
+        family, dim = str(keys["model.family"]).strip('"'), int(str(keys["model.dim"]))
+        number = parameters_of(family, str(keys["model.args"]), dim)
+        seconds = results.mean(setting, "step_sec")
+        assert seconds is not None
+        lines.append(
+            f"| {label} | {dim} | {number:,.0f} | {keys['optimizer.lr']} | {loss:.4f} +- {error:.4f} | {seconds[0]:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=Path("data/pytext"), help="made by `make data`")
+    parser.add_argument("--out", type=Path, default=Path("build/compare_families.json"), help="the results, kept")
+    parser.add_argument("--work", type=Path, default=Path("build/compare_families"), help="directory of the runs")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
+    args = parser.parse_args()
+    if not args.text.is_dir():
+        raise SystemExit(f"no corpus in {args.text}; make it with: make data")
+    args.work.mkdir(parents=True, exist_ok=True)
+    found, results = settings(), Results(args.out)
+    missing = results.missing([setting for _, setting in found], args.seeds)
+
+    def one(job: tuple[Setting, int]) -> tuple[Setting, int, dict[str, float]]:
+        return *job, run(*job, args.text, args.work)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for number, (setting, seed, means) in enumerate(pool.map(one, missing), start=1):
+            results.add(setting, seed, means)
+            print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {means}", file=sys.stderr, flush=True)
+    print(table(found, results))
+
+
+if __name__ == "__main__":
+    main()
