@@ -82,6 +82,7 @@ root = "{folder}/corpus"
 modalities = ["a", "b"]
 [model]
 target = "counted_model:build"
+contract = false  # whose calls would be counted too
 dim = 16
 num_layers = 1
 [metrics]

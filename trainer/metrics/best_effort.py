@@ -49,9 +49,11 @@ class BestEffort:
         """Call the diagnostic; None if it is off, skipped this batch or failed."""
         if not self.enabled:
             return None
-        with self:
+        try:
             return diagnostic(*args, **kwargs)
-        return None
+        except Exception as error:  # noqa: BLE001 - a diagnostic may fail in any way
+            self._take(error)
+            return None
 
     def __enter__(self) -> Self:
         return self
@@ -59,16 +61,18 @@ class BestEffort:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._take(error)
+        return True
+
+    def _take(self, error: Exception) -> None:
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
             self.last_skip = str(error)
-            return True
-        if not isinstance(error, Exception):
-            return False
-        if self.enabled:
+        elif self.enabled:
             self.enabled = False
             self._report(error)
-        return True
 
     def _report(self, error: Exception) -> None:
         logger.warning("%s failed and is off from now on: %s: %s", self.name, type(error).__name__, error)

@@ -289,7 +289,7 @@ def refuse_unreduced(model: DistributedDataParallel) -> None:
         UserError: naming the parameters.
     """
     try:
-        model._check_reducer_finalized()
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
         own = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
