@@ -46,17 +46,15 @@ class StateLayout:
     def __init__(self, state: Any) -> None:
         found, self._spec = pytree.tree_flatten_with_path(state)
         self.leaves: list[Leaf] = []
-        rows = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for _, leaf in found}
         for path, leaf in found:
             name = f"state{pytree.keystr(path)}"
             if not isinstance(leaf, Tensor):
                 raise ValueError(f"{name} is a {type(leaf).__name__}, not a tensor")
             if not leaf.is_floating_point():
                 raise ValueError(f"{name} is of {str(leaf.dtype).removeprefix('torch.')}, not of a floating-point type")
-            if leaf.ndim == 0 or len(rows) > 1:
-                raise ValueError(
-                    f"{name} has the shape {list(leaf.shape)}: every tensor needs the batch as its first dimension"
-                )
+            if leaf.ndim == 0 or leaf.shape[0] != found[0][1].shape[0]:
+                shape = list(leaf.shape)
+                raise ValueError(f"{name} has the shape {shape}: every tensor needs the batch as its first dimension")
             self.leaves.append(Leaf(name, tuple(leaf.shape[1:]), leaf.dtype))
         if not found:
             raise ValueError("it holds no tensor")
@@ -81,7 +79,7 @@ class StateLayout:
         dtype = torch.float32
         for leaf in leaves:
             dtype = torch.promote_types(dtype, leaf.dtype)
-        return torch.cat([leaf.flatten(1).to(dtype) for leaf in leaves], dim=1)
+        return torch.cat([leaf.reshape(leaf.shape[0], -1).to(dtype) for leaf in leaves], dim=1)
 
     def unflatten(self, rows: Tensor) -> Any:
         """The state that rows [B, width] stand for, each tensor in the type of its leaf, or in a wider one of `rows`."""

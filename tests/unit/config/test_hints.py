@@ -62,7 +62,7 @@ def test_one_key_is_meant(written, key):
     ("written", "fix"),
     [
         ("train.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size?"),
-        ("train.dtype", "did you mean train.precision or data.source.dtype?"),
+        ("train.dtype", "did you mean train.precision or data.source.dtype or ledger.dtype?"),
         ("eval.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size or batches?"),
         ("eval.steps", "did you mean eval.every or train.steps?"),
         ("ledger.every", "did you mean wipe_every?"),

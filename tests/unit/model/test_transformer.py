@@ -35,7 +35,7 @@ def test_grouped_heads_are_heads_with_equal_keys_and_values():
     grouped, full = small(), small(kv_heads=4)
     weights = grouped.state_dict()
     for name, weight in weights.items():
-        if name.endswith(("keys.weight", "values.weight")):
+        if name.endswith(("attention.keys.weight", "attention.values.weight")):
             weights[name] = weight.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
     full.load_state_dict(weights)
     tokens = torch.arange(20).reshape(2, 10)
