@@ -53,9 +53,9 @@ def gated_delta_rule(
     padding = -length % chunk
     parts = [queries, keys, values, log_decay[..., None], rate[..., None]]
     # Positions that change nothing: a = 1, b = 0.
-    padded = [F.pad(part.to(state.dtype), (0, 0, 0, padding)).unflatten(2, (-1, chunk)) for part in parts]
+    padded = [_in_chunks(F.pad(part.to(state.dtype), (0, 0, 0, padding)), 2, chunk) for part in parts]
     q, k, v, log_a, b = padded  # [B, H, N, C, .]
-    document = F.pad(resets, (0, padding)).unflatten(1, (-1, chunk)).cumsum(-1)[:, None]  # [B, 1, N, C]
+    document = _in_chunks(F.pad(resets, (0, padding)), 1, chunk).cumsum(-1)[:, None]  # [B, 1, N, C]
 
     since_start = log_a[..., 0].cumsum(-1)  # [B, H, N, C]
     is_later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
@@ -96,6 +96,11 @@ def gated_delta_rule_by_steps(
         state = state - b * k @ (k.transpose(-1, -2) @ state) + b * k @ v
         outputs.append(queries[:, :, t, None, :] @ state)
     return torch.cat(outputs, dim=2), state
+
+
+def _in_chunks(x: Tensor, dim: int, chunk: int) -> Tensor:
+    """[..., N * chunk, ...] as [..., N, chunk, ...]."""
+    return x.reshape(*x.shape[:dim], -1, chunk, *x.shape[dim + 1 :])
 
 
 def _plus_identity(lower: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ class DeltaMixer(nn.Module):
             }
         convolved, recent = short_convolution(inputs, self.taps, state["recent"].to(inputs.dtype), resets)
         queries, keys, values = (
-            part.unflatten(2, (self.heads, -1)).transpose(1, 2).to(dtype) for part in F.silu(convolved).chunk(3, dim=-1)
+            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2).to(dtype)
+            for part in F.silu(convolved).chunk(3, dim=-1)
         )  # [B, H, T, K]
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])

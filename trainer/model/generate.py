@@ -74,7 +74,7 @@ def _reader(model: nn.Module, cell: int, device: torch.device) -> Callable[[Sequ
     seen: list[int] = []
     state: Tensor | None = None
     cache: Any = None
-    new_cache = getattr(model, "new_cache", None)
+    new_cache: Any = getattr(model, "new_cache", None)
 
     def scores_of(tokens: Sequence[int], **given: Any) -> Tensor:
         nonlocal state

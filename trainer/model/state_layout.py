@@ -83,7 +83,7 @@ class StateLayout:
 
     def unflatten(self, rows: Tensor) -> Any:
         """The state that rows [B, width] stand for, each tensor in the type of its leaf, or in a wider one of `rows`."""
-        pieces = rows.split([leaf.size for leaf in self.leaves], dim=1)
+        pieces = torch.split(rows, [leaf.size for leaf in self.leaves], dim=1)
         found = []
         for leaf, piece in zip(self.leaves, pieces, strict=True):
             # A model that is run in float64 has states of float64.

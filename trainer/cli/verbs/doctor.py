@@ -45,7 +45,8 @@ def doctor(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise UserError("--device", f"{device} is not available here", "use cpu")
     named = {"target": model} if ":" in model else {"family": model}
-    table = ModelTable.model_construct(**named, dim=dim, num_layers=num_layers, args=given)
+    settings: dict[str, Any] = {**named, "dim": dim, "num_layers": num_layers, "args": given}
+    table = ModelTable.model_construct(**settings)
     built = build_model(table, vocab_size).to(device)
     report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
     if as_json:
