@@ -45,7 +45,7 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path, what, rank):
         log = (run_dir / "logs" / f"rank_{each:03d}.log").read_text()
         assert f"rank {rank} is missing" in log
         assert f"stacks of rank {each}:" in log
-        assert "forward_backward" in log
+        assert "in accumulate" in log
         assert ("faulty_model.py" in log.split("stacks of rank")[1]) == (each == rank)
     Injected(
         5,
