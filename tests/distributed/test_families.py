@@ -51,7 +51,7 @@ def weights(run_dir, step):
 )
 def test_a_run_resumes_bit_for_bit(tmp_path, family, pack):
     config = write_tiny_config(tmp_path)
-    sets = (f"data.pack={pack}", "eval.every=3", "eval.holdout_fraction=0.2")
+    sets = (f"data.pack={pack}", "eval.every=3", "eval.holdout_fraction=0.2", 'scheduler.name="constant"')
     whole = train(tmp_path, config, "whole", family, *sets)
     train(tmp_path, config, "cut", family, *sets, steps=3)
     resumed = train(tmp_path, config, "cut", family, *sets, 'checkpoint.resume="auto"')
