@@ -445,7 +445,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/blending/blend.py",
-            "latest[index].update({key: 0.0 for key in counters if key in latest[index]})",
+            "            del self._latest[key][index]\n",
+            "            pass\n",
+            "tests/unit/data/test_blend.py::test_an_ended_source_has_no_readers_and_no_gauges",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            "latest[key].update(dict.fromkeys(self._undrained & latest[key].keys(), 0.0))",
             "pass",
             "tests/unit/data/test_aggregate.py::test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once",
         ),
