@@ -112,11 +112,12 @@ def test_an_ended_source_keeps_its_configured_share_and_is_counted() -> None:
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("has_reported", [False, True])
 @pytest.mark.parametrize("weight", [ConstantWeight(1), ScheduledWeight("step", {0: 1.0, 30: 0.0})])
 def test_an_ended_source_has_no_readers_and_no_gauges(
-    write_streams: Write, mixing: Make, is_resumed: bool, weight: WeightSpec
+    write_streams: Write, mixing: Make, is_resumed: bool, has_reported: bool, weight: WeightSpec
 ) -> None:
-    """Also if it is never asked again, since its weight has become zero."""
+    """Also if it is never asked again, since its weight has become zero, and if it has reported gauges before."""
     streams = write_streams({"a": [[8] * 4], "b": [[8] * 400]})
 
     def blended() -> BlendDataset:
@@ -130,7 +131,9 @@ def test_an_ended_source_has_no_readers_and_no_gauges(
         )
 
     blend = blended()
-    list(itertools.islice(blend, 30))
+    for _ in itertools.islice(blend, 30):
+        if has_reported:
+            blend.drain_step_metrics()
     if is_resumed:
         state = blend.state_dict()
         blend = blended()
