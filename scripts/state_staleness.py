@@ -285,45 +285,54 @@ def table(axis: Axis, results: Results) -> str:
 
 
 def plot(path: Path, found: Sequence[Axis], results: Results) -> None:
-    """Drift against age; gain and gap against the learning rate; gap against burn-in; held-out loss against k."""
+    """Drift against age; the gap as a share of the gain against the learning rate and burn-in; held-out loss against k."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullLocator
 
     figure, panels = plt.subplots(2, 2, figsize=(9.0, 6.4), layout="constrained")
     wanted = (
-        ("streams in flight", ("state_drift",), "drift", "K"),
-        ("learning rate", ("carry_gain", "stale_gap"), "nats per token", "learning rate"),
-        ("burn-in", ("stale_gap",), "stale gap, nats per token", "r / cell"),
-        ("gradient through", ("eval_loss",), "held-out loss over that of k = 1", "k"),
+        ("streams in flight", "state_drift", "drift of the stored state", "K, streams in flight"),
+        ("learning rate", "gap_share", "stale gap / carry gain", "learning rate"),
+        ("burn-in", "gap_share", "stale gap / carry gain", "burn-in, share of a cell"),
+        ("gradient through", "eval_loss", "held-out loss over that of k = 1", "k, cells of gradient"),
     )
-    for axes, (kind, keys, y_label, x_label) in zip(panels.flat, wanted, strict=True):
+    for axes, (kind, key, y_label, x_label) in zip(panels.flat, wanted, strict=True):
+        ticks: set[float] = set()
         for axis in found:
             corpus, _, rest = axis.title.partition(": ")
             if not rest.startswith(kind):
                 continue
-            for key in keys:
-                points = [
-                    (float(label), mean)
-                    for label, setting in axis.settings
-                    if (mean := results.mean(setting, key)) is not None
-                ]
-                xs, ys = [x for x, _ in points], [mean for _, (mean, _) in points]
-                errors = [0.0 if math.isnan(error) else error for _, (_, error) in points]
-                if kind == "burn-in":
-                    xs = [x / (64 if corpus == TEXT else 6) for x in xs]
-                if key == "eval_loss" and ys:
-                    ys, errors = [y / ys[0] for y in ys], [error / ys[0] for error in errors]
-                name = corpus if len(keys) == 1 else f"{corpus}, {key.replace('_', ' ')}"
-                axes.errorbar(xs, ys, yerr=errors, marker="o", markersize=3, linewidth=1.0, label=name)
+            xs = [
+                float(label) / ((64 if corpus == TEXT else 6) if kind == "burn-in" else 1) for label, _ in axis.settings
+            ]
+            points = [_point(results, setting, key) for _, setting in axis.settings]
+            first = points[0][0] if key == "eval_loss" else 1.0
+            ys, errors = ([each[part] / first for each in points] for part in (0, 1))
+            axes.errorbar(xs, ys, yerr=errors, marker="o", markersize=3, linewidth=1.0, label=corpus)
+            ticks.update(xs)
         if kind in ("streams in flight", "learning rate"):
             axes.set_xscale("log")
+            axes.xaxis.set_minor_locator(NullLocator())
+        if kind != "burn-in":
+            axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
+            axes.set_xticklabels([f"{tick:g}" for tick in sorted(ticks)])
         axes.axhline(1.0 if kind == "gradient through" else 0.0, color="grey", linewidth=0.6)
         axes.set(xlabel=x_label, ylabel=y_label)
         axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def _point(results: Results, setting: Setting, key: str) -> tuple[float, float]:
+    """(mean, standard error) of a key; NaN if no run has it. Of a share, the gain's own error is left out."""
+    nothing = (math.nan, math.nan)
+    if key != "gap_share":
+        return results.mean(setting, key) or nothing
+    gap, gain = results.mean(setting, "stale_gap") or nothing, results.mean(setting, "carry_gain") or nothing
+    return gap[0] / gain[0], gap[1] / abs(gain[0])
 
 
 def main() -> None:

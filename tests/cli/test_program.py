@@ -196,7 +196,7 @@ def test_without_arguments_the_help_is_followed_by_what_is_missing(capsys):
 def test_a_wrong_choice_is_named_without_what_the_library_puts_before_it(capsys):
     done = program(["export", "x", "--format", "foo", "--out", "y"], capsys)
     assert done.returncode == 2
-    assert "'--format': 'foo' is not one of 'safetensors', 'csv', 'parquet', 'tensorboard'" in done.stderr
+    assert "'--format': 'foo' is not one of 'safetensors', 'hf', 'csv', 'parquet', 'tensorboard'" in done.stderr
 
 
 def test_a_wrong_command_line_is_refused_with_a_typer_that_raises_click_s_own_errors_too(capsys, monkeypatch):
