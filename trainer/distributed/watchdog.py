@@ -29,6 +29,7 @@ logger = get_logger(__name__)
 EXIT_HUNG = 1
 LONGEST_INTERVAL_SEC = 2.0
 HANG_KEY = "hang"
+GONE_KEY = "gone"
 PREFIX = "watchdog"
 
 
@@ -147,14 +148,21 @@ class Watchdog:
             failed = self._if_store_lives(self._failed_ranks)
             if failed:
                 return "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
+            # Who found it first has ended meanwhile, and is silent too.
+            gone = self._if_store_lives(self._found_gone)
+            if gone:
+                return f"rank {gone} is gone ({own})"
             time.sleep(self._interval / 5)
         if self.hang is not None:
             return self.hang
         after = self._if_store_lives(self._heartbeats)
         if before is None or after is None:
             return f"rank 0, which hosts the store, is gone ({own})"
-        silent = [str(rank) for rank in range(self._info.world_size) if before[rank] == after[rank]]
-        return f"rank {', '.join(silent)} is gone ({own})" if silent else own
+        silent = ", ".join(str(rank) for rank in range(self._info.world_size) if before[rank] == after[rank])
+        if not silent:
+            return own
+        self._if_store_lives(lambda: self._store.set(GONE_KEY, silent))
+        return f"rank {silent} is gone ({own})"
 
     def write(self, text: str) -> None:
         """Write details to this rank's log that do not belong on stderr."""
@@ -210,6 +218,10 @@ class Watchdog:
         """Reason of each rank that called `tell`."""
         failed = [rank for rank in range(self._info.world_size) if self._store.check([f"failed_{rank}"])]
         return {rank: self._store.get(f"failed_{rank}").decode() for rank in failed}
+
+    def _found_gone(self) -> str:
+        """The ranks that another one has found gone; empty if none has."""
+        return self._store.get(GONE_KEY).decode() if self._store.check([GONE_KEY]) else ""
 
     def _end(self, hang: str) -> None:
         """Write the stacks, and end the process unless its main thread does so."""

@@ -83,21 +83,25 @@ def test_what_comes_of_the_process_group_is_told_from_what_does_not():
     assert not is_of_a_collective(ValueError("x"))
 
 
-@pytest.fixture
-def pair(tmp_path):
-    """Two watchdogs on one store, in this process."""
+def make_watchdogs(tmp_path, world_size: int, *, timeout_sec: float) -> list[Watchdog]:
+    """On one store, in this process."""
     store = dist.HashStore()
-    dogs = [
+    return [
         Watchdog(
             store,
-            RankInfo(rank, rank, 2),
-            timeout_sec=600,
+            RankInfo(rank, rank, world_size),
+            timeout_sec=timeout_sec,
             log=tmp_path / f"{rank}.log",
             collectives=lambda: 0,
             on_end=lambda reason: None,
         )
-        for rank in range(2)
+        for rank in range(world_size)
     ]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    dogs = make_watchdogs(tmp_path, 2, timeout_sec=600)
     for dog in dogs:
         dog._interval = 0.02
     yield dogs
@@ -108,6 +112,16 @@ def pair(tmp_path):
 def test_a_rank_that_fails_tells_the_others_why(pair):
     assert pair[1].explain(ValueError("bad line")) == "ValueError: bad line"
     assert pair[0].explain(RuntimeError("gloo: connection closed")) == "rank 1 failed: ValueError: bad line"
+
+
+def test_a_rank_that_is_gone_is_named_alone_also_by_who_notices_after_the_others_have_ended(tmp_path):
+    first, second, gone = make_watchdogs(tmp_path, 3, timeout_sec=2)
+    gone.close()
+    closed = RuntimeError("gloo: connection closed by peer")
+    assert second.explain(closed).startswith("rank 2 is gone (")
+    second.close()
+    assert first.explain(closed).startswith("rank 2 is gone (")
+    first.close()
 
 
 @pytest.mark.slow  # tests/faults/test_hang.py has this on three ranks
