@@ -2,6 +2,9 @@
 
 Eight sources of 4,000 samples of 1,024 uint16 tokens, weights 8, 4, 2, 1, 1, 1, 1, 2, batches of 8 as int64, one process, no
 workers. The contestants take turns, so that what else the machine does falls on all of them; medians are compared.
+
+The goal is a batch in 100 us, metrics included: 1 % of a micro-batch of 10 ms, in a thread beside it. The bare loop is faster: it
+makes no targets, keeps no position, and reports nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from trainer.data.tokenizer import IdsTokenizer
 
 WEIGHTS = (8, 4, 2, 1, 1, 1, 1, 2)
 SAMPLES, SEQ_LEN, ROWS, VOCAB = 4000, 1024, 8, 50_000
-GOAL, GOALS_US = 0.8, {8: 10.0, 64: 20.0}
+BATCH_GOAL_US, GOALS_US = 100.0, {8: 10.0, 64: 20.0}
 Loop = Callable[[int], None]
 
 
@@ -172,15 +175,22 @@ def figures(batches: int, rounds: int) -> list[Figure]:
             "floor": floor_loop(paths),
         }
         times = time_in_turns(loops, batches, rounds)
-    found = [Figure(f"{name}: us a batch", statistics.median(each), "us") for name, each in times.items()]
+    found = [
+        Figure(
+            f"{name}: us a batch",
+            statistics.median(each),
+            "us",
+            at_most=BATCH_GOAL_US if "metrics on" in name else None,
+        )
+        for name, each in times.items()
+    ]
     found.append(Figure("blend, metrics on: picks a second", 1e6 / statistics.median(times["blend, metrics on"])))
     found.append(
         Figure("blend, metrics on: samples a second", ROWS * 1e6 / statistics.median(times["blend, metrics on"]))
     )
     for other in ("bare loop", "bare loop with targets"):
         ratios = [theirs / own for theirs, own in zip(times[other], times["blend, metrics on"], strict=True)]
-        goal = GOAL if other == "bare loop" else None
-        found.append(ratio_figure(f"speed of the blend over the {other}", ratios, at_least=goal))
+        found.append(ratio_figure(f"speed of the blend over the {other}", ratios))
     with tempfile.TemporaryDirectory() as folder:
         many = write_corpus(Path(folder), max(GOALS_US), 512)
         for size, goal in GOALS_US.items():
