@@ -27,7 +27,7 @@ from trainer.training.setup.plan import build_model, size_of
 PARAMETERS = 600_000
 VOCAB = 257
 CELL, TOKENS_PER_BATCH = 128, 1024
-LAYERS, STEPS = 3, 400
+LAYERS, STEPS = 3, 300
 RATES = (1e-3, 3e-3)
 WIDTHS = range(32, 513, 4)
 CONFIG = """
