@@ -75,6 +75,7 @@ test-slow: setup data $(MATRIX_CORPORA)
 test-faults: setup
 	@rm -rf build/faults
 	@$(BIN)/python -m pytest -m faults tests/faults
+	@$(BIN)/python -m pytest $(addprefix tests/distributed/test_,cut_data.py run_dir_faults.py data_change.py)
 	@$(BIN)/python scripts/make_fault_table.py
 
 check: setup

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fault_record import Injected
 from tests.support.runs import losses, make_corpus, run, write_tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -104,6 +105,13 @@ def test_a_change_is_refused_by_name_and_accepted_on_purpose(stopped, resume, tm
     again = run("--config", stopped / "tiny.toml", "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", "9")
     assert again.returncode == 0, again.stderr
     assert "changed" not in again.stderr
+    Injected(
+        1,
+        f"data changed between stop and resume: {change.__name__.replace('_', ' ')}",
+        1,
+        "0",
+        "refused with the files' names; `--accept-data-change` restarted the changed sources alone",
+    ).keep(f"data_{change.__name__}")
 
 
 def test_two_ranks_name_a_change_once_and_accept_it(stopped, resume):
