@@ -85,6 +85,7 @@ def test_every_key_of_a_shipped_config_is_in_the_catalog_and_on_the_page(shipped
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_what_torchrun_tees_is_valid(tmp_path):
     config = write_tiny_config(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--tee", "3"]

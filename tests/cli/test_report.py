@@ -141,6 +141,7 @@ def test_smoothing_adds_a_calmer_curve_and_keeps_the_values(one):
         assert seen.complaints == []
 
 
+@pytest.mark.slow
 def test_everything_works_from_the_keyboard(one, runs):
     rows = read_rows(runs[0] / "metrics.jsonl")
     with opened(one) as seen:

@@ -149,6 +149,7 @@ def test_a_server_that_cannot_be_reached_costs_one_warning(tmp_path):
     assert said.count("wandb failed and is off from now on") == 1
 
 
+@pytest.mark.slow
 def test_a_missing_key_costs_one_warning_and_asks_nobody(tmp_path):
     with WandbStub() as stub:
         said = finish(start(tmp_path, stub.url, "--steps", 4, key=None))

@@ -30,6 +30,7 @@ def build(vocab_size, dim, num_layers):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_finished_run_leaves_no_thread_of_its_process_group(tmp_path: Path) -> None:
     (tmp_path / "with_report.py").write_text(MODULE, encoding="utf-8")
     config = write_tiny_config(tmp_path)

@@ -52,6 +52,7 @@ def test_the_readme_lists_every_example_and_nothing_else():
     assert listed == {name for name in there if not name.startswith("__pycache__")}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_noise_scale_of_a_plain_loop_is_that_of_a_ddp_loop():
     """Twice the examples a step, of the same kind: the ratio is a property of the task, not of how it is spread."""
