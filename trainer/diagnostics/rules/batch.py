@@ -32,7 +32,10 @@ def check_batch_size(run: RunRecord) -> Outcome:
     late = batch.since(half)
     lows, batches = aligned(series(run, LOW).since(half), late)
     if len(lows) < max(MIN_ROWS, len(late) // 4):
-        return not_measured(f"the noise scale has a lower bound in only {len(lows)} of the last {len(late)} rows")
+        needed = max(MIN_ROWS, len(late) // 4)
+        return not_measured(
+            f"the noise scale has a lower bound in {len(lows)} rows since step {half}, fewer than {needed}"
+        )
     scales, highs = aligned(series(run, B_SIMPLE).since(half), series(run, HIGH).since(half))
     is_known = len(scales) >= max(MIN_ROWS, len(late) // 4)
     low, size = median(lows.values), median(batches.values)
