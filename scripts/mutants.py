@@ -1358,8 +1358,8 @@ MUTANTS: dict[str, list[Mutant]] = {
     "diagnostics": [
         Mutant(
             "trainer/diagnostics/rules/rule.py",
-            "if missing else",
-            "if len(missing) > 1 else",
+            "if not missing:",
+            "if len(missing) < 2:",
             "tests/unit/diagnostics/test_rules.py::test_absent_keys_are_not_measured",
         ),
         Mutant(

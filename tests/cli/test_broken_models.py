@@ -186,6 +186,24 @@ def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
     assert check(PEEKS).stderr.startswith("model.target: broken_model:build: breaks causality: ")
 
 
+def test_the_cause_is_named_before_what_follows_from_it(check):
+    rolled = model(GOOD).replace("last[0]", "last[0].roll(1, 0)")
+    ended = check(rolled)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("model.target: broken_model:build: breaks isolation: ")
+    assert "(and breaks carry)" in ended.stderr
+    assert 'or set model.trust = ["isolation", "carry"] to train it all the same' in ended.stderr
+
+
+def test_packed_rows_are_refused_for_a_model_without_resets(check):
+    ended = check(model(GOOD), "data.pack=true")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(
+        "data.pack: documents share a row, and broken_model:build takes no resets, which keep them "
+    )
+    assert ended.stderr.count("\n") == 1
+
+
 def test_the_contract_can_be_left_out_or_trusted_and_that_is_said(check):
     assert "#   contract = not tried: --no-contract" in check(DROPS, options=("--no-contract",)).stdout
     ended = check(DROPS, 'model.trust=["carry"]')

@@ -79,7 +79,8 @@ def _type(node: _Node) -> str:
     if options := node.get("anyOf") or node.get("oneOf"):
         return " or ".join(_type(option) for option in options if option.get("type") != "null")
     if node["type"] == "array":
-        return f"list of {_type(node['items'])}s"
+        items = _type(node["items"])
+        return f"list of {items}" if " | " in items.replace("\\|", "|") else f"list of {items}s"
     return _TYPES.get(node["type"]) or str(node["type"])
 
 

@@ -138,10 +138,12 @@ def _needs(keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(key for base in keys for key in (base, base + ERROR_SUFFIX))
 
 
+PROBES = "a model with state is probed every ledger.probe_every steps"
 RULES = (
     Rule(
         name="carry_worthless",
         needs=_needs([GAIN]),
+        hint=PROBES,
         threshold=f"over the second half of the run ({MIN_PROBES} probes or more) the mean gain is at most {NEAR_ERRORS:g} of "
         f"its standard errors, and with {FAR_ERRORS:g} still at most {WORTHLESS_NATS:g} nats; a warning if it is negative by "
         f"more than {FAR_ERRORS:g} and {STALE_NATS:g} nats",
@@ -154,6 +156,7 @@ RULES = (
     Rule(
         name="stale_states",
         needs=_needs([GAP, GAIN]),
+        hint=PROBES,
         uses=(AGE, DRIFT, COLD_STARTS),
         threshold=f"over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond "
         f"{FAR_ERRORS:g} standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats",

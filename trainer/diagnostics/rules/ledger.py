@@ -142,7 +142,7 @@ def check_oversize(run: RunRecord) -> Outcome:
     fill = series(run, FILL)
     capacity, width = _capacity(run), state_bytes(run)
     if capacity is None or width is None:
-        return not_measured("the size of a state is unknown: no resolved config, or a custom model")
+        return not_measured("only the reference model's size of a state is known here; train preview judges any model")
     if fill.steps[-1] < OVERSIZE_STEPS:
         return not_measured(f"fewer than {OVERSIZE_STEPS} steps")
     peak = max(fill.values)

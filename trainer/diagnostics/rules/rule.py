@@ -16,6 +16,7 @@ class Rule:
     Attributes:
         name: stable id, used in JSON and in the smoke matrix.
         needs: metric keys without which nothing can be measured.
+        hint: what makes a run log them.
         uses: other keys and files that the rule reads if they are there.
         threshold: the condition for a finding, in words.
         why: the reason for the threshold.
@@ -26,6 +27,7 @@ class Rule:
 
     name: str
     needs: tuple[str, ...] = ()
+    hint: str = ""
     uses: tuple[str, ...] = ()
     threshold: str
     why: str
@@ -36,4 +38,6 @@ class Rule:
     def apply(self, run: RunRecord) -> Outcome:
         """The outcome for any run."""
         missing = [key for key in self.needs if not run.column(key)[0]]
-        return not_measured(f"the run does not log {' and '.join(missing)}") if missing else self.check(run)
+        if not missing:
+            return self.check(run)
+        return not_measured(f"the run does not log {' and '.join(missing)}{f'; {self.hint}' if self.hint else ''}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.schema import ModelTable
 from trainer.model.families import DEFAULT
 from trainer.training.export.saved_model import SavedCheckpoint
 
@@ -45,6 +46,12 @@ Train on, by `[model] family` and `args = {{ from = "{out}" }}`.
 """
 
 
+def _sizes(model: ModelTable) -> str:
+    if "from" in model.args:  # whose sizes count
+        return f"begun from {model.args['from']}, whose sizes it has"
+    return f"dim {model.dim}, {model.num_layers} layers"
+
+
 def render_card(
     saved: SavedCheckpoint,
     results: Mapping[str, float],
@@ -67,7 +74,7 @@ def render_card(
     config, environment = saved.config, saved.state.get("environment", {})
     rows: list[tuple[str, Any]] = [
         ("parameters", f"{parameters:,}"),
-        ("model", f"`{model.target or model.family or DEFAULT}`, dim {model.dim}, {model.num_layers} layers"),
+        ("model", f"`{model.target or model.family or DEFAULT}`, {_sizes(model)}"),
         ("tokenizer", f"`{config.data.tokenizer}`, {vocab_size:,} ids, the one that begins a document included"),
         ("trained for", f"{saved.step:,} of {config.train.steps:,} steps in cells of {config.data.seq_len} tokens"),
         ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),

@@ -31,8 +31,9 @@ MAX_WORK = 20_000_000_000
 MAX_LOGITS = 100_000_000
 MAX_SECONDS = 60.0
 
-REFUSED = ("forward", "carry", "causality", "isolation", "resets")
-"""Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in silence."""
+REFUSED = ("forward", "isolation", "causality", "carry", "resets")
+"""Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in silence. Causes first: rows
+that are mixed break carry too."""
 
 OFF = "model.contract is false"
 _KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
@@ -135,23 +136,29 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     Raises:
         UserError: one sentence, and how to override it.
     """
-    for verdict in report.breaches:
-        if verdict.check not in REFUSED or verdict.check in plan.config.model.trust:
-            continue
-        if verdict.check == "resets" and not plan.config.data.pack:
-            continue
+    broken = {verdict.check: verdict for verdict in report.breaches}
+    refused = [broken[check] for check in REFUSED if check in broken and check not in plan.config.model.trust]
+    if not plan.config.data.pack:
+        refused = [verdict for verdict in refused if verdict.check != "resets"]
+    if refused:
         key, name, *_ = resolve_builder(plan.config.model)
-        raise UserError(key, f"{name}: {_problem(verdict)}", _fix(plan, verdict))
+        raise UserError(key, f"{name}: {_problem(refused)}", _fix(plan, refused))
 
 
-def _problem(verdict: Verdict) -> str:
-    return verdict.text if verdict.check == "forward" else f"breaks {verdict.check}: {verdict.text}"
+def _problem(refused: list[Verdict]) -> str:
+    """The first breach, and the names of the others."""
+    first, *others = refused
+    if first.check == "forward":
+        return first.text
+    more = f" (and breaks {' and '.join(verdict.check for verdict in others)})" if others else ""
+    return f"breaks {first.check}: {first.text}{more}"
 
 
-def _fix(plan: Plan, verdict: Verdict) -> str:
-    if verdict.check == "forward":
+def _fix(plan: Plan, refused: list[Verdict]) -> str:
+    if refused[0].check == "forward":
         return _FORWARD
-    names = ", ".join(f'"{name}"' for name in dict.fromkeys([*plan.config.model.trust, verdict.check]))
+    checks = [*plan.config.model.trust, *(verdict.check for verdict in refused)]
+    names = ", ".join(f'"{name}"' for name in dict.fromkeys(checks))
     return f"fix the model (docs/contracts.md), or set model.trust = [{names}] to train it all the same"
 
 
@@ -198,10 +205,24 @@ def _why_not_inputs(plan: Plan, model: nn.Module) -> str:
     if any(source.table.target is not None for source in plan.sources):
         needs = _required(model) - _KNOWN_INPUTS
         return "the model takes inputs that only the data of your own have" if needs else ""
+    refuse_pack(plan, model)
     accepted = accepted_inputs(model)
     if accepted is not None:
-        check_inputs({"tokens", "resets"} if plan.config.data.pack else {"tokens"}, accepted)
+        check_inputs({"tokens"}, accepted)
     return ""
+
+
+def refuse_pack(plan: Plan, model: nn.Module) -> None:
+    """Refuse packed rows for a model that would run from one document into the next.
+
+    Raises:
+        UserError: `data.pack` is on, and the model takes no resets.
+    """
+    accepted = accepted_inputs(model)
+    if plan.config.data.pack and accepted is not None and "resets" not in accepted:
+        _, name, *_ = resolve_builder(plan.config.model)
+        problem = f"documents share a row, and {name} takes no resets, which keep them apart"
+        raise UserError("data.pack", problem, "set it to false, or let the model's forward take resets [B, T]")
 
 
 def _required(model: nn.Module) -> set[str]:
