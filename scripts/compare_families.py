@@ -67,41 +67,40 @@ batches = 100000
 """
 
 
-def settings() -> list[tuple[str, Setting]]:
-    """What the first column says, and the setting."""
+def settings() -> list[tuple[str, float, Setting]]:
+    """What the first column says, the parameters, and the setting."""
     found = []
-    for family, args, cells in (
-        ("rglru", "{}", 1),
-        ("gated_delta", "{heads=2}", 1),
-        ("transformer", "{heads=2}", 1),
-        ("transformer", "{heads=2}", 4),
-        ("mamba2", "{}", 1),
+    for family, heads, cells in (
+        ("rglru", 0, 1),
+        ("gated_delta", 2, 1),
+        ("transformer", 2, 1),
+        ("transformer", 2, 4),
+        ("mamba2", 0, 1),
     ):
         for rate in RATES:
             label = f"{family}, {CELL * cells} tokens" if family == "transformer" else family
-            length = CELL * cells
+            length, dim = CELL * cells, width_for(family, heads)
             keys = {
                 "model.family": f'"{family}"',
-                "model.args": args,
-                "model.dim": width_for(family, args),
+                "model.args": f"{{heads={heads}}}" if heads else "{}",
+                "model.dim": dim,
                 "model.num_layers": LAYERS,
                 "data.seq_len": length,
                 "data.mixing.batch_size": TOKENS_PER_BATCH // length,
                 "optimizer.lr": rate,
             }
-            found.append((label, Setting(label, tuple(keys.items()))))
+            found.append((label, parameters_of(family, heads, dim), Setting(label, tuple(keys.items()))))
     return found
 
 
-def width_for(family: str, args: str) -> int:
+def width_for(family: str, heads: int) -> int:
     """The width whose number of parameters is nearest to `PARAMETERS`."""
-    return min(WIDTHS, key=lambda dim: abs(parameters_of(family, args, dim) - PARAMETERS))
+    return min(WIDTHS, key=lambda dim: abs(parameters_of(family, heads, dim) - PARAMETERS))
 
 
-def parameters_of(family: str, args: str, dim: int) -> float:
+def parameters_of(family: str, heads: int, dim: int) -> float:
     """Of a model of this width; infinite where the family cannot have it."""
-    heads = {"heads": 2} if "heads" in args else {}
-    table = ModelTable.model_construct(family=family, dim=dim, num_layers=LAYERS, args=heads)
+    table = ModelTable(family=family, dim=dim, num_layers=LAYERS, args={"heads": heads} if heads else {})
     if family == "mamba2" and dim % 16:
         return float("inf")
     with torch.device("meta"):
@@ -116,22 +115,21 @@ def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, float]
     return {"eval_loss": held_out_loss(rows), "step_sec": step_sec, "seconds": seconds}
 
 
-def table(found: Sequence[tuple[str, Setting]], results: Results) -> str:
+def table(found: Sequence[tuple[str, float, Setting]], results: Results) -> str:
     """A Markdown table: mean +- standard error over the seeds, at the better learning rate."""
     lines = ["| model | width | parameters | lr | held-out loss, nats per byte | seconds per step |", "|---" * 6 + "|"]
-    for label in dict.fromkeys(label for label, _ in found):
-        choices = [setting for name, setting in found if name == label]
+    for label, number in dict.fromkeys((label, number) for label, number, _ in found):
+        choices = [setting for name, _, setting in found if name == label]
         known = [(mean, setting) for setting in choices if (mean := results.mean(setting, "eval_loss")) is not None]
         if not known:
             continue
         (loss, error), setting = min(known, key=lambda each: each[0])
         keys = dict(setting.overrides)
-        family, dim = str(keys["model.family"]).strip('"'), int(str(keys["model.dim"]))
-        number = parameters_of(family, str(keys["model.args"]), dim)
         seconds = results.mean(setting, "step_sec")
         assert seconds is not None
         lines.append(
-            f"| {label} | {dim} | {number:,.0f} | {keys['optimizer.lr']} | {loss:.4f} +- {error:.4f} | {seconds[0]:.2f} |"
+            f"| {label} | {keys['model.dim']} | {number:,.0f} | {keys['optimizer.lr']} | {loss:.4f} +- {error:.4f} "
+            f"| {seconds[0]:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -149,7 +147,7 @@ def main() -> None:
         raise SystemExit(f"no corpus in {args.text}; make it with: make data")
     args.work.mkdir(parents=True, exist_ok=True)
     found, results = settings(), Results(args.out)
-    missing = results.missing([setting for _, setting in found], args.seeds)
+    missing = results.missing([setting for *_, setting in found], args.seeds)
 
     def one(job: tuple[Setting, int]) -> tuple[Setting, int, dict[str, float]]:
         return *job, run(*job, args.text, args.work)

@@ -187,7 +187,7 @@ def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
 
 
 def test_the_cause_is_named_before_what_follows_from_it(check):
-    rolled = model(GOOD).replace("last[0]", "last[0].roll(1, 0)")
+    rolled = model(GOOD).replace("hidden[:, -1])", "hidden[:, -1].roll(1, 0))")
     ended = check(rolled)
     assert ended.returncode == 2
     assert ended.stderr.startswith("model.target: broken_model:build: breaks isolation: ")
@@ -283,6 +283,13 @@ def test_the_doctor_prints_a_table_and_exits_with_3_on_a_breach(tmp_path, capsys
     assert ended.returncode == 2
     assert "--args: must be a TOML table" in ended.stderr
     sys.modules.pop("doctored", None)
+
+
+def test_the_doctor_takes_a_family_by_its_name(capsys):
+    ended = program(["doctor", "--model", "gated_delta", "--args", "{ heads = 2 }", "--dim", "32"], capsys)
+    assert ended.returncode == 0, ended.stderr
+    assert "gated_delta keeps the contract" in ended.stdout.replace("\n", " ")
+    assert program(["doctor", "--model", "mamba"], capsys).returncode == 2
 
 
 def test_a_size_to_check_is_the_real_one_a_smaller_one_or_none(tmp_path, monkeypatch):

@@ -119,6 +119,16 @@ def test_without_learning_nothing_drifts(tmp_path: Path, sets: tuple[str, ...]) 
         assert row[DRIFT] == row[GAP] == row.get(f"{DRIFT}_se", 0.0) == row.get(f"{GAP}_se", 0.0) == 0.0, row
 
 
+def test_states_in_bfloat16_differ_by_their_rounding_alone(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "corpus", streams=2, documents=40)
+    sets = ("optimizer.lr=1e-30", 'scheduler.name="constant"', 'ledger.dtype="bfloat16"')
+    run_dir = train(tmp_path, "rounded", *PROBES, *sets, nproc=2, steps=4)
+    assert 1e-4 < rows(run_dir)[4][DRIFT] < 8e-3  # 8 bits: half a unit in the last place is 2^-9 to 2^-8
+    resumed = train(tmp_path, "rounded", *PROBES, *sets, 'checkpoint.resume="auto"', nproc=2, steps=8)
+    whole = train(tmp_path, "whole", *PROBES, *sets, nproc=2, steps=8)
+    assert rows(resumed) == rows(whole)
+
+
 OWN = """
 import numpy as np
 from torch import nn

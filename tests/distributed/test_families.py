@@ -81,11 +81,16 @@ def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_pat
     own = load_model(run_dir, step=None, device=torch.device("cpu")).model
     with torch.no_grad():
         expected = own(tokens=torch.arange(40).reshape(2, 20)).logits
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "| `mamba2`, dim 16, 2 layers |" in card
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-5, atol=1e-5)
     again = tmp_path / "again"
     words = ["--set", "model.family=mamba2", "--set", f'model.args={{from="{tmp_path / "hf"}"}}']
     result = run("--config", config, "--run-dir", again, "--steps", 2, *words)
     assert result.returncode == 0, result.stderr
+    assert run("export", again, "--format", "hf", "--out", tmp_path / "hf2").returncode == 0
+    card = (tmp_path / "hf2" / "README.md").read_text()
+    assert f"| `mamba2`, begun from {tmp_path / 'hf'}, whose sizes it has |" in card
 
 
 def test_a_checkpoint_of_states_in_another_nest_is_refused(tmp_path):

@@ -19,7 +19,7 @@ ROWS = 2
 CELLS = 3
 CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
 SAMPLES = (0, 1)  # a breach has to show with each of these draws of tokens
-# An effect this many times above rounding can be told from it; see `Trial.limit`.
+# An effect must exceed rounding by this factor to be tested at all; see `Trial.limit`.
 TESTABLE = 1000.0
 
 

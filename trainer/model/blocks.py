@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -105,3 +106,42 @@ class Block(nn.Module):
         mixed, state = self.recurrence(self.recurrence_norm(x), state, resets)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
+
+
+class LanguageModel(nn.Module):
+    """What the families share: embedding, blocks, norm and output layer, with their first weights.
+
+    Args:
+        vocab_size: number of token ids.
+        dim: width of the residual stream.
+        num_layers: number of blocks.
+        hidden: width of the gated MLP.
+        tie_embeddings: share the embedding's weight with the output layer.
+        make_block: makes a block, with an `init_weights(num_layers)`.
+
+    Parameters are drawn from torch's global generator, so `torch.manual_seed` before construction makes them reproducible.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        hidden: int,
+        tie_embeddings: bool,
+        make_block: Callable[[], nn.Module],
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.dim, self.num_layers, self.hidden = vocab_size, dim, num_layers, hidden
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(make_block() for _ in range(num_layers))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        init_matrix(self.embedding.weight)
+        for block in self.blocks:
+            block.init_weights(num_layers)  # type: ignore[operator]
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        else:
+            init_matrix(self.head.weight)

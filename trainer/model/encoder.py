@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.model.blocks import Block, init_matrix
+from trainer.model.blocks import Block, LanguageModel
 from trainer.model.protocol import ModelOutput
 
 
-class RecurrentEncoder(nn.Module):
+class RecurrentEncoder(LanguageModel):
     """A causal language model with one recurrent state of width `dim` per layer.
 
     Running a row cell by cell, each from the state that the previous cell returned, equals running it uncut.
@@ -22,28 +22,18 @@ class RecurrentEncoder(nn.Module):
         hidden: width of the gated MLP.
         tie_embeddings: share the embedding's weight with the output layer.
 
-    Parameters are drawn from torch's global generator, so `torch.manual_seed` before construction makes them reproducible.
     """
 
     def __init__(self, *, vocab_size: int, dim: int, num_layers: int, hidden: int, tie_embeddings: bool) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.dim = dim
-        self.num_layers = num_layers
-        self.hidden = hidden
+        super().__init__(
+            vocab_size=vocab_size,
+            dim=dim,
+            num_layers=num_layers,
+            hidden=hidden,
+            tie_embeddings=tie_embeddings,
+            make_block=lambda: Block(dim, hidden),
+        )
         self.state_width = num_layers * dim
-        self.embedding = nn.Embedding(vocab_size, dim)
-        blocks = [Block(dim, hidden) for _ in range(num_layers)]
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(dim)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
-        init_matrix(self.embedding.weight)
-        for block in blocks:
-            block.init_weights(num_layers)
-        if tie_embeddings:
-            self.head.weight = self.embedding.weight
-        else:
-            init_matrix(self.head.weight)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         """Predict from tokens [B, T], starting from `state` [B, state_width] (None: zero).

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.model.blocks import GatedMLP, init_matrix
+from trainer.model.blocks import GatedMLP, LanguageModel, init_matrix
 from trainer.model.delta_rule import CHUNK, gated_delta_rule
 from trainer.model.protocol import ModelOutput
 
@@ -120,6 +120,11 @@ class DeltaBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
 
+    def init_weights(self, num_layers: int) -> None:
+        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
+        self.mixer.init_weights(1.0 / math.sqrt(2 * num_layers))
+        self.mlp.init_weights(1.0 / math.sqrt(2 * num_layers))
+
     def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
         """Map x [B, T, D]; see `DeltaMixer`."""
         mixed, after = self.mixer(self.mixer_norm(x), state, resets)
@@ -127,7 +132,7 @@ class DeltaBlock(nn.Module):
         return x + self.mlp(self.mlp_norm(x)), after
 
 
-class GatedDelta(nn.Module):
+class GatedDelta(LanguageModel):
     """A causal language model whose state is, per layer, a matrix per head and the last inputs of a short convolution.
 
     Running a row cell by cell equals running it uncut. `carry_flat` gives the state its flat form.
@@ -144,22 +149,15 @@ class GatedDelta(nn.Module):
     def __init__(
         self, *, vocab_size: int, dim: int, num_layers: int, hidden: int, heads: int, tie_embeddings: bool
     ) -> None:
-        super().__init__()
-        self.vocab_size, self.dim, self.num_layers = vocab_size, dim, num_layers
-        self.hidden, self.heads = hidden, heads
-        self.embedding = nn.Embedding(vocab_size, dim)
-        blocks = [DeltaBlock(dim, hidden, heads) for _ in range(num_layers)]
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(dim)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
-        init_matrix(self.embedding.weight)
-        for block in blocks:
-            block.mixer.init_weights(1.0 / math.sqrt(2 * num_layers))
-            block.mlp.init_weights(1.0 / math.sqrt(2 * num_layers))
-        if tie_embeddings:
-            self.head.weight = self.embedding.weight
-        else:
-            init_matrix(self.head.weight)
+        super().__init__(
+            vocab_size=vocab_size,
+            dim=dim,
+            num_layers=num_layers,
+            hidden=hidden,
+            tie_embeddings=tie_embeddings,
+            make_block=lambda: DeltaBlock(dim, hidden, heads),
+        )
+        self.heads = heads
 
     def forward(
         self, tokens: Tensor, state: list[LayerState] | None = None, resets: Tensor | None = None

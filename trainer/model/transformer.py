@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.model.blocks import GatedMLP, init_matrix
+from trainer.model.blocks import GatedMLP, LanguageModel, init_matrix
 from trainer.model.protocol import ModelOutput
 
 ROTARY_BASE = 10_000.0
@@ -81,6 +81,11 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
 
+    def init_weights(self, num_layers: int) -> None:
+        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
+        self.attention.init_weights(1.0 / math.sqrt(2 * num_layers))
+        self.mlp.init_weights(1.0 / math.sqrt(2 * num_layers))
+
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeysAndValues | None, layer: int
     ) -> Tensor:
@@ -89,7 +94,7 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
-class Transformer(nn.Module):
+class Transformer(LanguageModel):
     """A causal language model without state: a row sees nothing before its first token.
 
     Its context is thus `data.seq_len` tokens. Positions are relative and begin anew with each row; with `resets`, documents
@@ -117,22 +122,15 @@ class Transformer(nn.Module):
         kv_heads: int,
         tie_embeddings: bool,
     ) -> None:
-        super().__init__()
-        self.vocab_size, self.dim, self.num_layers, self.hidden = vocab_size, dim, num_layers, hidden
+        super().__init__(
+            vocab_size=vocab_size,
+            dim=dim,
+            num_layers=num_layers,
+            hidden=hidden,
+            tie_embeddings=tie_embeddings,
+            make_block=lambda: TransformerBlock(dim, hidden, heads, kv_heads),
+        )
         self.head_dim, self.kv_dim = dim // heads, dim // heads * kv_heads
-        self.embedding = nn.Embedding(vocab_size, dim)
-        blocks = [TransformerBlock(dim, hidden, heads, kv_heads) for _ in range(num_layers)]
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(dim)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
-        init_matrix(self.embedding.weight)
-        for block in blocks:
-            block.attention.init_weights(1.0 / math.sqrt(2 * num_layers))
-            block.mlp.init_weights(1.0 / math.sqrt(2 * num_layers))
-        if tie_embeddings:
-            self.head.weight = self.embedding.weight
-        else:
-            init_matrix(self.head.weight)
 
     def forward(
         self,

@@ -294,10 +294,11 @@ def refuse_unreduced(model: DistributedDataParallel) -> None:
         _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
         own = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
         names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
+        which = counted(len(names), "parameter") if names else "a parameter"
         raise UserError(
             "model.target",
-            f"{counted(len(names), 'parameter')} took no part in a step's last micro-batch, so that the gradients of the "
-            f"ranks cannot be averaged: {few(names)}",
+            f"{which} took no part in a step's last micro-batch, so that the gradients of the ranks cannot be averaged: "
+            f"{few(names) if names else error}",
             "use them in every micro-batch, freeze them with requires_grad_(False), or set "
             "distributed.find_unused_parameters = true",
         ) from None
