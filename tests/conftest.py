@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 from hypothesis import settings
 
 # An example that takes long says something about the machine's load, nothing about the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of garbage collections: there is a million of it, and it stays."""
+    gc.collect()
+    gc.freeze()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.runs import read_rows, run, write_tiny_config
+from trainer.training.checkpointing import checkpoint as files
 
 # In step 5, one micro-batch of rank 1 gives NaN: in its logits, or in the states as well.
 SPOILED = """
@@ -47,9 +48,8 @@ def trained(directory: Path, spoil: str | None) -> tuple[dict[int, dict[str, flo
     arguments = ["--config", config, "--run-dir", run_dir, "--steps", "12", *arguments]
     result = run(*arguments, nproc=2, cwd=directory, extra=extra)
     assert result.returncode == 0, result.stderr
-    paths = sorted((run_dir / "checkpoints" / "latest").glob("rank_*.pt"))
     rows = {step: row for (_, step), row in read_rows(run_dir / "metrics.jsonl").items()}
-    return rows, [torch.load(path, weights_only=True)["ledger"] for path in paths]
+    return rows, [files.read_rank(run_dir / "checkpoints" / "latest", rank)["ledger"] for rank in range(2)]
 
 
 def findings(run_dir: Path) -> dict[str, str]:

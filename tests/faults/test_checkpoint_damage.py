@@ -44,10 +44,10 @@ def in_place_of(path: Path) -> None:
     path.mkdir()
 
 
-def unlist_shard(path: Path) -> None:
-    (path / "rank_001.pt").unlink()
+def unlist(path: Path, name: str) -> None:
+    (path / name).unlink()
     files = json.loads((path / "COMPLETE").read_text())["files"]
-    del files["rank_001.pt"]
+    del files[name]
     rewrite_marker(path, files=files)
 
 
@@ -62,7 +62,9 @@ DAMAGES = {
     "flipped byte in a rank's shard": lambda path: flip(path / "rank_001.pt"),
     "flipped byte in state.json": lambda path: flip(path / "state.json"),
     "missing rank's shard": lambda path: (path / "rank_001.pt").unlink(),
-    "shard missing in files and marker": unlist_shard,
+    "shard missing in files and marker": lambda path: unlist(path, "rank_001.pt"),
+    "flipped byte in the states": lambda path: flip(path / "rank_001.rows"),
+    "states missing in files and marker": lambda path: unlist(path, "rank_001.rows"),
     "empty file": lambda path: (path / "rank_000.pt").write_bytes(b""),
     "empty directory": empty,
     "unreadable (a directory in a file's place)": lambda path: in_place_of(path / "model.pt"),

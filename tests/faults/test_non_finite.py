@@ -11,6 +11,7 @@ from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, make_config
 from tests.support.ranks import Ranks, status
 from tests.support.runs import read_rows
+from trainer.training.checkpointing import checkpoint as files
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 CONFIG = "\n[checkpoint]\nevery = 1\nkeep_last = 50\n"
@@ -25,7 +26,7 @@ def run_with(tmp_path, fault, *more):
 
 
 def ledgers(checkpoint):
-    return [torch.load(path, weights_only=True)["ledger"] for path in sorted(checkpoint.glob("rank_*.pt"))]
+    return [files.read_rank(checkpoint, rank)["ledger"] for rank in range(3)]
 
 
 @pytest.mark.parametrize(("what", "rank", "micro"), KINDS)

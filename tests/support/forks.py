@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -111,6 +112,7 @@ def _run_program(
     arguments: list[str], environ: Mapping[str, str], cwd: Path, out: Path, err: Path, max_file_bytes: int | None
 ) -> None:
     """In the fork: become what a fresh process of the program would be."""
+    gc.freeze()  # a collection looks at what this process makes, not at all that was imported
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # tests that are killed leave no process behind (Linux)
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):

@@ -189,6 +189,9 @@ def checkpoint_differences(one: Path, other: Path) -> list[str]:
     for name in names:
         values = [torch.load(path / name, weights_only=True) for path in (one, other)]
         found += differences(*values, where=name)
+    for path in sorted(one.glob("*.rows")):
+        if path.read_bytes() != (other / path.name).read_bytes():
+            found.append(path.name)
     states = [json.loads((path / "state.json").read_text(encoding="utf-8")) for path in (one, other)]
     for key in ("step", "world_size", "gns", "spikes"):
         found += differences(states[0][key], states[1][key], f"state.{key}")

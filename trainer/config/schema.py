@@ -112,6 +112,8 @@ class LedgerTable(Table):
     """Number of groups a rank can hold."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """In which states are kept. bfloat16: half the memory, and states rounded to 8 bits at each cut."""
+    placement: Literal["device", "host"] = "device"
+    """Where states are kept. host: in the host's pinned memory, copied while a CUDA device computes; on a CPU the same."""
     stale_threshold: WholeNumber = 0
     """periodic_stale: evict groups that were not stored for more than this many steps."""
     sweep_every: Count = 1

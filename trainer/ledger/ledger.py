@@ -16,7 +16,7 @@ the right continuation. Only rows that are not finite are dropped. That is decid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -29,11 +29,13 @@ from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
 from trainer.ledger.eviction import EVICTION_MODES, Evicted, WipeMode, check_settings, is_due
 from trainer.ledger.exchange import OwnerExchange, owner_of
+from trainer.ledger.host_slab import HostSlab
 from trainer.ledger.index import GroupIndex, distinct
 from trainer.ledger.slab import InvalidCount, Native, Slab, to_device
-from trainer.ledger.snapshot import Layout, load_shards, save_shard
+from trainer.ledger.snapshot import Layout, load_shards, save_rows, save_shard
 
 Ownership = Literal["reader", "exchange"]
+Placement = Literal["device", "host"]
 
 COUNTER_KEYS = (
     *(f"ledger/{what}/{mode}" for what in ("evictions", "false_evictions") for mode in EVICTION_MODES),
@@ -56,7 +58,9 @@ class Ledger:
         stale_threshold: with `periodic_stale`, steps that a group may go without a store.
         sweep_every: with `periodic_stale`, steps between sweeps.
         wipe_every: with `full`, steps between wipes.
-        device, dtype: of the states as they are kept; bfloat16 halves the memory and rounds to 8 bits.
+        device: of the states as they are looked up and stored.
+        dtype: of the states as they are kept; bfloat16 halves the memory and rounds to 8 bits.
+        placement: where they are kept: `device`; or `host`, in its pinned memory, for more than a CUDA device can hold.
         ownership: `reader`: the rank that reads a group owns it, and nothing is communicated. `exchange`: the owner is
             `splitmix64(group_id) % world_size`, and `lookup` and `store` are collective: every rank calls them equally
             often, with empty arrays where it has nothing.
@@ -77,6 +81,7 @@ class Ledger:
         wipe_every: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        placement: Placement = "device",
         ownership: Ownership = "reader",
         rank: int = 0,
         world_size: int = 1,
@@ -98,7 +103,9 @@ class Ledger:
         self._layout = Layout(ownership, rank, world_size)
         self._step: int | None = None
         self._stored_at = -1
-        self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
+        device = torch.device(device)
+        slab = HostSlab if placement == "host" and device.type == "cuda" else Slab
+        self._slab = slab(width=state_width, capacity=capacity, device=device, dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         self._counts = dict.fromkeys(COUNTER_KEYS, 0)
         # Counted on the device, which alone knows them; added to `_counts` where metrics are read.
@@ -260,9 +267,26 @@ class Ledger:
         """Groups evicted recently that have not come back: mode and step, oldest first."""
         return MappingProxyType(self._index.evicted.entries)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: tensors (on the CPU), numbers and strings; counters are not part of it (`undrained`)."""
-        return save_shard(self._index, self._slab, layout=self._layout, step=self._step)
+    def state_dict(self, *, with_rows: bool = True) -> dict[str, Any]:
+        """This rank's shard: tensors (on the CPU), numbers and strings; counters are not part of it (`undrained`).
+
+        Args:
+            with_rows: the states too, under "rows"; or else they are to be had from `held_rows`, in the same order.
+        """
+        shard = save_shard(self._index, self._slab, layout=self._layout, step=self._step)
+        if with_rows:
+            empty = torch.empty(0, self._slab.width, dtype=self._slab.dtype)
+            shard["rows"] = torch.cat([empty, *self.held_rows()])
+        return shard
+
+    @property
+    def num_row_bytes(self) -> int:
+        """Size of all of `held_rows`."""
+        return self._index.num_live * self._slab.width * self._slab.dtype.itemsize
+
+    def held_rows(self) -> Iterator[Tensor]:
+        """The states held, in pieces [n, state_width] of some megabytes, on the CPU: for writing more than memory has."""
+        return save_rows(self._index, self._slab)
 
     def load_state_dict(
         self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None, room: int = 0

@@ -5,6 +5,7 @@ No call waits for the device: whether a row is finite is decided, stored and act
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from trainer.arrays import Flags, Ints
 
 Native = Any
 """An array of the library that a slab works with: numpy's or torch's."""
+
+
+PIECE_BYTES = 64 * 2**20
 
 
 class Slab:
@@ -38,7 +42,7 @@ class Slab:
         # Written with rows that are not kept, never read. Copying a whole batch costs less than selecting rows first.
         self.waste_slot = capacity + 1
         self.library: Any = np if device.type == "cpu" and _is_known_to_numpy(dtype) else torch
-        self._rows = self.native(torch.zeros(capacity + 2, width, device=device, dtype=dtype))
+        self._rows = self.native(self._allocate())
         self._is_valid = self.native(torch.zeros(capacity + 2, device=device, dtype=torch.bool))
         # A number of the host would have to be copied to the device each time, which waits.
         self._no_slot = self.native(torch.full((), capacity, device=device))
@@ -54,6 +58,10 @@ class Slab:
         # Redirecting the index costs a tenth of masking the rows.
         return torch.as_tensor(self._rows[self.library.where(is_valid, index, self._no_slot)]), is_valid
 
+    def are_valid(self, slots: Ints) -> Tensor:
+        """Which rows of `slots` are states, bool [len(slots)]."""
+        return torch.as_tensor(self._is_valid[self.native(slots)])
+
     def write(self, slots: Ints, rows: Tensor) -> Native:
         """Copy rows in; those that are not finite are not valid.
 
@@ -64,23 +72,35 @@ class Slab:
         Returns:
             Which rows are valid, bool [n].
         """
-        index, values = self.native(slots), self.native(rows)
-        is_valid = self.library.isfinite(values).all(1)
-        self._rows[index] = values
-        self._is_valid[index] = is_valid
-        return is_valid
+        self._rows[self.native(slots)] = self.native(rows)
+        return self._flag(slots, rows)
 
     def restore(self, slots: Ints, rows: Tensor, is_valid: Tensor) -> None:
         """Copy rows and flags of a checkpoint in; tensors of any device."""
-        index = self.native(slots)
-        self._rows[index] = self.native(rows.to(self.device, self.dtype))
-        self._is_valid[index] = self.native(is_valid.to(self.device))
+        self.write(slots, rows.to(self.device, self.dtype))
+        self._is_valid[self.native(slots)] = self.native(is_valid.to(self.device))
+
+    def pieces(self, count: int) -> Iterator[slice]:
+        """Cut `count` rows into pieces of few megabytes, so that a copy of all never exists."""
+        step = max(PIECE_BYTES // (self.width * self.dtype.itemsize), 1)
+        for start in range(0, count, step):
+            yield slice(start, start + step)
 
     def native(self, array: NDArray[Any] | Tensor) -> Native:
         """An array, or a tensor of the slab's device, for the library that the slab works with."""
         if self.library is torch:
             return array if isinstance(array, Tensor) else to_device(array, self.device)
         return array.numpy() if isinstance(array, Tensor) else array
+
+    def _allocate(self) -> Tensor:
+        return torch.zeros(self.capacity + 2, self.width, device=self.device, dtype=self.dtype)
+
+    def _flag(self, slots: Ints, rows: Tensor) -> Native:
+        """Note which rows are finite, bool [n]."""
+        # The largest magnitude is finite if all numbers are. It takes one pass, and no memory.
+        is_valid = self.native(torch.linalg.vector_norm(rows, torch.inf, dim=1).isfinite())
+        self._is_valid[self.native(slots)] = is_valid
+        return is_valid
 
 
 class InvalidCount:

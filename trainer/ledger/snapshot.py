@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,26 +31,32 @@ class Layout(NamedTuple):
 
 
 def save_shard(index: GroupIndex, slab: Slab, *, layout: Layout, step: int | None) -> dict[str, Any]:
-    """Copy a shard into tensors, numbers and strings, which `torch.load(weights_only=True)` accepts."""
+    """Copy a shard but for its rows into what `torch.load(weights_only=True)` accepts."""
     slots = index.held_slots()
-    rows, is_valid = slab.read(slots)
     evicted = list(index.evicted.entries.items())
     return {
         "format": FORMAT,
         **layout._asdict(),
         "capacity": slab.capacity,
         "width": slab.width,
+        "dtype": slab.dtype,
         "step": -1 if step is None else step,
         "slots": torch.from_numpy(slots),
         "groups": torch.from_numpy(index.groups_at(slots)),
         "last_step": torch.from_numpy(index.last_step[slots]),
-        "rows": rows.cpu(),
-        "valid": torch.as_tensor(is_valid).cpu(),
+        "valid": slab.are_valid(slots).cpu(),
         "free_slots": torch.from_numpy(index.free_slots()),
         "evicted_groups": torch.tensor([group for group, _ in evicted], dtype=torch.int64),
         "evicted_modes": torch.tensor([EVICTION_MODES.index(mode) for _, (mode, _) in evicted], dtype=torch.int64),
         "evicted_steps": torch.tensor([step for _, (_, step) in evicted], dtype=torch.int64),
     }
+
+
+def save_rows(index: GroupIndex, slab: Slab) -> Iterator[Tensor]:
+    """Copies of the held rows, on the CPU, in the order of `save_shard`, some megabytes at a time."""
+    slots = index.held_slots()
+    for piece in slab.pieces(slots.size):
+        yield slab.read(slots[piece])[0].cpu()
 
 
 def load_shards(
@@ -87,7 +93,7 @@ def _fill_exactly(index: GroupIndex, slab: Slab, own: Shard) -> None:
         own[name].numpy() for name in ("groups", "slots", "last_step", "free_slots")
     )
     index.fill(groups, slots, last_step, free_slots, _evicted(own))
-    slab.restore(slots, own["rows"], _valid(own))
+    _restore_rows(slab, slots, own, np.arange(slots.size))
 
 
 def _fill_anew(
@@ -117,9 +123,20 @@ def _fill_anew(
     groups, slots = groups[order], np.arange(order.size)
     free_slots = np.arange(slab.capacity - 1, order.size - 1, -1)
     index.fill(groups, slots, last_step[order], free_slots, _joined_evicted(saved, set(groups.tolist()), keeps))
-    chosen = torch.from_numpy(order)
-    rows = torch.cat([shard["rows"] for shard in saved])[chosen]
-    slab.restore(slots, rows, torch.cat([_valid(shard) for shard in saved])[chosen])
+    start = 0
+    for shard in saved:
+        places = order - start
+        is_its_own = (places >= 0) & (places < len(shard["groups"]))
+        _restore_rows(slab, slots[is_its_own], shard, places[is_its_own])
+        start += len(shard["groups"])
+
+
+def _restore_rows(slab: Slab, slots: Ints, shard: Shard, places: Ints) -> None:
+    """Copy the rows at `places` of a shard into `slots`."""
+    rows, is_valid = shard["rows"], _valid(shard)
+    for piece in slab.pieces(slots.size):
+        chosen = torch.from_numpy(places[piece])
+        slab.restore(slots[piece], rows[chosen], is_valid[chosen])
 
 
 def _joined_evicted(

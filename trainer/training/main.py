@@ -85,9 +85,13 @@ def train(
         timeout = config.distributed.timeout_sec
         try:
             with process_group(info, backend=backend, timeout_sec=timeout, device=device):
-                return _train_in_group(
-                    plan, config_path, given_run_dir, info, device, stop, stdout, verdict_of, data_policy
-                )
+                try:
+                    return _train_in_group(
+                        plan, config_path, given_run_dir, info, device, stop, stdout, verdict_of, data_policy
+                    )
+                except UserError:
+                    stop.mute()
+                    raise
         except RunFailed:
             return EXIT_FAILED
 

@@ -48,6 +48,10 @@ class StopRequest:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
+    def mute(self) -> None:
+        """Say nothing from now on, since the run ends by itself: torchrun ends the ranks that are left when one has ended."""
+        self._on_first = lambda name: None
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()
         if not self.requested:

@@ -34,8 +34,8 @@ def config(tmp_path):
 def make_checkpoint(directory, step: int, value: float = 1.0):
     staging = files.staging_dir(directory, step)
     staging.mkdir(parents=True)
-    files.write_tensors(staging / files.MODEL_FILE, {"w": torch.full((100,), value)})
-    files.write_tensors(staging / files.rank_file(0), {"data": None})
+    files.write_part(staging / files.MODEL_FILE, {"w": torch.full((100,), value)})
+    files.write_part(staging / files.rank_file(0), {"data": None})
     return files.finish(directory, step, {"step": step, "world_size": 1})
 
 
@@ -385,7 +385,7 @@ def test_what_a_save_says_it_needs_is_about_what_its_file_takes(tmp_path):
         "list": [torch.ones(3_000, dtype=torch.int64)],
         "step": 7,
     }
-    files.write_tensors(tmp_path / "x.pt", value)
+    files.write_part(tmp_path / "x.pt", value)
     size = (tmp_path / "x.pt").stat().st_size
     assert size / 1.1 < num_bytes(value) < size * 1.1
 

@@ -4,6 +4,7 @@ A checkpoint is a directory `checkpoints/step_00000100/`:
 
     model.pt        rank 0: weights, optimizer, loss scaler
     rank_000.pt     every rank: its ledger shard, data cursors, generator
+    rank_000.rows   every rank with a ledger: the states, one after another, as they lie in memory
     state.json      step, noise-scale averages, sink state, config, versions
     COMPLETE        JSON: bytes and SHA-256 of every other file; written last, and what makes the checkpoint exist
 
@@ -18,12 +19,14 @@ import hashlib
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, sync_directory, write_json
@@ -54,14 +57,34 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:03d}.pt"
 
 
-def write_tensors(path: Path, value: dict[str, Any]) -> None:
-    """`torch.save` to disk, not merely to the page cache."""
+def rows_file(rank: int) -> str:
+    """File name of the states of a rank's ledger."""
+    return f"rank_{rank:03d}.rows"
+
+
+class Rows(NamedTuple):
+    """Rows to be written, as pieces [n, width] of the CPU, which are taken one by one."""
+
+    num_bytes: int
+    pieces: Iterable[Tensor]
+
+
+def write_part(path: Path, value: dict[str, Any] | Rows) -> None:
+    """Write one file of a checkpoint to disk, not merely to the page cache.
+
+    Raises:
+        OSError, RuntimeError: it cannot be written.
+    """
     with replacing(path) as file:
-        torch.save(value, file)
+        if isinstance(value, Rows):
+            for piece in value.pieces:
+                file.write(piece.view(torch.uint8).numpy().data)
+        else:
+            torch.save(value, file)
 
 
 def read_tensors(path: Path) -> dict[str, Any]:
-    """What `write_tensors` wrote, on the CPU.
+    """What `write_part` wrote of a dict, on the CPU.
 
     Raises:
         CheckpointError: damaged, or holding anything but tensors and plain values.
@@ -75,6 +98,38 @@ def read_tensors(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a checkpoint")
     return value
+
+
+def read_rank(path: Path, rank: int) -> dict[str, Any]:
+    """What a rank of a checkpoint wrote; the states of its ledger are read when they are used.
+
+    Raises:
+        CheckpointError: as `read_tensors`; or there are not as many states as it says.
+    """
+    part = read_tensors(path / rank_file(rank))
+    ledger = part.get("ledger", {})
+    if "rows" not in ledger and ledger:  # earlier versions kept the states here
+        size = {"count": len(ledger["groups"]), "width": ledger["width"], "dtype": ledger["dtype"]}
+        ledger["rows"] = _map_rows(path / rows_file(rank), **size)
+    return part
+
+
+def _map_rows(path: Path, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows that `write_part` wrote, [count, width], as a part of memory that is the file's.
+
+    Raises:
+        CheckpointError: there are not as many.
+    """
+    needed = count * width * dtype.itemsize
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    if size != needed:
+        raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {counted(count, 'state')}")
+    if not count:
+        return torch.empty(0, width, dtype=dtype)
+    return torch.from_numpy(np.memmap(path, np.uint8, mode="c")).view(dtype).view(count, width)
 
 
 def staging_dir(checkpoints: Path, step: int) -> Path:
@@ -159,8 +214,11 @@ def verify(path: Path) -> dict[str, Any]:
     state = read_state(path)
     world_size = state["world_size"]
     # No more names than there are files, whatever number the state holds.
-    ranks = [rank_file(rank) for rank in range(min(world_size, len(files)))]
-    missing = sorted({MODEL_FILE, *ranks} - files.keys())
+    expected_ranks = range(min(world_size, len(files)))
+    needed = {MODEL_FILE, *map(rank_file, expected_ranks)}
+    if files.keys() & (rows := {rows_file(rank) for rank in expected_ranks}):
+        needed |= rows
+    missing = sorted(needed - files.keys())
     if missing:
         raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {counted(world_size, 'rank')}")
     return state
@@ -250,9 +308,9 @@ class BackgroundWriter:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[Future[None]] = []
 
-    def submit(self, path: Path, value: dict[str, Any]) -> None:
+    def submit(self, path: Path, value: dict[str, Any] | Rows) -> None:
         """Write `value`, which nobody may change any more, to `path`."""
-        self._pending.append(self._pool.submit(write_tensors, path, value))
+        self._pending.append(self._pool.submit(write_part, path, value))
 
     @property
     def is_idle(self) -> bool:

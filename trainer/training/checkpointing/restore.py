@@ -102,7 +102,7 @@ def _read_parts(
 ) -> list[dict[str, Any]]:
     """The parts of all saving ranks; where this rank needs its own alone, that one in every place."""
     if saved_world_size == info.world_size and not needs_all:
-        own = files.read_tensors(path / files.rank_file(info.rank))
+        own = files.read_rank(path, info.rank)
         if state.ledger is None or own["ledger"]["ownership"] == state.ledger.ownership:
             return [own] * saved_world_size
-    return [files.read_tensors(path / files.rank_file(rank)) for rank in range(saved_world_size)]
+    return [files.read_rank(path, rank) for rank in range(saved_world_size)]

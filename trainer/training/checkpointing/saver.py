@@ -19,7 +19,7 @@ from trainer.distributed.env import RankInfo
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import BackgroundWriter
+from trainer.training.checkpointing.checkpoint import BackgroundWriter, Rows
 from trainer.training.checkpointing.generators import generator_states
 from trainer.training.checkpointing.train_state import Position, TrainState
 
@@ -95,8 +95,9 @@ class Saver:
         self._pending = (step, shared, needed_by_all)
         if in_background:
             # The tensors change while the thread writes: it gets copies.
-            for name, value in copy.deepcopy(parts).items():
-                self._writer.submit(staging / name, value)
+            for name, value in parts.items():
+                copied = Rows(value.num_bytes, list(value.pieces)) if isinstance(value, Rows) else copy.deepcopy(value)
+                self._writer.submit(staging / name, copied)
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
             self._conclude()
@@ -129,7 +130,7 @@ class Saver:
         self._conclude()
         self._writer.close()
 
-    def _parts(self, position: Position) -> dict[str, dict[str, Any]]:
+    def _parts(self, position: Position) -> dict[str, dict[str, Any] | Rows]:
         """The files that this rank writes."""
         state = self._state
         own: dict[str, Any] = {
@@ -137,9 +138,11 @@ class Saver:
             "generators": generator_states(self._device),
             "unlogged": position.counts(state),
         }
+        parts: dict[str, dict[str, Any] | Rows] = {files.rank_file(self._info.rank): own}
         if state.ledger is not None:
-            own["ledger"] = state.ledger.state_dict()
-        parts = {files.rank_file(self._info.rank): own}
+            own["ledger"] = state.ledger.state_dict(with_rows=False)
+            rows = Rows(state.ledger.num_row_bytes, state.ledger.held_rows())
+            parts[files.rows_file(self._info.rank)] = rows
         if self._info.is_main:
             parts[files.MODEL_FILE] = {
                 "model": state.model.state_dict(),
@@ -191,7 +194,9 @@ def num_bytes(value: Any) -> int:
 
     def visit(found: Any) -> None:
         nonlocal others
-        if isinstance(found, torch.Tensor):
+        if isinstance(found, Rows):
+            others += found.num_bytes
+        elif isinstance(found, torch.Tensor):
             storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
         elif isinstance(found, Mapping):
             for part in found.values():
@@ -206,6 +211,6 @@ def num_bytes(value: Any) -> int:
     return sum(storages.values()) + others
 
 
-def _write_all(staging: Path, parts: Mapping[str, dict[str, Any]]) -> None:
+def _write_all(staging: Path, parts: Mapping[str, dict[str, Any] | Rows]) -> None:
     for name, value in parts.items():
-        files.write_tensors(staging / name, value)
+        files.write_part(staging / name, value)

@@ -80,6 +80,7 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         wipe_every=table.wipe_every,
         device=device,
         dtype=STATE_TYPES[table.dtype],
+        placement=table.placement,
         ownership="exchange" if plan.facts.ownership == "exchange" else "reader",
         rank=info.rank,
         world_size=info.world_size,

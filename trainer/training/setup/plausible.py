@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -103,17 +103,25 @@ def unmet_needs(
         "model": (num_parameters * BYTES_PER_PARAMETER, "weights, gradients and optimizer"),
         "ledger.capacity": (ledger_bytes(config.ledger, state_width), "the states of the ledger"),
     }
+    if device.type == "cuda" and config.ledger.placement == "host":
+        found += _exceeding({"ledger.capacity": needs.pop("ledger.capacity")}, torch.device("cpu"))
+    return found + _exceeding(needs, device)
+
+
+def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> list[UserError]:
+    """The largest of the needs, key -> (bytes, what), if together they are more than the device's memory."""
     memory, total = memory_bytes(device), sum(size for size, _ in needs.values())
-    if total > memory:
-        key, (size, what) = max(needs.items(), key=lambda need: need[1][0])
-        problem = f"{what} take {_amount(size)} per rank; {device.type} has {_amount(memory)} of memory here"
-        smaller = {
-            "data.seq_len": "lower data.seq_len or data.mixing.batch_size",
-            "model": "lower dim or num_layers",
-            "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"',
-        }
-        found.append(UserError(key, problem, smaller.get(key, "lower it")))
-    return found
+    if total <= memory:
+        return []
+    key, (size, what) = max(needs.items(), key=lambda need: need[1][0])
+    problem = f"{what} take {_amount(size)} per rank; {device.type} has {_amount(memory)} of memory here"
+    placed = ', or ledger.placement = "host"' if device.type == "cuda" else ""
+    smaller = {
+        "data.seq_len": "lower data.seq_len or data.mixing.batch_size",
+        "model": "lower dim or num_layers",
+        "ledger.capacity": f'lower it, or set ledger.dtype = "bfloat16"{placed}',
+    }
+    return [UserError(key, problem, smaller[key])]
 
 
 def ledger_bytes(table: LedgerTable, state_width: int) -> int:
