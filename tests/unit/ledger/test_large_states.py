@@ -47,6 +47,7 @@ def test_pieces_are_copies() -> None:
     assert piece[0, 0] == 1.0
 
 
+@pytest.mark.parametrize("large", [0, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     ("row", "is_finite"),
@@ -60,7 +61,10 @@ def test_pieces_are_copies() -> None:
         ([1.0, 2.0, -INF], False),
     ],
 )
-def test_a_row_is_valid_if_each_of_its_numbers_is_finite(dtype: torch.dtype, row: list[float], is_finite: bool) -> None:
+def test_a_row_is_valid_if_each_of_its_numbers_is_finite(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, row: list[float], is_finite: bool, large: int
+) -> None:
+    monkeypatch.setattr(slabs, "LARGE_BYTES", large)
     slab = Slab(width=3, capacity=2, device=torch.device("cpu"), dtype=dtype)
     rows = torch.tensor([row, [1.0, 1.0, 1.0]], dtype=dtype)
     assert torch.as_tensor(slab.write(np.array([1, 0]), rows)).tolist() == [is_finite, True]
