@@ -293,8 +293,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/ledger/slab.py",
-            "self.library.isfinite(values).all(1)",
-            "self.library.isfinite(values).any(1)",
+            "self.library.isfinite(self.native(rows)).all(1)",
+            "self.library.isfinite(self.native(rows)).any(1)",
             "tests/unit/ledger/test_not_finite.py::test_it_costs_one_cold_start_at_the_next_look_up",
         ),
         Mutant(
@@ -347,9 +347,33 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/ledger/snapshot.py",
-            "torch.cat([_valid(shard) for shard in saved])[chosen]",
-            "torch.ones(order.size, dtype=torch.bool)",
+            "rows[chosen], is_valid[chosen])",
+            "rows[chosen], torch.ones(len(chosen), dtype=torch.bool))",
             "tests/unit/ledger/test_not_finite.py::test_it_stays_lost_on_another_number_of_ranks",
+        ),
+        Mutant(
+            "trainer/ledger/snapshot.py",
+            "places = order - start",
+            "places = order",
+            "tests/unit/ledger/test_ledger_checkpoint.py::test_other_world_size_keeps_everything_or_what_is_owned",
+        ),
+        Mutant(
+            "trainer/ledger/slab.py",
+            "are_finite[doubtful] = np.isfinite(rows.numpy()[doubtful]).all(1)",
+            "are_finite[doubtful] = False",
+            "tests/unit/ledger/test_large_states.py::test_a_row_is_valid_if_each_of_its_numbers_is_finite",
+        ),
+        Mutant(
+            "trainer/ledger/host_slab.py",
+            "self._reading.wait_event(written)",
+            "pass",
+            "tests/unit/ledger/test_large_states.py::test_rows_in_the_hosts_memory_are_those_of_the_device_and_wait_for_what_they_need",
+        ),
+        Mutant(
+            "trainer/ledger/host_slab.py",
+            "self._writing.wait_stream(torch.cuda.current_stream(self.device))",
+            "pass",
+            "tests/unit/ledger/test_large_states.py::test_rows_in_the_hosts_memory_are_those_of_the_device_and_wait_for_what_they_need",
         ),
         Mutant(
             "trainer/ledger/snapshot.py",
@@ -1168,8 +1192,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/checkpoint.py",
-            "missing = sorted({MODEL_FILE, *ranks} - files.keys())",
-            "missing = sorted({MODEL_FILE} - files.keys())",
+            "needed = {MODEL_FILE, *map(rank_file, expected_ranks)}",
+            "needed = {MODEL_FILE}",
             "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_unlisted_shard]",
         ),
         Mutant(

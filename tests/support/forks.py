@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import importlib
 import multiprocessing
 import os
@@ -20,14 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-# What a run imports; torch._dynamo where it has several ranks.
-PRELOAD = ["torch._dynamo", "trainer.training.main", "trainer.cli.main"]
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """What starts forked processes; the first one starts the server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["tests.support.forks_preload"])
     return context
 
 
@@ -112,7 +109,6 @@ def _run_program(
     arguments: list[str], environ: Mapping[str, str], cwd: Path, out: Path, err: Path, max_file_bytes: int | None
 ) -> None:
     """In the fork: become what a fresh process of the program would be."""
-    gc.freeze()  # a collection looks at what this process makes, not at all that was imported
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # tests that are killed leave no process behind (Linux)
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):

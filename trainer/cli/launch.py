@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.cli.imports import uncollected
 from trainer.cli.refuse import refuse
 from trainer.config.load import load_config
 from trainer.errors import UserError
@@ -46,9 +48,11 @@ def run_training(
     # Before torch is imported, so that a signal during the import stops the run instead of killing it.
     stop = StopRequest(say_stopping)
     stop.install()
-    from trainer.cli.diagnosis import LiveVerdict
-    from trainer.training.checkpointing.data_changes import DataPolicy
-    from trainer.training.main import train
+    with uncollected():
+        importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
+        from trainer.cli.diagnosis import LiveVerdict
+        from trainer.training.checkpointing.data_changes import DataPolicy
+        from trainer.training.main import train
 
     def verdict_of(run_dir: Path) -> LiveVerdict:
         report_to_launcher(RUN_DIR, str(run_dir))
@@ -112,9 +116,10 @@ def _leave_status(reason: str) -> None:
 
 
 def _launch(own: list[str]) -> int:
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with uncollected():
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         launcher: Any = torchrun  # it has no types

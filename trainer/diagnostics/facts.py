@@ -11,7 +11,6 @@ from trainer.runs.load import RunRecord
 
 MODALITIES: Final = "stream_mixing/active/modalities/"
 SHARE_ERROR: Final = "blend/max_share_error"
-REFERENCE_MODEL: Final = (None, "rglru")  # values of model.family
 
 
 def micro_batches(run: RunRecord) -> int:
@@ -73,10 +72,11 @@ def has_own_model(run: RunRecord) -> bool:
 
 
 def state_bytes(run: RunRecord) -> int | None:
-    """Bytes of the recurrent state of one group; None for other models than the reference model."""
-    if has_own_model(run) or run.setting("model.family") not in REFERENCE_MODEL:
-        return None
-    return 4 * int(run.setting("model.dim", 0)) * int(run.setting("model.num_layers", 0)) or None
+    """Bytes of the recurrent state of one group; None without a state, and for records that do not say it."""
+    width = run.environment.get("state_width")
+    if width is None and not has_own_model(run):  # a record from before it was written down, and before other families
+        width = int(run.setting("model.dim", 0)) * int(run.setting("model.num_layers", 0))
+    return (width or 0) * (2 if run.setting("ledger.dtype") == "bfloat16" else 4) or None
 
 
 def lower_lr(run: RunRecord) -> Knob:

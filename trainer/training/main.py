@@ -33,7 +33,7 @@ from trainer.training.setup.contract import check_before_run
 from trainer.training.setup.data import holdout_batches
 from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state
-from trainer.training.setup.plan import Plan, begin_from_weights, make_plan
+from trainer.training.setup.plan import Plan, begin_from_weights, make_plan, width_of
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import printable
@@ -136,7 +136,7 @@ def _train_in_group(
                     run_dir.claim()
                     stack.enter_context(run_dir.lock())
                 run_dir.create()
-                run_dir.describe(config, config_path, info)
+                run_dir.describe(config, config_path, info, state_width=width_of(state.model))
                 checkpoint.discard_staging(run_dir.checkpoints)
                 for path in checkpoint.set_aside_after(run_dir.checkpoints, position.step):
                     logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)

@@ -88,8 +88,12 @@ class RunDir:
         problem = f"cannot be written: {error.strerror}"
         return UserError(str(self.path), problem, "choose another place with --run-dir")
 
-    def describe(self, config: RunConfig, source: Path, info: RankInfo) -> None:
+    def describe(self, config: RunConfig, source: Path, info: RankInfo, *, state_width: int) -> None:
         """Write what the run was started with (rank 0).
+
+        Args:
+            source: where the config was read from.
+            state_width: numbers of the model's state per group.
 
         Raises:
             UserError: it cannot be written.
@@ -100,7 +104,7 @@ class RunDir:
             ):  # a run that continues from it keeps the one written by hand
                 write_file(self.path / "config.toml", source.read_bytes())
             write_file(self.resolved_config, to_toml(config))
-            write_json(self.path / "env.json", environment(info))
+            write_json(self.path / "env.json", {**environment(info), "state_width": state_width})
         except OSError as error:
             raise self._unwritable(error) from None
 

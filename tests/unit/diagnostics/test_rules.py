@@ -193,6 +193,17 @@ def test_a_fault_is_found_without_the_config(name: str) -> None:
     assert outcome.verdict == ("not_measured" if name == "ledger_oversize" else "finding"), outcome.sentence
 
 
+@pytest.mark.parametrize(("width", "dtype", "verdict"), [(4_000, "float32", "finding"), (4_000, "bfloat16", "healthy")])
+def test_the_size_of_a_state_is_what_the_run_recorded(width: int, dtype: str, verdict: str) -> None:
+    """99 % of 100,000 rows unused: 1.6 GB or 0.8 GB, of which 1 GB is too much."""
+    config = {"model": {"target": "my_parts:build"}, "ledger": {"capacity": 100_000, "dtype": dtype}}
+    rows = {"ledger/fill_fraction": {1: 0.01, 200: 0.01}}
+    assert (
+        check("ledger_oversize", make_run(rows, config=config, environment={"state_width": width})).verdict == verdict
+    )
+    assert check("ledger_oversize", make_run(rows, config=config)).verdict == "not_measured"
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_single_row_raises_no_exception(name: str) -> None:
     for source in (HEALTHY[name], FAULTY[name]):

@@ -73,19 +73,48 @@ def test_a_model_is_a_family_or_a_target():
     assert table("gated_delta", target="trainer.model:build").target is None
 
 
+@pytest.mark.parametrize(
+    ("args", "fix"),
+    [
+        ({"head": 2}, "did you mean heads?"),
+        ({"head": 2, "mlp_ration": 2.0}, "did you mean heads and mlp_ratio?"),
+        ({"dropout": 0.1}, "it takes heads, mlp_ratio, tie_embeddings"),
+    ],
+)
+def test_args_that_a_family_does_not_take_are_named(args, fix):
+    with pytest.raises(UserError) as caught:
+        build_model(table("gated_delta", args=args), VOCAB)
+    assert caught.value.message == f"model.args: gated_delta has no {', '.join(args)}; {fix}"
+
+
+def test_a_size_is_said_once():
+    with pytest.raises(UserError, match=r"model.args: names dim, which the run gives itself; set \[model\] dim"):
+        build_model(table("gated_delta", args={"dim": 3}), VOCAB)
+
+
+@needs_transformers
+def test_transformers_prints_nothing(tmp_path, capfd):
+    model = build_model(table("mamba2"), VOCAB)
+    model.save_pretrained(tmp_path)
+    build_model(table("mamba2", args={"from": str(tmp_path)}), VOCAB)
+    assert capfd.readouterr() == ("", "")
+
+
 @needs_transformers
 @pytest.mark.parametrize(
     ("family", "args", "message"),
     [
         ("mamba2", {"heads": 3}, "model.args: mamba2 has no heads; see Mamba2Config"),
         ("mamba2", {"num_heads": 3}, "model.args: mamba2 cannot be built"),
+        ("mamba2", {"dim": 100}, "model.dim: mamba2 cannot be built"),
         ("mamba2", {"from": "/nowhere"}, "model.args.from: /nowhere has no config.json"),
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "layer 1 is one of attention"),
     ],
 )
 def test_settings_that_a_family_cannot_have_are_refused_in_one_line(family, args, message):
+    sizes = {key: args.pop(key) for key in ("dim",) if key in args}
     with pytest.raises(UserError) as caught:
-        build_model(table(family, args=args), VOCAB)
+        build_model(table(family, args=args, **sizes), VOCAB)
     assert message in caught.value.message
 
 

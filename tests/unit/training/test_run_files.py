@@ -331,11 +331,11 @@ def test_what_killed_processes_left_behind_is_removed(tmp_path):
 def test_a_write_of_the_config_that_fails_leaves_the_old_one(config, tmp_path, monkeypatch):
     run = RunDir(tmp_path / "run")
     run.create()
-    run.describe(config, tmp_path / "x.toml", RankInfo())
+    run.describe(config, tmp_path / "x.toml", RankInfo(), state_width=0)
     before = run.resolved_config.read_text()
     monkeypatch.setattr("os.fsync", no_space)
     with pytest.raises(UserError, match="cannot be written: No space left"):
-        run.describe(config, tmp_path / "x.toml", RankInfo())
+        run.describe(config, tmp_path / "x.toml", RankInfo(), state_width=0)
     assert run.resolved_config.read_text() == before
     assert not list(run.path.glob(".*.tmp"))
 

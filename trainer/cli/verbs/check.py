@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trainer.cli.imports import uncollected
 from trainer.cli.options import ConfigOption, JsonOption, SetOption, require_config
 from trainer.wording import counted
 
@@ -25,17 +26,18 @@ def check(
     from dataclasses import asdict
     from pathlib import Path
 
-    import torch
+    with uncollected():
+        import torch
 
-    from trainer.config.load import load_config, to_toml
-    from trainer.config.rules import check_state_rules, costs_of_carry
-    from trainer.data.streams.layout import refuse_empty
-    from trainer.metrics.logger import get_logger
-    from trainer.preview.shapes import source_shape
-    from trainer.training.checkpointing.resume_checks import check_resume
-    from trainer.training.setup.contract import check_here, refuse_breaches
-    from trainer.training.setup.plan import make_plan
-    from trainer.training.setup.plausible import ledger_bytes
+        from trainer.config.load import load_config, to_toml
+        from trainer.config.rules import check_state_rules, costs_of_carry
+        from trainer.data.streams.layout import refuse_empty
+        from trainer.metrics.logger import get_logger
+        from trainer.preview.shapes import source_shape
+        from trainer.training.checkpointing.resume_checks import check_resume
+        from trainer.training.setup.contract import check_here, refuse_breaches
+        from trainer.training.setup.plan import make_plan
+        from trainer.training.setup.plausible import ledger_bytes
 
     resolved = load_config(config_path, overrides or [])
     plan = make_plan(resolved, Path(config_path), nproc)

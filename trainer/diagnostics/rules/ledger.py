@@ -142,7 +142,7 @@ def check_oversize(run: RunRecord) -> Outcome:
     fill = series(run, FILL)
     capacity, width = _capacity(run), state_bytes(run)
     if capacity is None or width is None:
-        return not_measured("only the reference model's size of a state is known here; train preview judges any model")
+        return not_measured("how large a state is was not recorded; train preview says it")
     if fill.steps[-1] < OVERSIZE_STEPS:
         return not_measured(f"fewer than {OVERSIZE_STEPS} steps")
     peak = max(fill.values)

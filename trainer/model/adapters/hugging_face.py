@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def _mlp(dim: int) -> dict[str, Any]:
     return {"intermediate_size": 2 * dim, "num_attention_heads": max(dim // HEAD_DIM, 1), "num_key_value_heads": 1}
 
 
+DIM_MULTIPLES = {"mamba2": HEAD_DIM // 2, "bamba": HEAD_DIM // 2, "qwen3_next": HEAD_DIM}
+"""Of what `dim` must be a multiple, for the heads in `SIZES`."""
+
 SIZES: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "mamba2": _mamba2,
     "bamba": _bamba,
@@ -93,7 +97,8 @@ class HuggingFace(nn.Module):
     def save_pretrained(self, directory: Path) -> None:
         """Write weights and config as `from_pretrained` reads them."""
         saved: Any = self.model
-        saved.save_pretrained(directory)
+        with _quiet(_package()):
+            saved.save_pretrained(directory)
 
     def _new_cache(self) -> Any:
         config: Any = self.model.config
@@ -118,12 +123,13 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
     """
     transformers = _package()
     folder = settings.pop("from", None)
-    if folder is not None:
-        model = _read(transformers, str(folder), model_type, settings)
-        if model.config.vocab_size < vocab_size:
-            model.resize_token_embeddings(vocab_size)
-    else:
-        model = _new(transformers, model_type, vocab_size, dim, num_layers, settings)
+    with _quiet(transformers):
+        if folder is not None:
+            model = _read(transformers, str(folder), model_type, settings)
+            if model.config.vocab_size < vocab_size:
+                model.resize_token_embeddings(vocab_size)
+        else:
+            model = _new(transformers, model_type, vocab_size, dim, num_layers, settings)
     return HuggingFace(model)
 
 
@@ -143,6 +149,9 @@ def _new(
         raise
     except Exception as error:  # a family checks its own sizes, each in its own way
         problem = f"{model_type} cannot be built: {format_error(error)}"
+        multiple = DIM_MULTIPLES.get(model_type, 1)
+        if dim % multiple and not settings:
+            raise UserError("model.dim", problem, f"set it to a multiple of {multiple}") from error
         raise UserError("model.args", problem, f"see {type(known).__name__}") from error
 
 
@@ -205,6 +214,21 @@ def _assigning(layer: Any) -> Callable[..., Tensor]:
         return recurrent_states
 
     return update
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without progress bars and warnings, such as which kernels are not installed: every rank would show them."""
+    logging = transformers.utils.logging
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _package() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -198,16 +199,8 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
             train.
     """
     key, name, target, own = resolve_builder(table)
-    given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **own, **table.args}
     try:
-        inspect.signature(target).bind(**given)
-    except ValueError:  # something written in C may have no signature to look at
-        pass
-    except TypeError as error:
-        problem = f"cannot call {name} with vocab_size, dim, num_layers and the keys of args: {error}"
-        raise UserError("model.args", problem, "see its signature") from error
-    try:
-        model = target(**given)
+        model = target(**_arguments(table, vocab_size, name, target, own))
     except UserError:
         raise
     except Exception as error:  # what the user's own function does may raise anything
@@ -229,6 +222,40 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
     elif not isinstance(width, int) or width < 0:
         raise UserError(key, f"{name} gave a model with state_width {width}", "set it to an integer from 0 on")
     return model
+
+
+def _arguments(table: ModelTable, vocab_size: int, name: str, target: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What the builder of a model is called with.
+
+    Raises:
+        UserError: it does not take it.
+    """
+    given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **own}
+    if twice := sorted(given.keys() & table.args.keys()):
+        problem = f"names {', '.join(twice)}, which the run gives itself"
+        raise UserError("model.args", problem, "set [model] dim and num_layers; the data say the vocabulary")
+    given |= table.args
+    try:
+        inspect.signature(target).bind(**given)
+    except ValueError:  # something written in C may have no signature to look at
+        pass
+    except TypeError as error:
+        if table.target is None:
+            raise _unknown_args(name, target, table.args, own) from error
+        problem = f"cannot call {name} with vocab_size, dim, num_layers and the keys of args: {error}"
+        raise UserError("model.args", problem, "see its signature") from error
+    return given
+
+
+def _unknown_args(name: str, builder: Any, given: Mapping[str, Any], own: Mapping[str, Any]) -> UserError:
+    """What to say of `args` that a family does not take."""
+    fixed = {"vocab_size", "dim", "num_layers", *own}
+    known = [arg for arg in inspect.signature(builder).parameters if arg not in fixed]
+    unknown = [arg for arg in given if arg not in known]
+    close = [difflib.get_close_matches(arg, known, n=1) for arg in unknown]
+    hints = dict.fromkeys(match[0] for match in close if match)
+    fix = f"did you mean {' and '.join(hints)}?" if hints else f"it takes {', '.join(known)}"
+    return UserError("model.args", f"{name} has no {', '.join(unknown)}", fix)
 
 
 def family_of(table: ModelTable) -> Family:
