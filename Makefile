@@ -18,6 +18,8 @@ WORKERS ?= 3
 BENCHES := loop gns recurrence ledger data metrics startup growth tbptt probe
 
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes: without bytecode on disk each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # Nothing here may wait for a key or a browser.
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
