@@ -242,6 +242,10 @@ class Results:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self._found, indent=1) + "\n", encoding="utf-8")
 
+    def value(self, setting: Setting, seed: int, key: str) -> float | None:
+        """Of one run; None if it has not run."""
+        return self._found.get(setting.name, {}).get(str(seed), {}).get(key)
+
     def mean(self, setting: Setting, key: str) -> tuple[float, float] | None:
         """(mean, standard error over the seeds); None if no run has the key."""
         values = [found[key] for found in self._found.get(setting.name, {}).values() if key in found]

@@ -21,23 +21,16 @@ from trainer.model.build import build
 """
 
 
-def refused(tmp_path, rank_0: str, rank_1: str, function: str = "build") -> subprocess.CompletedProcess[str]:
-    """A run on two ranks under torchrun."""
-    (tmp_path / "own_model.py").write_text(MODULE.format(rank_0=rank_0, rank_1=rank_1))
-    arguments = ["--config", write_tiny_config(tmp_path), "--set", f"model.target=own_model:{function}"]
+@pytest.mark.parametrize("slow", ["rank_0", pytest.param("rank_1", marks=pytest.mark.slow)])
+def test_a_mistake_of_all_ranks_is_printed_once_by_rank_0_however_slow_a_rank_is(tmp_path, slow):
+    waits = {"rank_0": "pass", "rank_1": "pass", slow: "time.sleep(3)"}
+    (tmp_path / "own_model.py").write_text(MODULE.format(rank_0=waits["rank_0"], rank_1=waits["rank_1"]))
+    line = command(["--config", write_tiny_config(tmp_path), "--set", "model.target=own_model:nothing"], nproc=2)
     env = environment({"PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    line = command(arguments, nproc=2)
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
     assert done.returncode == 1  # torchrun turns every failure into 1
     assert str(ROOT / "train") + '", line' not in done.stderr, "no traceback of the program"
     assert not (tmp_path / "runs").exists()
-    return done
-
-
-@pytest.mark.parametrize("slow", ["rank_0", pytest.param("rank_1", marks=pytest.mark.slow)])
-def test_a_mistake_of_all_ranks_is_printed_once_by_rank_0_however_slow_a_rank_is(tmp_path, slow):
-    waits = {"rank_0": "pass", "rank_1": "pass", slow: "time.sleep(3)"}
-    done = refused(tmp_path, **waits, function="nothing")
     assert done.stderr.count("model.target: own_model has no function nothing") == 1
     assert "[rank 1]" not in done.stderr
     assert done.stderr.count("exitcode  : 2 ") == 2, "each rank ends with the code for mistakes"
@@ -47,7 +40,11 @@ def test_a_mistake_of_all_ranks_is_printed_once_by_rank_0_however_slow_a_rank_is
     "rank_0", ["time.sleep(3)", pytest.param("os._exit(7)", marks=pytest.mark.slow)], ids=["late", "dead"]
 )
 def test_a_mistake_of_rank_1_alone_is_printed_once_with_its_rank(tmp_path, rank_0):
-    done = refused(tmp_path, rank_0, 'raise ValueError("of rank 1")')
+    (tmp_path / "own_model.py").write_text(MODULE.format(rank_0=rank_0, rank_1='raise ValueError("of rank 1")'))
+    arguments = ["--config", write_tiny_config(tmp_path), "--set", "model.target=own_model:build"]
+    done = run(*arguments, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode in (2, 7)
+    assert not (tmp_path / "runs").exists()
     assert done.stderr.count("of rank 1") == 1
     assert "[rank 1] model.target: own_model fails on import" in done.stderr
 

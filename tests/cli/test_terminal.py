@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import TIMEOUT_SEC, command, environment, write_tiny_config
+from tests.support.forks import Forked, wait_as_torchrun
+from tests.support.runs import TIMEOUT_SEC, environment, free_port, rank_environment, write_tiny_config
 from trainer.metrics.payload_contract import PayloadError, parse_line, validate_stream
 
 pty = pytest.importorskip("pty")
@@ -34,7 +35,8 @@ class Terminal:
     """A pseudo-terminal, and everything that is written to it."""
 
     def __init__(self) -> None:
-        self._own, self.child_side = pty.openpty()
+        self._own, self._child_side = pty.openpty()
+        self.path = Path(os.ttyname(self._child_side))
         self.shown = b""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -51,21 +53,41 @@ class Terminal:
 
     def text(self) -> str:
         """What was shown, after the program has ended."""
-        os.close(self.child_side)
+        os.close(self._child_side)
         self._reader.join(TIMEOUT_SEC)
         os.close(self._own)
         return self.shown.decode("utf-8")
 
 
-def train(tmp_path: Path, stdout: int, stderr: int, *arguments: object) -> bytes:
-    """A run on these streams; what came through a pipe, if stdout is one."""
+def train(tmp_path: Path, out: Path, err: Path, *arguments: object) -> None:
+    """A run on these streams."""
     config = write_tiny_config(tmp_path, EVAL)
-    line = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", STEPS, *arguments])
-    env = {**environment(), "TERM": "xterm", "COLUMNS": "200"}
-    process = subprocess.Popen(line, env=env, stdout=stdout, stderr=stderr)
-    piped, _ = process.communicate(timeout=TIMEOUT_SEC)
-    assert process.returncode == 0
-    return piped or b""
+    line = ["--config", config, "--run-dir", tmp_path / "run", "--steps", STEPS, *arguments]
+    env = environment({"TERM": "xterm", "COLUMNS": "200"})
+    assert Forked(line, env, cwd=tmp_path, out=out, err=err).wait(TIMEOUT_SEC) == 0
+
+
+class Pipe:
+    """A pipe with a name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = ""
+        """What came through, once it is closed."""
+
+
+@contextmanager
+def pipe(directory: Path) -> Iterator[Pipe]:
+    """A pipe that is read to its end in the background."""
+    found = Pipe(directory / "pipe")
+    os.mkfifo(found.path)
+    pieces: list[bytes] = []
+    reader = threading.Thread(target=lambda: pieces.append(found.path.read_bytes()), daemon=True)
+    reader.start()
+    with found.path.open("wb"):  # held open: between two writers there is no end
+        yield found
+    reader.join(TIMEOUT_SEC)
+    found.text = pieces[0].decode("utf-8")
 
 
 def steps_of(lines: Sequence[str], form: re.Pattern[str]) -> list[int]:
@@ -74,10 +96,11 @@ def steps_of(lines: Sequence[str], form: re.Pattern[str]) -> list[int]:
 
 def test_with_stdout_piped_the_terminal_shows_bar_and_lines_and_the_pipe_holds_only_payloads(tmp_path):
     terminal = Terminal()
-    stdout = train(tmp_path, subprocess.PIPE, terminal.child_side)
-    shown = terminal.text()
+    with pipe(tmp_path) as piped:
+        train(tmp_path, piped.path, terminal.path)
+    stdout, shown = piped.text, terminal.text()
     assert not list(validate_stream(stdout.splitlines()))
-    assert stdout == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert stdout == (tmp_path / "run" / "metrics.jsonl").read_text()
     assert re.search(rf"[1-{STEPS}]/{STEPS} loss \d\.\d{{4}} (\d:\d\d:\d\d|-:--:--)", shown), "bar, loss and time left"
     assert f"{STEPS}/{STEPS}" in shown
     lines = CONTROL.sub("", shown).replace("\r", "\n").splitlines()
@@ -88,7 +111,7 @@ def test_with_stdout_piped_the_terminal_shows_bar_and_lines_and_the_pipe_holds_o
 
 def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path):
     out, err = Terminal(), Terminal()
-    train(tmp_path, out.child_side, err.child_side)
+    train(tmp_path, out.path, err.path)
     stdout, stderr = out.text(), err.text()
     assert "\x1b" not in stdout, "the bar keeps away from stdout"
     lines = stdout.splitlines()
@@ -100,7 +123,7 @@ def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path):
 
 def test_on_one_terminal_the_bar_breaks_no_line(tmp_path):
     terminal = Terminal()
-    train(tmp_path, terminal.child_side, terminal.child_side)
+    train(tmp_path, terminal.path, terminal.path)
     shown = terminal.text()
     assert f"{STEPS}/{STEPS}" in shown
     lines = CONTROL.sub("", shown).replace("\r", "\n").splitlines()
@@ -111,7 +134,7 @@ def test_on_one_terminal_the_bar_breaks_no_line(tmp_path):
 
 def test_payloads_asked_for_on_a_terminal_are_whole_lines(tmp_path):
     out, err = Terminal(), Terminal()
-    train(tmp_path, out.child_side, err.child_side, "--stdout", "json")
+    train(tmp_path, out.path, err.path, "--stdout", "json")
     stdout = out.text().replace("\r\n", "\n")
     assert stdout == (tmp_path / "run" / "metrics.jsonl").read_text()
     assert steps_of(CONTROL.sub("", err.text()).replace("\r", "\n").splitlines(), HUMAN) == [*range(1, STEPS + 1)]
@@ -134,15 +157,18 @@ def test_four_ranks_on_one_pipe_break_no_line(tmp_path):
     """All ranks talk into the pipe that also carries the payloads, as under a launcher that merges the streams."""
     (tmp_path / "chatty.py").write_text(CHATTY)
     config = write_tiny_config(tmp_path, "per_source = true\n")
-    steps = 10
-    arguments = ["--config", config, "--run-dir", tmp_path / "run", "--steps", steps]
-    line = command([*arguments, "--set", "model.target=chatty:build", "--set", "model.contract=false"], nproc=4)
-    env = environment({"PYTHONPATH": str(tmp_path)})
-    process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    merged, _ = process.communicate(timeout=TIMEOUT_SEC)
-    assert process.returncode == 0, merged[-3000:]
+    steps, port = 10, free_port()
+    line = ["--config", config, "--run-dir", tmp_path / "run", "--steps", steps]
+    line += ["--set", "model.target=chatty:build", "--set", "model.contract=false"]
+    with pipe(tmp_path) as merged:
+        ranks = []
+        for rank in range(4):
+            env = environment({**rank_environment(rank, 4, port), "PYTHONPATH": str(tmp_path)})
+            ranks.append(Forked(line, env, cwd=tmp_path, out=merged.path, err=merged.path))
+        code = wait_as_torchrun(ranks, TIMEOUT_SEC)
+    assert code == 0, merged.text[-3000:]
     payloads, chats = [], 0
-    for text in merged.decode("utf-8").splitlines():
+    for text in merged.text.splitlines():
         if re.fullmatch(r"\[rank [0-3]\] INFO chat x{700} end", text):
             chats += 1
         elif not re.fullmatch(r"\[rank 0\] INFO [^{}]*", text):

@@ -101,9 +101,7 @@ def test_a_checkpoint_of_states_in_another_nest_is_refused(tmp_path):
     line = ["--config", config, "--run-dir", tmp_path / "run", *words]
     first = run(*line, "--steps", 3, extra={"PYTHONPATH": str(tmp_path)})
     assert first.returncode == 0, first.stderr
-    (tmp_path / "nests.py").write_text(
-        NESTS.replace("{'h': end[0], 'c': end[1]}", "{'c': end[0], 'h': end[1]}  # in this order")
-    )
+    (tmp_path / "nests.py").write_text(NESTS.replace("{'h': end[0], 'c': end[1]}", "{ 'c': end[0], 'h': end[1] }"))
     refused = run(*line, "--steps", 6, "--resume", "auto", extra={"PYTHONPATH": str(tmp_path)})
     assert refused.returncode == 2
     assert "holds states of" in refused.stderr

@@ -56,7 +56,9 @@ def compare_all(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_a_window_is_measured_as_by_separate_backwards(world_size: int) -> None:
     wrong = run_on_ranks(compare_all, world_size)[0]
     assert not wrong, "\n".join(wrong)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests.support.forks import Forked, wait_as_torchrun
 from tests.support.runs import (
-    PROGRAM,
     TIMEOUT_SEC,
     environment,
     free_port,
@@ -60,33 +58,22 @@ def test_what_a_model_prints_goes_to_stderr_on_every_rank(tmp_path):
         assert done.stderr.count(said) >= 2 * 3, said
 
 
-def start(config, *arguments, world_size, stdout):
-    """Fresh processes of the program, which share their stdout."""
-    port = free_port()
-    line = [sys.executable, str(PROGRAM), "--config", str(config), *map(str, arguments)]
-    processes = []
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_pipe_that_nobody_reads_holds_up_no_step(tmp_path, world_size):
+    config, steps, run_dir, out, port = write_tiny_config(tmp_path), 40, tmp_path / "run", tmp_path / "out", free_port()
+    os.mkfifo(out)
+    reading = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 4096)  # a few rows
+    line = ["--config", config, "--run-dir", run_dir, "--steps", steps]
+    ranks = []
     for rank in range(world_size):
         own = environment(rank_environment(rank, world_size, port) if world_size > 1 else {})
-        processes.append(subprocess.Popen(line, env=own, stdout=stdout, stderr=subprocess.PIPE, text=True))
-    return processes
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_pipe_that_nobody_reads_holds_up_no_step(tmp_path, world_size):
-    config, steps, run_dir = write_tiny_config(tmp_path), 40, tmp_path / "run"
-    reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # a few rows
-    processes = start(config, "--run-dir", run_dir, "--steps", steps, world_size=world_size, stdout=writing)
-    os.close(writing)
-    try:
-        said = [process.communicate(timeout=TIMEOUT_SEC)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * world_size, said
+        ranks.append(Forked(line, own, cwd=tmp_path, out=out, err=tmp_path / "err"))
+    code, said = wait_as_torchrun(ranks, TIMEOUT_SEC), (tmp_path / "err").read_text()
+    assert code == 0, said
     assert len(losses(run_dir / "metrics.jsonl")) == steps
-    dropped = re.search(r"stdout: (\d+) rows were dropped", said[0])
-    assert dropped is not None, said[0]
+    dropped = re.search(r"stdout: (\d+) rows were dropped", said)
+    assert dropped is not None, said
     got = os.read(reading, 1 << 20).count(b"\n")
     os.close(reading)
     assert 0 < got < steps
