@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,9 @@ class HuggingFace(nn.Module):
             assert self._places is not None, "a state before the first forward"
             for (layer, name, index), value in zip(self._places, state, strict=True):
                 _put(cache.layers[layer], name, index, value)
-        logits = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache}).logits
+        # The first time, a model says which of its kernels are not installed.
+        with _quiet(_package()) if self._places is None else nullcontext():
+            logits = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache}).logits
         held = list(_held(cache))
         self._places = [place for place, _ in held]
         return ModelOutput(logits, [value for _, value in held])  # type: ignore[arg-type]
