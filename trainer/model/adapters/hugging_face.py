@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,7 @@ class HuggingFace(nn.Module):
             assert self._places is not None, "a state before the first forward"
             for (layer, name, index), value in zip(self._places, state, strict=True):
                 _put(cache.layers[layer], name, index, value)
-        # The first time, a model says which of its kernels are not installed.
-        with _quiet(_package()) if self._places is None else nullcontext():
-            logits = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache}).logits
+        logits = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache}).logits
         held = list(_held(cache))
         self._places = [place for place, _ in held]
         return ModelOutput(logits, [value for _, value in held])  # type: ignore[arg-type]
@@ -220,21 +219,29 @@ def _assigning(layer: Any) -> Callable[..., Tensor]:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without progress bars and warnings, such as which kernels are not installed: every rank would show them."""
-    logging = transformers.utils.logging
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Without progress bars and reports of what was loaded: every rank would show them."""
+    log = transformers.utils.logging
+    level, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        log.set_verbosity(level)
         if has_bars:
-            logging.enable_progress_bar()
+            log.enable_progress_bar()
 
 
 def _package() -> Any:
     try:
-        return importlib.import_module("transformers")
+        package = importlib.import_module("transformers")
     except ImportError:
         raise UserError("transformers", "is not installed", "run: pip install 'trainer[hf]'") from None
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(_is_no_missing_kernel)
+    return package
+
+
+def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
+    """Every rank would say, of each kernel that is not installed, that a slower one takes its place."""
+    return "falling back to its reference" not in record.getMessage()
