@@ -38,4 +38,5 @@ FAMILIES: dict[str, Family] = {
     "bamba": _hugging_face("bamba"),
     "lfm2": _hugging_face("lfm2"),
     "qwen3_next": _hugging_face("qwen3_next"),
+    "kimi_linear": _hugging_face("kimi_linear"),
 }

@@ -51,6 +51,11 @@ def _qwen3_next(dim: int, num_layers: int) -> dict[str, Any]:
     }
 
 
+def _kimi_linear(dim: int, num_layers: int) -> dict[str, Any]:
+    kinds = {"layer_types": ["linear_attention"] * num_layers, "mlp_layer_types": ["dense"] * num_layers}
+    return {**kinds, "linear_head_dim": HEAD_DIM, "linear_num_heads": max(dim // HEAD_DIM, 1), **_mlp(dim)}
+
+
 def _mlp(dim: int) -> dict[str, Any]:
     return {"intermediate_size": 2 * dim, "num_attention_heads": max(dim // HEAD_DIM, 1), "num_key_value_heads": 1}
 
@@ -63,6 +68,7 @@ SIZES: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "bamba": _bamba,
     "lfm2": _lfm2,
     "qwen3_next": _qwen3_next,
+    "kimi_linear": _kimi_linear,
 }
 """What a config needs beside its width and depth, in proportion to them; `[model] args` goes before."""
 
