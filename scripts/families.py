@@ -31,7 +31,8 @@ VOCAB = 64
 RECORDED = ("torch", "transformers", "minGRU-pytorch")
 NOT_TRIED = {
     "mamba-ssm": "needs CUDA to install; its Mamba2.forward takes no initial state",
-    "flash-linear-attention": "its kernels are tuned at their first call, which needs a GPU under Triton's interpreter too (fla 0.6.0, triton 3.5.0)",
+    "flash-linear-attention": "its kernels are tuned at their first call, which needs a GPU under Triton's interpreter too "
+    "(fla 0.6.0, triton 3.5.0)",
     "xlstm": "not in the extra: its kernels want a GPU",
     "titans-pytorch": "not wrapped here",
     "Hugging Face rwkv": "its state is no cache, and not wrapped here",

@@ -979,6 +979,42 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "step": [
         Mutant(
+            "trainer/training/step/muon.py",
+            "tensor.copy_(torch.where(is_bad, kept, tensor))",
+            "pass",
+            "tests/unit/training/test_optimizer.py::test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been",
+        ),
+        Mutant(
+            "trainer/training/step/muon.py",
+            "        self.link_groups()\n\n    def link_groups",
+            "        pass\n\n    def link_groups",
+            "tests/unit/training/test_optimizer.py::test_a_resume_restores_the_state_and_takes_the_settings_of_the_config",
+        ),
+        Mutant(
+            "trainer/training/step/optimizer.py",
+            'sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)',
+            "pass",
+            "tests/unit/training/test_optimizer.py::test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been",
+        ),
+        Mutant(
+            "trainer/training/step/optimizer.py",
+            'optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})',
+            "optimizer.load_state_dict(dict(saved))",
+            "tests/unit/training/test_optimizer.py::test_a_resume_restores_the_state_and_takes_the_settings_of_the_config",
+        ),
+        Mutant(
+            "trainer/training/step/optimizer.py",
+            "p.requires_grad and p.shape[0] not in sizes",
+            "p.requires_grad",
+            "tests/unit/training/test_optimizer.py::test_muon_takes_the_matrices_between_embedding_and_output",
+        ),
+        Mutant(
+            "trainer/training/step/optimizer.py",
+            "lr * group.get(LR_SCALE, 1.0)",
+            "lr",
+            "tests/unit/training/test_optimizer.py::test_groups_have_settings_of_their_own",
+        ),
+        Mutant(
             "trainer/training/step/step.py",
             "scale_gradients(gradients, tokens * self._kappa / self._world_size,",
             "scale_gradients(gradients, torch.ones_like(tokens),",
@@ -1172,8 +1208,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/optimizer.py",
-            '"weight_decay": 0.0}',
-            '"weight_decay": table.weight_decay}',
+            '"weight_decay": 0.0 if is_vector else table.weight_decay',
+            '"weight_decay": table.weight_decay',
             "tests/unit/training/test_optimizer.py::test_vectors_are_not_decayed",
         ),
         Mutant(
@@ -1306,7 +1342,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/restore.py",
-            'state.optimizer.load_state_dict(whole["optimizer"])',
+            'load_optimizer(state.optimizer, whole["optimizer"])',
             "pass",
             "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
         ),

@@ -163,19 +163,39 @@ class ObjectiveTable(Table):
     coord: CoordTable | None = None
 
 
-class OptimizerTable(Table):
-    """`[optimizer]`: AdamW (Loshchilov and Hutter, 2019)."""
+class OptimizerGroupTable(Table):
+    """`[[optimizer.group]]`: settings of the parameters whose names match."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    match: Text
+    """Pattern of the names, such as "*.embedding.*" or "blocks.0.*"; the first group that matches counts."""
+    lr_scale: Positive = 1.0
+    """Their learning rate as a multiple of the others'."""
+    weight_decay: NonNegative | None = None
+    """Theirs, for matrices and vectors alike; absent: as without the group."""
+
+
+class OptimizerTable(Table):
+    """`[optimizer]`: how weights are updated."""
+
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """adamw (Loshchilov and Hutter, 2019); muon (Jordan et al., 2024), for the matrices between embedding and output, with
+    adamw for the rest; sgd."""
+    target: ImportPath | None = None
+    """Import path of one's own: called with parameter groups, lr and the keys of args; it replaces name."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of target."""
     lr: Positive = 1e-3
-    """Peak learning rate."""
+    """Peak learning rate. muon scales its updates to the size of adamw's, so that one rate fits both."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    """Decay rates of the moving averages of the gradient and of its square."""
+    """adamw: decay rates of the moving averages of the gradient and of its square."""
     eps: Positive = 1e-8
-    """Added to the denominator of the update."""
+    """adamw: added to the denominator of the update."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: NonNegative = 0.1
     """Applied to matrices only; vectors (norms, biases, decay rates) are not decayed."""
+    group: list[OptimizerGroupTable] = []
+    """Groups of parameters by name, with settings of their own."""
 
 
 class SchedulerTable(Table):

@@ -85,6 +85,10 @@ def test_a_switch_that_only_watches_or_stores_changes_no_loss(corpus, baseline, 
         "ledger.wipe_mode=full",
         "ledger.wipe_mode=periodic_stale",
         "model.args={tie_embeddings=true}",
+        "optimizer.name=muon",
+        "optimizer={name='sgd', lr=0.3}",
+        "optimizer.target=torch.optim:RMSprop",
+        "optimizer.group=[{match='embedding.*', lr_scale=2.0}]",
     ],
 )
 def test_every_switch_trains(corpus, tmp_path, override):
@@ -119,6 +123,16 @@ def test_resumed_runs_count_what_an_unbroken_run_counts(corpus, tmp_path):
     assert one == other
     assert sum(row.get("ledger/evictions/stale", 0) for row in one.values()) > 10
     assert sum(row.get("ledger/false_evictions/stale", 0) for row in one.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["{name='muon', lr=0.01}", "{name='sgd', lr=0.1}", "{target='torch.optim:RMSprop', lr=0.01}"]
+)
+def test_a_resumed_optimizer_goes_on_as_if_it_had_never_stopped(corpus, tmp_path, optimizer):
+    sets = [f"optimizer={optimizer}", "scheduler.name=constant"]
+    whole = train_once(corpus, tmp_path / "whole", *sets)
+    train_once(corpus, tmp_path / "broken", *sets, "train.steps=5")
+    assert train_once(corpus, tmp_path / "broken", *sets, "checkpoint.resume=auto") == whole
 
 
 def test_counters_between_logged_steps_are_not_lost(corpus, tmp_path):

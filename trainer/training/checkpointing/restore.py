@@ -19,6 +19,7 @@ from trainer.training.checkpointing.generators import set_generator_states
 from trainer.training.checkpointing.resume_checks import check_config
 from trainer.training.checkpointing.saved_state import loading
 from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.step.optimizer import load_optimizer
 from trainer.wording import counted
 
 logger = get_logger(__name__)
@@ -62,7 +63,7 @@ def restore(
             problem = f"{path} holds another model: {str(error).splitlines()[-1].strip()}"
             raise UserError("--resume", problem, "resume with the [model] it was trained with") from None
     with loading(path, "optimizer"):
-        state.optimizer.load_state_dict(whole["optimizer"])
+        load_optimizer(state.optimizer, whole["optimizer"])
     if state.scaler.is_enabled():
         with loading(path, "loss scaling"):
             state.scaler.load_state_dict(whole["scaler"])

@@ -24,6 +24,8 @@ BREAKING = (
     "ledger.burn_in",
     "run.seed",
     "optimizer.name",
+    "optimizer.target",
+    "optimizer.group",
 )
 # The checkpoint has weights of its own; trust and contract decide which models are refused, not what they compute.
 HARMLESS = ("model.weights", "model.trust", "model.contract")

@@ -37,7 +37,7 @@ def doubts(config: RunConfig, sources: list[Source]) -> Iterator[UserError]:
         problem = f"holds out {held_out:.0%} of the documents: the run trains on the few that are left"
         yield UserError("eval.holdout_fraction", problem, "set it to 0.02, or 0.2 for little data")
     yield from _leaks(sources if held_out > 0 else [])
-    if config.optimizer.lr > LARGEST_LR:
+    if config.optimizer.lr > LARGEST_LR and config.optimizer.name == "adamw" and config.optimizer.target is None:
         problem = f"{config.optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield UserError("optimizer.lr", problem, "set it between 1e-5 and 1e-2")
     for source in sources:

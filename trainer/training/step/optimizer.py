@@ -2,28 +2,130 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.config.schema import OptimizerTable, SchedulerTable
+from trainer.errors import UserError
+from trainer.import_path import format_error, resolve_target
+from trainer.training.step.muon import MuonWithAdamW
+
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: its learning rate over that of the run."""
+ParameterGroup = dict[str, Any]
 
 
-def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices alone: norms, biases and decay rates of the recurrence are not decayed."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Optimizer:
+    """The optimizer that `[optimizer]` names, for the parameters that are trained.
+
+    Weight decay is that of matrices alone: norms, biases and decay rates of the recurrence are not decayed.
+
+    Raises:
+        UserError: a group matches no parameter; or a target of the user's own does not fit or fails.
+    """
+    groups = _groups(model, table)
+    adamw = {"betas": (table.betas[0], table.betas[1]), "eps": table.eps}
+    if table.target is not None:
+        return _own(table.target, groups, table)
+    if table.name == "muon":
+        hidden = {id(parameter) for parameter in _hidden_matrices(model)}
+        matrices, others = _split(groups, hidden)
+        return MuonWithAdamW(matrices, others, lr=table.lr, momentum=table.momentum, adamw=adamw)
+    if table.name == "sgd":
+        sgd = torch.optim.SGD(groups, lr=table.lr, momentum=table.momentum, nesterov=table.momentum > 0, fused=True)
+        if table.momentum:
+            for group in groups:
+                for parameter in group["params"]:
+                    # torch 2.13 leaves it uninitialized if the first step is skipped.
+                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
+    return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restore the state of `state_dict()`, but not its settings, which are the config's: torch would take the saved ones.
+
+    Raises:
+        ValueError: it is of other parameters.
+    """
+    if isinstance(optimizer, MuonWithAdamW):
+        for name, part in optimizer.parts.items():
+            load_optimizer(part, saved[name])
+        optimizer.link_groups()
+        return
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": table.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {**{key: value for key, value in own.items() if key != "params"}, "params": theirs["params"]}
+        for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True)
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=table.lr,
-        betas=(table.betas[0], table.betas[1]),
-        eps=table.eps,
-        fused=True,
-    )
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+
+
+def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
+    """Matrices and vectors apart, of each `[[optimizer.group]]` and of the rest.
+
+    Checkpoints know a group by its number, which its settings do not change.
+    """
+    found: dict[tuple[int, bool], ParameterGroup] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        number = next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
+        is_vector = parameter.ndim < 2
+        settings = {"weight_decay": 0.0 if is_vector else table.weight_decay, LR_SCALE: 1.0}
+        if number >= 0:
+            own = table.group[number]
+            settings[LR_SCALE] = own.lr_scale
+            if own.weight_decay is not None:
+                settings["weight_decay"] = own.weight_decay
+        found.setdefault((number, is_vector), {"params": [], **settings})["params"].append(parameter)
+    used = {number for number, _ in found}
+    if unused := [group.match for number, group in enumerate(table.group) if number not in used]:
+        names = ", ".join(list(dict(model.named_parameters()))[:3])
+        problem = f"{', '.join(map(repr, unused))} matches no parameter that an earlier group has not"
+        raise UserError("optimizer.group", problem, f"names are such as {names}")
+    return [found[key] for key in sorted(found)]
+
+
+def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Matrices but those of embeddings and of outputs: what has a row per token id."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {weight.shape[0] for weight in tables}
+    return [p for p in model.parameters() if p.ndim == 2 and p.requires_grad and p.shape[0] not in sizes]
+
+
+def _split(groups: list[ParameterGroup], chosen: set[int]) -> tuple[list[ParameterGroup], list[ParameterGroup]]:
+    """The groups of chosen parameters, by id, and those of the others."""
+    halves: tuple[list[ParameterGroup], list[ParameterGroup]] = [], []
+    for group in groups:
+        for half, is_chosen in zip(halves, (True, False), strict=True):
+            if parameters := [p for p in group["params"] if (id(p) in chosen) == is_chosen]:
+                half.append({**group, "params": parameters})
+    return halves
+
+
+def _own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
+    build = resolve_target(target, "optimizer.target")
+    try:
+        inspect.signature(build).bind(groups, lr=table.lr, **table.args)
+    except ValueError:  # something written in C may have no signature to look at
+        pass
+    except TypeError as error:
+        problem = f"cannot call {target} with parameter groups, lr and the keys of args: {error}"
+        raise UserError("optimizer.args", problem, "see its signature") from error
+    try:
+        optimizer = build(groups, lr=table.lr, **table.args)
+    except Exception as error:  # what the user's own function does may raise anything
+        raise UserError("optimizer.target", f"{target} fails: {format_error(error)}", "fix it there") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problem = f"{target} gave a {type(optimizer).__name__}, not an optimizer"
+        raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
+    return optimizer
 
 
 def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float:
@@ -47,6 +149,6 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` in the next step, in every parameter group."""
+    """Use `lr` in the next step, in every parameter group, times the group's own scale."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(LR_SCALE, 1.0)
