@@ -985,9 +985,9 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/training/test_optimizer.py::test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been",
         ),
         Mutant(
-            "trainer/training/step/muon.py",
-            "        self.link_groups()\n\n    def link_groups",
-            "        pass\n\n    def link_groups",
+            "trainer/training/step/optimizer.py",
+            "optimizer.link_groups()",
+            "pass",
             "tests/unit/training/test_optimizer.py::test_a_resume_restores_the_state_and_takes_the_settings_of_the_config",
         ),
         Mutant(
