@@ -12,6 +12,7 @@ About twenty minutes on two idle cores; means are kept in a file, and a second c
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -129,16 +130,28 @@ def at_the_better_rate(found: Sequence[Row], results: Results) -> list[Row]:
     return [min(choices, key=lambda choice: choice[0])[1] for choices in rows.values()]
 
 
-def table(found: Sequence[Row], results: Results) -> str:
-    """A Markdown table: mean +- standard error over the seeds."""
-    lines = ["| model | width | parameters | lr | held-out loss, nats per byte | seconds per step |", "|---" * 6 + "|"]
+def table(found: Sequence[Row], results: Results, seeds: int) -> str:
+    """A Markdown table. A seed also decides which documents are held out, so models are compared seed by seed."""
+    first = f"minus {found[0][0]}'s"
+    names = ("model", "width", "parameters", "lr", "held-out loss, nats per byte", first, "seconds per step")
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+
+    def losses(setting: Setting) -> list[float]:
+        values = (results.value(setting, seed, "eval_loss") for seed in range(seeds))
+        return [value for value in values if value is not None]
+
+    reference = losses(found[0][2])
     for label, number, setting in found:
         keys = dict(setting.overrides)
-        means = [results.mean(setting, key) for key in ("eval_loss", "step_sec")]
-        (loss, error), (seconds, _) = (mean for mean in means if mean is not None)
+        loss, seconds = results.mean(setting, "eval_loss"), results.mean(setting, "step_sec")
+        assert loss is not None
+        assert seconds is not None
+        gaps = [one - other for one, other in zip(losses(setting), reference, strict=True)]
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+        gap = f"{statistics.fmean(gaps):+.3f} +- {error:.3f}" if setting is not found[0][2] else ""
         lines.append(
-            f"| {label} | {keys['model.dim']} | {number:,.0f} | {keys['optimizer.lr']} | {loss:.4f} +- {error:.4f} "
-            f"| {seconds:.2f} |"
+            f"| {label} | {keys['model.dim']} | {number:,.0f} | {keys['optimizer.lr']} | {loss[0]:.3f} | {gap} "
+            f"| {seconds[0]:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -171,7 +184,7 @@ def main() -> None:
     run_missing(found, seeds=1)
     best = at_the_better_rate(found, results)
     run_missing(best, args.seeds)
-    print(table(best, results))
+    print(table(best, results, args.seeds))
 
 
 if __name__ == "__main__":
