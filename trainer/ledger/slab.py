@@ -95,7 +95,12 @@ class Slab:
         return array.numpy() if isinstance(array, Tensor) else array
 
     def _allocate(self) -> Tensor:
-        return torch.zeros(self.capacity + 2, self.width, device=self.device, dtype=self.dtype)
+        shape = (self.capacity + 2, self.width)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, device=self.device, dtype=self.dtype)
+        # numpy takes zeros as the system has them: slots that are never used take no memory. torch would write them.
+        zeros = np.zeros((shape[0], self.width * self.dtype.itemsize), np.uint8)
+        return torch.from_numpy(zeros).view(self.dtype)
 
     def _flag(self, slots: Ints, rows: Tensor) -> Native:
         """Note which rows are finite, bool [n]."""

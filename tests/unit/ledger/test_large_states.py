@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.ledger.test_ledger import WIDTH, new_ledger, store
+from trainer.ledger import Ledger
 from trainer.ledger import slab as slabs
 from trainer.ledger.host_slab import HostSlab
 from trainer.ledger.slab import Slab
@@ -69,6 +72,23 @@ def test_a_row_is_valid_if_each_of_its_numbers_is_finite(
     rows = torch.tensor([row, [1.0, 1.0, 1.0]], dtype=dtype)
     assert torch.as_tensor(slab.write(np.array([1, 0]), rows)).tolist() == [is_finite, True]
     assert slab.are_valid(np.array([1, 0, 2])).tolist() == [is_finite, True, False]
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_that_are_not_used_take_no_memory_of_the_host(dtype: torch.dtype) -> None:
+    before = resident_bytes()
+    ledger = Ledger(state_width=250_000, capacity=1_000, wipe_mode="lru", dtype=dtype)
+    ledger.begin_step(1)
+    for group in (1, 2):
+        ledger.store(np.array([group]), np.ones(1, np.int64), np.zeros(1, np.bool_), torch.ones(1, 250_000))
+    assert resident_bytes() - before < 50e6  # of 0.5 to 1 GB
+    assert ledger.lookup(np.array([2]), np.ones(1, np.int64)).sum() == 250_000
 
 
 class Stream:
