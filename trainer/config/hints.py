@@ -66,6 +66,9 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     known = keys_of(model, path[:-1])
     renamed = _RENAMED.get(".".join(map(str, path))) or _RENAMED.get(word)
     same = [".".join(keys) for keys in _all_keys(model) if word in ("_".join(keys[i:]) for i in range(len(keys)))]
+    # `optimizer.weight_decay`, rather than that of its groups.
+    tables = {key.rpartition(".")[0] for key in same} - {""}
+    same = [key for key in same if not any(key.rpartition(".")[0].startswith(f"{table}.") for table in tables)]
     # A name that many tables have (`name`, `every`) does not tell which one was meant.
     found = ([renamed] if renamed else []) + (same if len(same) <= 2 else [])
     close = [] if renamed else difflib.get_close_matches(word, known, n=1, cutoff=0.6)

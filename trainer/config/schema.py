@@ -167,7 +167,7 @@ class OptimizerGroupTable(Table):
     """`[[optimizer.group]]`: settings of the parameters whose names match."""
 
     match: Text
-    """Pattern of the names, such as "*.embedding.*" or "blocks.0.*"; the first group that matches counts."""
+    """Pattern of the names, such as "embedding.*" or "blocks.0.*"; the first group that matches counts."""
     lr_scale: Positive = 1.0
     """Their learning rate as a multiple of the others'."""
     weight_decay: NonNegative | None = None
@@ -196,6 +196,12 @@ class OptimizerTable(Table):
     """Applied to matrices only; vectors (norms, biases, decay rates) are not decayed."""
     group: list[OptimizerGroupTable] = []
     """Groups of parameters by name, with settings of their own."""
+
+    @model_validator(mode="after")
+    def _args_are_of_a_target(self) -> OptimizerTable:
+        if self.args and self.target is None:
+            raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
+        return self
 
 
 class SchedulerTable(Table):

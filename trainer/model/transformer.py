@@ -211,10 +211,10 @@ def build(
     """
     heads = heads or max(dim // 64, 1)
     kv_heads = kv_heads or heads
+    if dim % 2:
+        raise UserError("model.dim", f"{dim}: heads of a transformer have an even width", "set it to an even number")
     if dim % (2 * heads):
-        raise UserError(
-            "model.args.heads", f"{heads} heads of an even width do not divide dim = {dim}", "choose another"
-        )
+        raise UserError("model.args.heads", f"dim = {dim} is no {heads} times an even number", "choose another")
     if heads % kv_heads:
         raise UserError("model.args.kv_heads", f"{kv_heads} do not divide the {heads} heads", "choose a divisor")
     settings: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "tie_embeddings": tie_embeddings}

@@ -69,7 +69,7 @@ def test_flops_per_token_of_gated_delta_equal_torchs_count_and_the_triangular_sy
 
 def test_a_model_is_a_family_or_a_target():
     assert family_of(table(None)) is FAMILIES["rglru"]
-    with pytest.raises(UserError, match=r"model.family: there is no 'mamba'; choose one of rglru, "):
+    with pytest.raises(UserError, match=r"model.family: there is no 'mamba'; did you mean mamba2\? There are rglru, "):
         build_model(table("mamba"), VOCAB)
     with pytest.raises(ValueError, match="are two models: remove one"):
         table("gated_delta", target="own:build")
@@ -114,7 +114,7 @@ def test_transformers_prints_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("family", "args", "message"),
     [
-        ("mamba2", {"heads": 3}, "model.args: mamba2 has no heads; see Mamba2Config"),
+        ("mamba2", {"heads": 3}, "model.args: mamba2 has no heads; did you mean num_heads?"),
         ("mamba2", {"num_heads": 3}, "model.args: mamba2 cannot be built"),
         ("mamba2", {"dim": 100}, "model.dim: mamba2 cannot be built"),
         ("mamba2", {"from": "/nowhere"}, "model.args.from: /nowhere has no config.json"),

@@ -6,6 +6,7 @@ Which families train exactly was measured (docs/families.md). Layers of full att
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import logging
@@ -145,7 +146,10 @@ def _new(
 ) -> Any:
     known = transformers.AutoConfig.for_model(model_type)
     if unknown := sorted(name for name in settings if not hasattr(known, name)):
-        raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", f"see {type(known).__name__}")
+        close = [difflib.get_close_matches(name, known.to_dict(), n=1) for name in unknown]
+        hints = dict.fromkeys(match[0] for match in close if match)
+        fix = f"did you mean {' and '.join(hints)}?" if hints else f"see {type(known).__name__}"
+        raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", fix)
     sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
     special = {"pad_token_id": 0, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
     given = {**sizes, **special, **SIZES[model_type](dim, num_layers), **settings}
@@ -155,7 +159,10 @@ def _new(
     except UserError:
         raise
     except Exception as error:  # a family checks its own sizes, each in its own way
-        problem = f"{model_type} cannot be built: {format_error(error)}"
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # config classes wrap what a validator says
+            cause = cause.__cause__
+        problem = f"{model_type} cannot be built: {str(cause).rstrip('.')}"
         multiple = DIM_MULTIPLES.get(model_type, 1)
         if dim % multiple and not settings:
             raise UserError("model.dim", problem, f"set it to a multiple of {multiple}") from error

@@ -11,6 +11,7 @@ from trainer.config.load import to_toml
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import write_file
+from trainer.model.families import DEFAULT
 from trainer.model.weights import WEIGHTS_FILE, save_weights
 from trainer.runs.load import load_run
 from trainer.training.export.model_card import render_card
@@ -73,8 +74,11 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
     model = build_model(saved.config.model, vocab_size)
     save = getattr(model, "save_pretrained", None)
     if save is None:
-        fix = "export with --format safetensors, or give your model a save_pretrained(directory)"
-        raise UserError("--format hf", "the run's model is none of transformers", fix)
+        table = saved.config.model
+        name, fix = table.target or table.family or DEFAULT, "export with --format safetensors"
+        if table.target is not None:
+            fix += ", or give your model a save_pretrained(directory)"
+        raise UserError("--format hf", f"{name} is no model of the package transformers", fix)
     model.load_state_dict(saved.weights)
     save(directory)
 

@@ -27,6 +27,7 @@ from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
 from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
+from trainer.training.step.optimizer import check_optimizer
 
 logger = get_logger(__name__)
 
@@ -81,6 +82,14 @@ class Plan:
             state_width=width,
             device=device,
         )
+
+    def check_optimizer(self) -> None:
+        """Refuse what building the optimizer would, without making the model.
+
+        Raises:
+            UserError: a group matches no parameter, or a target of the user's own does not fit.
+        """
+        check_optimizer(self._weightless_model(), self.config.optimizer)
 
     def check_weights(self) -> None:
         """Refuse what `begin_from_weights` would, without making the model.
@@ -266,8 +275,13 @@ def family_of(table: ModelTable) -> Family:
     """
     name = table.family or DEFAULT
     if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError("model.family", f"there is no {name!r}", f"choose one of {known}, or name a target of your own")
+        close = difflib.get_close_matches(name, FAMILIES, n=1)
+        known = (
+            f"did you mean {close[0]}? There are {', '.join(FAMILIES)}"
+            if close
+            else f"choose one of {', '.join(FAMILIES)}"
+        )
+        raise UserError("model.family", f"there is no {name!r}", f"{known}, or name a target of your own")
     return FAMILIES[name]
 
 

@@ -115,11 +115,12 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
         return []
     key, (size, what) = max(needs.items(), key=lambda need: need[1][0])
     problem = f"{what} take {_amount(size)} per rank; {device.type} has {_amount(memory)} of memory here"
+    halved = ', or set ledger.dtype = "bfloat16"' if total - size // 2 <= memory else ""
     placed = ', or ledger.placement = "host"' if device.type == "cuda" else ""
     smaller = {
         "data.seq_len": "lower data.seq_len or data.mixing.batch_size",
         "model": "lower dim or num_layers",
-        "ledger.capacity": f'lower it, or set ledger.dtype = "bfloat16"{placed}',
+        "ledger.capacity": f"lower it{halved}{placed}",
     }
     return [UserError(key, problem, smaller[key])]
 

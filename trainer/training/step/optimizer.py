@@ -48,6 +48,20 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
     return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
 
 
+def check_optimizer(model: nn.Module, table: OptimizerTable) -> None:
+    """Refuse what `build_optimizer` would, as far as it can be told without building.
+
+    Args:
+        model: may be on the meta device.
+
+    Raises:
+        UserError: as `build_optimizer`.
+    """
+    groups = _groups(model, table)
+    if table.target is not None:
+        _resolve(table.target, groups, table)
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Restore the state of `state_dict()`, but not its settings, which are the config's: torch would take the saved ones.
 
@@ -87,7 +101,8 @@ def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
     used = {number for number, _ in found}
     if unused := [group.match for number, group in enumerate(table.group) if number not in used]:
         names = ", ".join(list(dict(model.named_parameters()))[:3])
-        problem = f"{', '.join(map(repr, unused))} matches no parameter that an earlier group has not"
+        problem = f"{', '.join(map(repr, unused))} matches no parameter"
+        problem += " that an earlier group has not" if len(table.group) > 1 else ""
         raise UserError("optimizer.group", problem, f"names are such as {names}")
     return [found[key] for key in sorted(found)]
 
@@ -109,7 +124,8 @@ def _split(groups: list[ParameterGroup], chosen: set[int]) -> tuple[list[Paramet
     return halves
 
 
-def _own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
+def _resolve(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
+    """The function of the user's own that makes an optimizer."""
     build = resolve_target(target, "optimizer.target")
     try:
         inspect.signature(build).bind(groups, lr=table.lr, **table.args)
@@ -118,6 +134,11 @@ def _own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> to
     except TypeError as error:
         problem = f"cannot call {target} with parameter groups, lr and the keys of args: {error}"
         raise UserError("optimizer.args", problem, "see its signature") from error
+    return build
+
+
+def _own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
+    build = _resolve(target, groups, table)
     try:
         optimizer = build(groups, lr=table.lr, **table.args)
     except Exception as error:  # what the user's own function does may raise anything
