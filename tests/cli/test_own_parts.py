@@ -287,3 +287,20 @@ def test_metrics_of_one_s_own_are_logged_and_batches_that_a_diagnostic_skips_are
     assert all("my/thing" in row for row in rows.values())
     assert result.stderr.count("'my/thing' is not in the catalog") == 1
     assert "per_source skipped 40 batch(es), the last one because: 3 labels for 2 rows" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' matches no parameter; "),
+        ("optimizer.target=own_parts:nope", "optimizer.target: own_parts has no function nope"),
+        ("optimizer.target=own_parts:bigram", "optimizer.args: cannot call own_parts:bigram with parameter groups, lr"),
+        ("optimizer.args={nesterov=false}", "optimizer: args are those of a target of your own"),
+    ],
+)
+def test_an_optimizer_that_a_run_would_refuse_is_refused_by_check(tmp_path, override, message):
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    config = write_tiny_config(tmp_path)
+    ended = run("check", "--config", config, "--set", override, extra={"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 2, ended.stdout
+    assert message in ended.stderr

@@ -13,11 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.runs import write_tiny_config
 from tests.unit.ledger.test_ledger import WIDTH, new_ledger, store
+from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
 from trainer.ledger import Ledger
 from trainer.ledger import slab as slabs
 from trainer.ledger.host_slab import HostSlab
 from trainer.ledger.slab import Slab
+from trainer.training.setup import parts
+from trainer.training.setup.plan import build_model, make_plan
 
 MOST, NAN, INF = 3e38, float("nan"), float("inf")  # also in bfloat16
 
@@ -89,6 +94,17 @@ def test_slots_that_are_not_used_take_no_memory_of_the_host(dtype: torch.dtype) 
         ledger.store(np.array([group]), np.ones(1, np.int64), np.zeros(1, np.bool_), torch.ones(1, 250_000))
     assert resident_bytes() - before < 50e6  # of 0.5 to 1 GB
     assert ledger.lookup(np.array([2]), np.ones(1, np.int64)).sum() == 250_000
+
+
+def test_states_are_placed_where_the_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU both places are one, so what the ledger is told is looked at."""
+    told: list[object] = []
+    monkeypatch.setattr(parts, "Ledger", lambda **settings: told.append(settings["placement"]))
+    for placement in ("device", "host"):
+        config = load_config(write_tiny_config(tmp_path), [f"ledger.placement={placement}"])
+        plan = make_plan(config, tmp_path / "tiny.toml", 1)
+        parts.make_ledger(plan, RankInfo(), build_model(config.model, 257), torch.device("cpu"))
+    assert told == ["device", "host"]
 
 
 class Stream:

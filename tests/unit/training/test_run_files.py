@@ -331,7 +331,8 @@ def test_what_killed_processes_left_behind_is_removed(tmp_path):
 def test_a_write_of_the_config_that_fails_leaves_the_old_one(config, tmp_path, monkeypatch):
     run = RunDir(tmp_path / "run")
     run.create()
-    run.describe(config, tmp_path / "x.toml", RankInfo(), state_width=0)
+    run.describe(config, tmp_path / "x.toml", RankInfo(), state_width=7)
+    assert json.loads((run.path / "env.json").read_text())["state_width"] == 7
     before = run.resolved_config.read_text()
     monkeypatch.setattr("os.fsync", no_space)
     with pytest.raises(UserError, match="cannot be written: No space left"):
@@ -399,3 +400,12 @@ def test_a_run_does_not_begin_inside_a_corpus(config, tmp_path, resume):
     with pytest.raises(UserError, match="holds a corpus"):
         choose_run_dir(config, str(corpus), resume)
     assert [path.name for path in corpus.iterdir()] == ["manifest.json"]
+
+
+def test_a_request_after_the_run_has_ended_is_noted_and_says_nothing():
+    said = []
+    stop = StopRequest(said.append)
+    stop.mute()
+    stop._handle(signal.SIGTERM, None)
+    assert stop.requested
+    assert said == []

@@ -49,7 +49,7 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
 
 
 def check_optimizer(model: nn.Module, table: OptimizerTable) -> None:
-    """Refuse what `build_optimizer` would, as far as it can be told without building.
+    """Refuse what `build_optimizer` would refuse, where that shows without building the optimizer.
 
     Args:
         model: may be on the meta device.
