@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 
 import pytest
 import torch
@@ -107,6 +108,10 @@ def test_two_lengths_and_absent_checkpoints_are_refused(folder):
         generate(folder / "run", step=4)
     with pytest.raises(UserError, match="is not a directory; name the directory of a run"):
         generate(folder / "nowhere")
+    (folder / "no_config").mkdir()
+    shutil.copy(folder / "exported" / "model.safetensors", folder / "no_config")
+    with pytest.raises(UserError, match=r"no_config: has model.safetensors but no config.toml.*--format safetensors"):
+        generate(folder / "no_config")
 
 
 def test_exported_weights_give_the_scores_of_the_checkpoint(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from trainer.training.export.saved_model import load_model
 
 pytestmark = pytest.mark.distributed
 STEPS = 6
+SEQ_LEN = 16  # of write_tiny_config
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")
 SIZES = {
     "gated_delta": "{heads=2}",
@@ -64,9 +66,10 @@ def test_a_run_resumes_bit_for_bit(tmp_path, family, pack):
 
 @needs_transformers
 @pytest.mark.slow
-def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_path):
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta", "transformer"])
+def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_path, family):
     config = write_tiny_config(tmp_path)
-    run_dir = train(tmp_path, config, "run", "mamba2")
+    run_dir = train(tmp_path, config, "run", family)
     exported = run("export", run_dir, "--format", "hf", "--out", tmp_path / "hf")
     assert exported.returncode == 0, exported.stderr
     script = (
@@ -82,8 +85,13 @@ def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_pat
     with torch.no_grad():
         expected = own(tokens=torch.arange(40).reshape(2, 20)).logits
     card = (tmp_path / "hf" / "README.md").read_text()
-    assert "| `mamba2`, dim 16, 2 layers |" in card
+    assert f"| `{family}`, dim 16, 2 layers |" in card
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-5, atol=1e-5)
+    positions = json.loads((tmp_path / "hf" / "config.json").read_text()).get("max_position_embeddings")
+    assert (positions == SEQ_LEN) == (family == "transformer")
+    if family != "mamba2":
+        assert "train export --format safetensors" in card
+        return
     again = tmp_path / "again"
     words = ["--set", "model.family=mamba2", "--set", f'model.args={{from="{tmp_path / "hf"}"}}']
     result = run("--config", config, "--run-dir", again, "--steps", 2, *words)

@@ -65,10 +65,11 @@ class GatedRecurrence(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`out(gelu(gate(x)) * up(x))`, the GEGLU of Shazeer 2020 (arXiv 2002.05202)."""
+    """`out(activation(gate(x)) * values(x))`: GEGLU, or SwiGLU with silu (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
+        self.activation = activation
         self.values = nn.Linear(dim, hidden, bias=False)
         self.gate = nn.Linear(dim, hidden, bias=False)
         self.out = nn.Linear(hidden, dim, bias=False)
@@ -81,7 +82,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, T, D] position-wise."""
-        mapped: Tensor = self.out(F.gelu(self.gate(x)) * self.values(x))
+        mapped: Tensor = self.out(self.activation(self.gate(x)) * self.values(x))
         return mapped
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
+from trainer.model.adapters.as_hugging_face import save_as_qwen3_next
 from trainer.model.blocks import GatedMLP, LanguageModel, init_matrix
 from trainer.model.delta_rule import CHUNK, gated_delta_rule
 from trainer.model.protocol import ModelOutput
@@ -16,6 +18,7 @@ from trainer.model.protocol import ModelOutput
 TAPS = 4  # positions that the short convolution sees
 INITIAL_DECAY_RANGE = (1.0, 16.0)  # of A; the step is about 0.001 to 0.1, as in Mamba-2
 INITIAL_STEP_RANGE = (1e-3, 1e-1)
+SMALL = 1e-6  # added to the squared norm of keys and queries, as fla and transformers add it
 
 LayerState = dict[str, Tensor]
 """`memory` [B, H, K, V] and `recent` [B, TAPS - 1, 3 D], the inputs of the short convolution that the next cell sees."""
@@ -70,8 +73,8 @@ class DeltaMixer(nn.Module):
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
         mixed, memory = gated_delta_rule(
-            F.normalize(queries, dim=-1) * queries.shape[-1] ** -0.5,
-            F.normalize(keys, dim=-1),
+            normalized(queries) * queries.shape[-1] ** -0.5,
+            normalized(keys),
             values,
             log_decay,
             torch.sigmoid(rate),
@@ -81,6 +84,11 @@ class DeltaMixer(nn.Module):
         gate = F.silu(self.output_gate(x))
         normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
         return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": recent}
+
+
+def normalized(x: Tensor) -> Tensor:
+    """x [..., K] with norm 1, or smaller where it is near zero: the gradient stays finite there, unlike that of x / |x|."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + SMALL)
 
 
 def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -118,7 +126,7 @@ class DeltaBlock(nn.Module):
         self.mixer_norm = nn.RMSNorm(dim)
         self.mixer = DeltaMixer(dim, heads)
         self.mlp_norm = nn.RMSNorm(dim)
-        self.mlp = GatedMLP(dim, hidden)
+        self.mlp = GatedMLP(dim, hidden, F.silu)
 
     def init_weights(self, num_layers: int) -> None:
         """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
@@ -172,6 +180,10 @@ class GatedDelta(LanguageModel):
             x, end = block(x, None if state is None else state[number], resets)
             ends.append(end)
         return ModelOutput(self.head(self.norm(x)), ends)  # type: ignore[arg-type]
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write weights and config of a Qwen3-Next without attention, as `from_pretrained` reads them."""
+        save_as_qwen3_next(self, directory)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product, and the rule's own products.

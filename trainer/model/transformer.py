@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
+from trainer.model.adapters.as_hugging_face import save_as_llama
 from trainer.model.blocks import GatedMLP, LanguageModel, init_matrix
 from trainer.model.protocol import ModelOutput
 
@@ -162,6 +164,10 @@ class Transformer(LanguageModel):
     def new_cache(self) -> KeysAndValues:
         """An empty cache for `generate`."""
         return KeysAndValues()
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write weights and config of a Llama, as `from_pretrained` reads them."""
+        save_as_llama(self, directory, rotary_base=ROTARY_BASE)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product, and 12 * `seq_len` * `dim` per layer.

@@ -104,13 +104,11 @@ class HuggingFace(nn.Module):
 
     def save_pretrained(self, directory: Path) -> None:
         """Write weights and config as `from_pretrained` reads them."""
-        saved: Any = self.model
-        with _quiet(_package()):
-            saved.save_pretrained(directory)
+        save(self.model, directory)
 
     def _new_cache(self) -> Any:
         config: Any = self.model.config
-        cache = without_attention(_package().DynamicCache(config=config))
+        cache = without_attention(package().DynamicCache(config=config))
         for layer in cache.layers if self._assigns else []:
             layer.update_recurrent_state = _assigning(layer)
         return cache
@@ -129,9 +127,9 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
         UserError: the package is missing, a setting is unknown, the directory is no such model, or layers have a cache that
             grows.
     """
-    transformers = _package()
+    transformers = package()
     folder = settings.pop("from", None)
-    with _quiet(transformers):
+    with quiet(transformers):
         if folder is not None:
             model = _read(transformers, str(folder), model_type, settings)
             if model.config.vocab_size < vocab_size:
@@ -151,7 +149,7 @@ def _new(
         fix = f"did you mean {' and '.join(hints)}?" if hints else f"see {type(known).__name__}"
         raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", fix)
     sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
-    special = {"pad_token_id": 0, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
+    special = {"pad_token_id": None, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
     given = {**sizes, **special, **SIZES[model_type](dim, num_layers), **settings}
     try:
         config = transformers.AutoConfig.for_model(model_type, **given)
@@ -185,6 +183,26 @@ def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str
             "model.family", f"is {model_type}, but {folder} has a {model.config.model_type}", "name that one"
         )
     return model
+
+
+def save(model: Any, directory: Path) -> None:
+    """Write weights and config of a model of `transformers`, so that a plain call of what `from_pretrained` returns works.
+
+    `transformers` 5.23 asks a cache without layers of attention for its length, which raises; such a model is written with
+    `use_cache` off, and `generate` then reads the whole text for each token.
+    """
+    transformers, config = package(), model.config
+    cache, given = transformers.DynamicCache(config=config), config.use_cache
+    if "past_key_values" in inspect.signature(model.forward).parameters:
+        try:
+            cache.get_seq_length()
+        except ValueError:
+            config.use_cache = model.generation_config.use_cache = False
+    try:
+        with quiet(transformers):
+            model.save_pretrained(directory)
+    finally:
+        config.use_cache = model.generation_config.use_cache = given
 
 
 def without_attention(cache: Any) -> Any:
@@ -231,7 +249,7 @@ def _assigning(layer: Any) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(transformers: Any) -> Iterator[None]:
     """Without progress bars and reports of what was loaded: every rank would show them."""
     log = transformers.utils.logging
     level, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
@@ -245,7 +263,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _package() -> Any:
+def package() -> Any:
     try:
         package = importlib.import_module("transformers")
     except ImportError:

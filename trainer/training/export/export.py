@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from trainer.runs.load import load_run
 from trainer.training.export.model_card import render_card
 from trainer.training.export.saved_model import CONFIG_FILE, SavedCheckpoint, read_checkpoint
 from trainer.training.setup.plan import build_model
+
+HUGGING_FACE_CONFIG = "config.json"
 
 
 def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False) -> SavedCheckpoint:
@@ -78,9 +81,18 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
         name, fix = table.target or table.family or DEFAULT, "export with --format safetensors"
         if table.target is not None:
             fix += ", or give your model a save_pretrained(directory)"
-        raise UserError("--format hf", f"{name} is no model of the package transformers", fix)
+        raise UserError("--format hf", f"{name} has no counterpart in the package transformers", fix)
     model.load_state_dict(saved.weights)
     save(directory)
+    if not model.state_width:
+        _limit_context(directory / HUGGING_FACE_CONFIG, saved.config.data.seq_len)
+
+
+def _limit_context(file: Path, seq_len: int) -> None:
+    """Say in a `config.json` how many positions a model without state has seen together."""
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if "max_position_embeddings" in config:
+        write_file(file, json.dumps({**config, "max_position_embeddings": seq_len}, indent=2) + "\n")
 
 
 def num_parameters(saved: SavedCheckpoint) -> int:

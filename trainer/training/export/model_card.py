@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.schema import ModelTable
-from trainer.model.families import DEFAULT
+from trainer.model.families import DEFAULT, FAMILIES
 from trainer.training.export.saved_model import SavedCheckpoint
 
 SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
@@ -41,9 +41,9 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("{out}")
 ```
-
-Train on, by `[model] family` and `args = {{ from = "{out}" }}`.
 """
+_TRAIN_ON_ADAPTER = '\nTrain on, by `[model] family` and `args = {{ from = "{out}" }}`.\n'
+_TRAIN_ON_OWN = "\nTo train on, `train export --format safetensors` writes the weights that `[model] weights` reads.\n"
 
 
 def _sizes(model: ModelTable) -> str:
@@ -86,8 +86,8 @@ def render_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""\
 ---
-library_name: trainer
-tags: [language-model, recurrent]
+library_name: {"transformers" if as_hugging_face else "trainer"}
+tags: [language-model]
 ---
 # {name}
 
@@ -100,4 +100,12 @@ logged up to that step{"" if as_hugging_face else "; the whole config is in `con
 
 What the data may be used for, and so what this model may, is for whoever publishes it to say here.
 
-{(_USE_HUGGING_FACE if as_hugging_face else _USE).format(out=out)}"""
+{_use(model, as_hugging_face).format(out=out)}"""
+
+
+def _use(model: ModelTable, as_hugging_face: bool) -> str:
+    if not as_hugging_face:
+        return _USE
+    family = FAMILIES.get(model.family or DEFAULT)
+    is_adapter = model.target is None and family is not None and "model_type" in family.args
+    return _USE_HUGGING_FACE + (_TRAIN_ON_ADAPTER if is_adapter else _TRAIN_ON_OWN)

@@ -93,6 +93,9 @@ def load_model(
         UserError: nothing usable is there, or the weights do not fit the model.
     """
     if (Path(directory) / WEIGHTS_FILE).is_file():
+        if not (Path(directory) / CONFIG_FILE).is_file():
+            problem = f"has {WEIGHTS_FILE} but no {CONFIG_FILE}, which says what model they are of"
+            raise UserError(str(directory), problem, "name the run, or an export with --format safetensors")
         config = load_config(Path(directory) / CONFIG_FILE)
         own = Path(directory) / "tokenizer.json"
         words = _tokenizer(config, tokenizer or (str(own) if own.is_file() else None))

@@ -1,0 +1,69 @@
+"""What is written for `from_pretrained` computes and generates the same, and every token of a new model is learned."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.config.schema import ModelTable
+from trainer.model.families import FAMILIES
+from trainer.model.generate import Draw, generate
+from trainer.training.setup.plan import build_model
+
+transformers = pytest.importorskip("transformers", reason="extra hf")
+
+VOCAB = 97
+ADAPTED = [name for name, family in FAMILIES.items() if "model_type" in family.args]
+
+
+def noisy(family: str, **args: object) -> nn.Module:
+    """A model whose every parameter counts: norms and biases start at 1 and 0, which would hide one that is left out."""
+    torch.manual_seed(0)
+    model = build_model(ModelTable(family=family, dim=64, num_layers=2, args=args), VOCAB)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def logits_of(model: nn.Module, **tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(**tokens).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "args", "architecture"),
+    [
+        ("transformer", {"heads": 4, "kv_heads": 2}, "LlamaForCausalLM"),
+        ("transformer", {"tie_embeddings": True}, "LlamaForCausalLM"),
+        ("gated_delta", {"heads": 2}, "Qwen3NextForCausalLM"),
+        ("gated_delta", {"heads": 4, "mlp_ratio": 1.5, "tie_embeddings": True}, "Qwen3NextForCausalLM"),
+        *[(name, {}, None) for name in ADAPTED],
+    ],
+)
+def test_the_reopened_model_computes_and_generates_the_same(tmp_path, family, args, architecture):
+    model = noisy(family, **args)
+    model.save_pretrained(tmp_path)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert architecture in (None, type(opened).__name__)
+    assert sum(p.numel() for p in opened.parameters()) == sum(p.numel() for p in model.parameters())
+    tokens = torch.randint(VOCAB, (2, 150))  # more than two chunks
+    torch.testing.assert_close(
+        logits_of(opened, input_ids=tokens), logits_of(model, tokens=tokens), rtol=1e-4, atol=2e-4
+    )
+    prompt = [0, 5, 0, 7]  # id 0 is a token like any other
+    expected = list(itertools.islice(generate(model, prompt, draw=Draw(temperature=0), cell=64), 12))
+    new = opened.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+    end = VOCAB - 1
+    assert new.tolist() == (expected[: expected.index(end) + 1] if end in expected else expected)
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_every_token_of_a_new_model_is_learned(family):
+    model = noisy(family)
+    model(tokens=torch.arange(VOCAB)[None]).logits.square().mean().backward()
+    (embedding,) = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    assert embedding.weight.grad.abs().sum(1).min() > 0
