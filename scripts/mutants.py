@@ -979,6 +979,36 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "step": [
         Mutant(
+            "trainer/model/headless.py",
+            "del head.forward",
+            "pass",
+            "tests/unit/objective/test_chunked.py::test_the_model_itself_still_gives_logits",
+        ),
+        Mutant(
+            "trainer/objective/chunked.py",
+            "checkpoint(self._of_chunk, *pair, meta, use_reentrant=False, preserve_rng_state=False)",
+            "self._of_chunk(*pair, meta)",
+            "tests/unit/objective/test_chunked.py::test_logits_are_held_for_a_chunk_alone",
+        ),
+        Mutant(
+            "trainer/objective/chunked.py",
+            "for chunk in chunks]).sum() for i in range(2))",
+            "for chunk in chunks[1:]]).sum() for i in range(2))",
+            "tests/unit/objective/test_chunked.py::test_losses_parts_and_gradients_are_those_of_the_plain_loss",
+        ),
+        Mutant(
+            "trainer/model/headless.py",
+            "if not is_same:",
+            "if False:",
+            "tests/unit/objective/test_chunked.py::test_a_model_that_changes_its_logits_is_refused_and_another_is_not",
+        ),
+        Mutant(
+            "trainer/model/recompute.py",
+            "block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)",
+            "pass",
+            "tests/unit/model/test_recompute.py",
+        ),
+        Mutant(
             "trainer/training/step/muon.py",
             "tensor.copy_(torch.where(is_bad, kept, tensor))",
             "pass",

@@ -64,6 +64,14 @@ def machine() -> str:
     return f"{cpu}{gpu}, Python {platform.python_version()}, torch {torch.__version__}, {threads}"
 
 
+def peak_mb(device: str) -> float:
+    """Highest memory so far: allocated on CUDA, resident on the CPU. `getrusage` would report that of a parent, too."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e6
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
+
+
 def print_figures(bench: str, figures: Sequence[Figure], *, as_json: bool, check: bool) -> None:
     """Print to stdout; with `check`, exit with 1 if a goal is missed."""
     if as_json:

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from bench_table import Figure, print_figures, ratio_figure
+from bench_table import Figure, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
 from trainer.model.build import build
@@ -54,14 +53,6 @@ def step(model: nn.Module, tokens: Tensor) -> float:
     if tokens.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def peak_mb(device: str) -> float:
-    """Highest memory so far: allocated on CUDA, resident on the CPU. `getrusage` would report that of a parent, too."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e6
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def memory_of_step(args: argparse.Namespace) -> float:

@@ -45,7 +45,7 @@ def train(directory: Path, name: str, *sets: str, nproc: int | None = None, step
         (None, ("data.pack=true", "ledger.burn_in=15")),
         (2, ()),
         pytest.param(2, ("data.mixing.repeat=false", "train.steps=400"), marks=pytest.mark.slow),
-        (None, ("train.tbptt_cells=2", "train.activation_checkpointing=true")),
+        (None, ("train.tbptt_cells=2", "train.activation_checkpointing=cell")),
     ],
 )
 def test_with_weights_that_stand_still_nothing_changes(tmp_path, nproc, sets):

@@ -106,7 +106,7 @@ def test_ages_are_known_to_readers_that_own_nothing(whole: Path) -> None:
         ('train.precision="bf16"',),
         ("ledger.burn_in=5",),
         ("train.tbptt_cells=2",),
-        ("train.tbptt_cells=2", "train.activation_checkpointing=true", "ledger.burn_in=3", "data.pack=true"),
+        ("train.tbptt_cells=2", "train.activation_checkpointing=cell", "ledger.burn_in=3", "data.pack=true"),
     ],
     ids=["plain", "packed", "bf16", "burn_in", "tbptt", "all"],
 )

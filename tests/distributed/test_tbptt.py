@@ -47,8 +47,8 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     [
         (None, ()),
         (None, ("data.pack=true",)),
-        (None, ("train.activation_checkpointing=true", "train.micro_batches=3", "data.pack=true")),
-        (2, ("train.activation_checkpointing=true",)),
+        (None, ("train.activation_checkpointing=cell", "train.micro_batches=3", "data.pack=true")),
+        (2, ("train.activation_checkpointing=cell",)),
         pytest.param(2, ('train.precision="bf16"', "train.micro_batches=1"), marks=pytest.mark.slow),
     ],
 )
@@ -89,11 +89,11 @@ def test_truncation_is_felt(tmp_path):
 
 @pytest.mark.parametrize("nproc", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_a_run_resumes_bit_for_bit(tmp_path, nproc):
-    sets = (*CELLS, "train.activation_checkpointing=true", "eval.every=0")
+    sets = (*CELLS, "train.activation_checkpointing=cell", "eval.every=0")
     whole = train(tmp_path, "whole", *sets, nproc=nproc)
     train(tmp_path, "cut", *sets, nproc=nproc, steps=6)
     # Checkpointed or not, the numbers are the same: it may change.
-    sets = (*CELLS, "train.activation_checkpointing=false", "eval.every=0")
+    sets = (*CELLS, "train.activation_checkpointing=off", "eval.every=0")
     cut = train(tmp_path, "cut", *sets, nproc=nproc, more=("--resume", "auto"))
     assert not checkpoint_differences(whole / "checkpoints" / "latest", cut / "checkpoints" / "latest")
     assert losses(whole / "metrics.jsonl") == losses(cut / "metrics.jsonl")
@@ -118,7 +118,7 @@ def test_another_k_is_refused_on_resume_and_takes_the_weights(tmp_path):
     ("sets", "text"),
     [
         (("train.tbptt_cells=9",), "train.tbptt_cells: 9 is more cells than a group has"),
-        (("train.activation_checkpointing=true",), "train.activation_checkpointing: recomputes cell by cell"),
+        (("train.activation_checkpointing=cell",), 'train.activation_checkpointing: is "cell", which saves nothing'),
         (
             ("train.tbptt_cells=2", "model.target=tests.support.models:dropout"),
             "train.tbptt_cells: the model has no state",

@@ -25,3 +25,20 @@ class DropoutModel(nn.Module):
 def dropout(vocab_size: int, dim: int, num_layers: int) -> DropoutModel:
     """For `[model] target`."""
     return DropoutModel(vocab_size, dim)
+
+
+class NoHead(DropoutModel):
+    """Its output layer has a name that nobody knows."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim)
+        self.unembedding = self.head
+        del self.head
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        return ModelOutput(self.unembedding(self.embedding(tokens)), None)
+
+
+def no_head(vocab_size: int, dim: int, num_layers: int) -> NoHead:
+    """For `[model] target`."""
+    return NoHead(vocab_size, dim)

@@ -87,9 +87,9 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], in_flight: int)
     if config.ledger.burn_in >= config.data.seq_len:
         problem = f"{config.ledger.burn_in} tokens must be less than a cell (data.seq_len = {config.data.seq_len})"
         found.append(UserError("ledger.burn_in", problem, f"set it to at most {config.data.seq_len - 1}"))
-    if train.activation_checkpointing and train.tbptt_cells == 1:
-        problem = "recomputes cell by cell, which saves nothing when a row is one cell (train.tbptt_cells = 1)"
-        fix = "raise train.tbptt_cells, or checkpoint the layers inside your model"
+    if train.activation_checkpointing == "cell" and train.tbptt_cells == 1:
+        problem = 'is "cell", which saves nothing when a row is one cell (train.tbptt_cells = 1)'
+        fix = 'raise train.tbptt_cells, or choose "block"'
         found.append(UserError("train.activation_checkpointing", problem, fix))
     if config.eval.every and not config.eval.holdout_fraction:
         problem = "is 0, which leaves no documents for eval.every to evaluate on"
@@ -98,6 +98,9 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], in_flight: int)
         found.append(UserError("train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'))
     if config.distributed.backend == "nccl" and train.device == "cpu":
         found.append(UserError("distributed.backend", '"nccl" needs CUDA devices', 'use "gloo" or "auto"'))
+    if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
+        problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
+        found.append(UserError("objective.chunk_tokens", problem, "set one of them off"))
     names = [source.name for source in sources]
     twice = sorted({name for name in names if names.count(name) > 1})
     found += [UserError("data.source", f"two sources are named {name}", "give each a unique name") for name in twice]
@@ -131,7 +134,7 @@ def costs_of_carry(config: RunConfig) -> dict[str, str]:
     found, cell, row = {}, config.data.seq_len, config.row_tokens
     if (cells := config.train.tbptt_cells) > 1:
         found["tbptt"] = f"rows of {row:,} tokens: the gradient flows through {cells} cells; "
-        if config.train.activation_checkpointing:
+        if config.train.activation_checkpointing == "cell":
             more = (cells - 1) / cells / 3
             found["tbptt"] += f"activations of {cell:,} tokens a row are held at once, for about {more:.0%} more time"
         else:

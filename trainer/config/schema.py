@@ -44,8 +44,9 @@ class TrainTable(Table):
     tbptt_cells: Count = 1
     """k: consecutive cells of a group that the gradient flows through (truncated back-propagation through time). Rows
     then have k * data.seq_len tokens, and groups at most data.max_group_cells // k rows."""
-    activation_checkpointing: bool = False
-    """With tbptt_cells above 1: recompute each cell's activations in the backward instead of keeping those of all k."""
+    activation_checkpointing: Literal["off", "block", "cell"] = "off"
+    """Recompute activations in the backward instead of keeping them: of one block at a time (a model's nn.ModuleList named
+    blocks), or, with tbptt_cells above 1, of one cell at a time."""
     clip_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -161,6 +162,9 @@ class ObjectiveTable(Table):
     token_types: bool = False
     """Also report loss and accuracy by token type, where the tokenizer defines token types."""
     coord: CoordTable | None = None
+    chunk_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens whose logits exist together: the loss is computed a part at a time, in the forward and again in the backward, so
+    that memory does not grow with tokens times vocabulary. 0: all together."""
 
 
 class OptimizerGroupTable(Table):

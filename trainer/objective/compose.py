@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +44,12 @@ class ObjectiveOutput:
     def num_correct(self) -> Tensor:
         """Number of correct predictions: a scalar, int64."""
         return self.is_correct.sum()
+
+
+class Loss(Protocol):
+    """What computes the loss of a model's output [B, T, ...] against targets int64 [B, T]; see `Objective`."""
+
+    def __call__(self, output: Tensor, targets: Tensor, /, *, meta: str | None = None) -> ObjectiveOutput: ...
 
 
 class Objective:

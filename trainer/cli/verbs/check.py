@@ -42,7 +42,7 @@ def check(
     resolved = load_config(config_path, overrides or [])
     plan = make_plan(resolved, Path(config_path), nproc)
     plan.check_weights()
-    plan.check_optimizer()
+    plan.check_model_settings()
     refuse_empty([stream for source in plan.sources for stream in source.streams])
     check_resume(resolved)
     device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")

@@ -102,6 +102,11 @@ class HuggingFace(nn.Module):
         self._places = [place for place, _ in held]
         return ModelOutput(logits, [value for _, value in held])  # type: ignore[arg-type]
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer."""
+        model: Any = self.model
+        return model.get_output_embeddings()  # type: ignore[no-any-return]
+
     def save_pretrained(self, directory: Path) -> None:
         """Write weights and config as `from_pretrained` reads them."""
         save(self.model, directory)

@@ -14,7 +14,7 @@ from trainer.distributed.agree import gather_from_ranks
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.rank_reduction import reduce_over_ranks
-from trainer.objective.compose import Objective
+from trainer.objective.compose import Loss
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import split
 
@@ -39,7 +39,7 @@ class Evaluator:
         *,
         model: nn.Module,
         accepted: frozenset[str] | None,
-        objective: Objective,
+        objective: Loss,
         batches: Callable[[], Iterator[dict[str, Any]]],
         make_ledger: Callable[[], Ledger] | None,
         details: StepDetails,

@@ -16,7 +16,7 @@ from trainer.contracts import Report, Verdict, check_model
 from trainer.errors import UserError
 from trainer.metrics.batch_extras import check_inputs
 from trainer.metrics.logger import get_logger
-from trainer.training.setup.parts import AUTOCAST
+from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, build_model, resolve_builder
 from trainer.training.step.microbatch import accepted_inputs
 
@@ -75,7 +75,8 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     with torch.random.fork_rng(devices=[]):
         if model is None or not is_full:
             reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
-            model = build_model(reduced, plan.vocab_size).to(device)
+            model = make_model(plan.config, reduced, plan.vocab_size).to(device)
+            model_and_loss(model, plan.config, device)
         why_not = _why_not_inputs(plan, model)
         if why_not:
             return why_not

@@ -18,7 +18,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import Reporter
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
-from trainer.objective.components import prepare
+from trainer.objective.compose import Loss
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluation.evaluator import Evaluator
@@ -28,7 +28,14 @@ from trainer.training.progress import Progress
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, StatusKeeper, environment
 from trainer.training.setup.data import HeldOut, max_tokens_per_micro
-from trainer.training.setup.parts import autocast_context, in_cells, make_eval_ledger, make_objective, wrap_ddp
+from trainer.training.setup.parts import (
+    autocast_context,
+    in_cells,
+    make_eval_ledger,
+    make_objective,
+    model_and_loss,
+    wrap_ddp,
+)
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest
@@ -89,8 +96,9 @@ def open_run(
     if config.train.compile:
         state.model.compile()
     # What a row is run through; everything that keeps or shows the model has the model itself.
-    row_model = in_cells(state.model, config)
-    train_step = _train_step(plan, state, row_model, info, device, diagnostics)
+    cell_model, loss = model_and_loss(state.model, config, device)
+    row_model = in_cells(cell_model, config)
+    train_step = _train_step(plan, state, row_model, loss, info, device, diagnostics)
     saver = Saver(
         directory=run_dir.checkpoints,
         table=config.checkpoint,
@@ -115,7 +123,7 @@ def open_run(
     if watchdog is not None:
         stack.callback(watchdog.close)
     details = _details(plan, diagnostics)
-    probe = _probe(plan, state, row_model, device)
+    probe = _probe(plan, state, row_model, loss, device)
     parts: dict[str, Reporter | None] = {
         "counters": position.unlogged,
         "step_details": details,
@@ -163,7 +171,7 @@ def open_run(
         diagnostics=diagnostics,
         tracker=state.tracker,
         spikes=state.spikes,
-        evaluator=_evaluator(plan, state, info, device, diagnostics, held_out) if held_out is not None else None,
+        evaluator=_evaluator(plan, state, cell_model, loss, info, device, diagnostics, held_out) if held_out else None,
         sampler=_sampler(plan, state, device, events) if config.sample.every and events else None,
         saver=saver,
         stop=stop,
@@ -209,13 +217,19 @@ def _open_record(
 
 
 def _train_step(
-    plan: Plan, state: TrainState, row_model: nn.Module, info: RankInfo, device: torch.device, diagnostics: Diagnostics
+    plan: Plan,
+    state: TrainState,
+    row_model: nn.Module,
+    loss: Loss,
+    info: RankInfo,
+    device: torch.device,
+    diagnostics: Diagnostics,
 ) -> TrainStep:
     table = plan.config.train
     return TrainStep(
         model=wrap_ddp(row_model, plan.config.distributed, info, device),
         ledger=state.ledger,
-        objective=make_objective(plan.config.objective),
+        objective=loss,
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
@@ -243,13 +257,13 @@ def _details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
     )
 
 
-def _probe(plan: Plan, state: TrainState, row_model: nn.Module, device: torch.device) -> StepProbe | None:
+def _probe(plan: Plan, state: TrainState, row_model: nn.Module, loss: Loss, device: torch.device) -> StepProbe | None:
     table = plan.config.ledger
     if state.ledger is None or not table.probe_every:
         return None
     probe = CarryProbe(
         row_model,
-        token_loss=lambda logits, targets: prepare(logits, targets).token_loss,
+        token_loss=lambda output, targets: loss(output, targets).token_loss,
         cells=table.probe_cells,
         cell_tokens=plan.config.row_tokens,
         autocast=autocast_context(plan.config, device),
@@ -258,12 +272,19 @@ def _probe(plan: Plan, state: TrainState, row_model: nn.Module, device: torch.de
 
 
 def _evaluator(
-    plan: Plan, state: TrainState, info: RankInfo, device: torch.device, diagnostics: Diagnostics, held_out: HeldOut
+    plan: Plan,
+    state: TrainState,
+    cell_model: nn.Module,
+    loss: Loss,
+    info: RankInfo,
+    device: torch.device,
+    diagnostics: Diagnostics,
+    held_out: HeldOut,
 ) -> Evaluator:
     return Evaluator(
-        model=state.model,
+        model=cell_model,
         accepted=accepted_inputs(state.model),
-        objective=make_objective(plan.config.objective),
+        objective=loss,
         batches=held_out,
         make_ledger=make_eval_ledger(plan, state.model, device),
         details=_details(plan, diagnostics),

@@ -12,15 +12,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.rules import check_state_rules
-from trainer.config.schema import DistributedTable, ObjectiveTable, RunConfig
+from trainer.config.schema import DistributedTable, ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.cellwise import Cellwise
+from trainer.model.headless import Headless, output_layer, refuse_more_than_a_head
+from trainer.model.recompute import recompute_blocks
+from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.components import CoordSettings
-from trainer.objective.compose import Objective
+from trainer.objective.compose import Loss, Objective
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
@@ -39,7 +42,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device) -> TrainState:
     """
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    model = build_model(config.model, plan.vocab_size).to(device)
+    model = make_model(config, config.model, plan.vocab_size).to(device)
     check_state_rules(config, width_of(model))
     if not plan.has_built_in_model:  # whose needs were not known before
         refuse_unmet(plan.unmet_needs(device, model=model))
@@ -64,6 +67,18 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device) -> TrainState:
         gns=GradientNoiseScale(model, ema=config.gns.ema, process_group=group) if config.gns.enabled else None,
         spikes=SpikeDetector(config.train.spike_sigma) if config.train.spike_sigma else None,
     )
+
+
+def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Module:
+    """The model of a table, as `[train]` has it run.
+
+    Raises:
+        UserError: it cannot be built, or its blocks are not known.
+    """
+    model = build_model(table, vocab_size)
+    if config.train.activation_checkpointing == "block":
+        recompute_blocks(model)
+    return model
 
 
 def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> Ledger | None:
@@ -103,6 +118,20 @@ def make_objective(table: ObjectiveTable) -> Objective:
     return Objective(z_loss=table.z_loss, coord=settings)
 
 
+def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device) -> tuple[nn.Module, Loss]:
+    """What a row is run through, and the loss of what comes out: with `chunk_tokens`, the loss computes the logits.
+
+    Raises:
+        UserError: `chunk_tokens` is set for a model that does more to its logits than an output layer.
+    """
+    objective = make_objective(config.objective)
+    if config.objective.chunk_tokens == 0:
+        return model, objective
+    head = output_layer(model)
+    refuse_more_than_a_head(model, head, device)
+    return Headless(model, head), ChunkedObjective(objective, head, chunk_tokens=config.objective.chunk_tokens)
+
+
 def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Makes the context in which forward and loss run."""
     dtype = AUTOCAST[config.train.precision]
@@ -121,7 +150,7 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
         cell=config.data.seq_len,
         cells=config.train.tbptt_cells,
         burn_in=config.ledger.burn_in,
-        recompute=config.train.activation_checkpointing,
+        recompute=config.train.activation_checkpointing == "cell",
     )
 
 

@@ -23,6 +23,8 @@ from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.model.families import DEFAULT, FAMILIES, Family
+from trainer.model.headless import output_layer
+from trainer.model.recompute import recompute_blocks
 from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
@@ -83,13 +85,19 @@ class Plan:
             device=device,
         )
 
-    def check_optimizer(self) -> None:
-        """Refuse what building the optimizer would, without making the model.
+    def check_model_settings(self) -> None:
+        """Refuse what optimizer, loss and activation checkpointing do not find in the model, without making it.
 
         Raises:
-            UserError: a group matches no parameter, or a target of the user's own does not fit.
+            UserError: a group matches no parameter; an optimizer of the user's own does not fit; the output layer or the blocks
+                are not known.
         """
-        check_optimizer(self._weightless_model(), self.config.optimizer)
+        model = self._weightless_model()
+        check_optimizer(model, self.config.optimizer)
+        if self.config.objective.chunk_tokens:
+            output_layer(model)
+        if self.config.train.activation_checkpointing == "block":
+            recompute_blocks(model)
 
     def check_weights(self) -> None:
         """Refuse what `begin_from_weights` would, without making the model.

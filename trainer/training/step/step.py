@@ -36,7 +36,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.square_norm import square_norm
-from trainer.objective.compose import Objective
+from trainer.objective.compose import Loss
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
@@ -110,7 +110,7 @@ class TrainStep:
         *,
         model: nn.Module,
         ledger: Ledger | None,
-        objective: Objective,
+        objective: Loss,
         optimizer: torch.optim.Optimizer,
         gns: GradientNoiseScale | None,
         scaler: torch.amp.GradScaler,

@@ -1,0 +1,123 @@
+"""The loss in chunks (`[objective] chunk_tokens`) against all logits at once: memory and time of a step, by vocabulary.
+
+Forward and backward of a Transformer with the trainer's own objective. Memory is the growth of the process's peak resident
+memory over one step (on CUDA, of the peak allocated), each in a process of its own; times are paired. In chunks there are 4
+products with the output layer's weight instead of 3; on a CPU it can be faster all the same, since less memory is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from bench_table import Figure, peak_mb, print_figures, ratio_figure
+from torch import Tensor, nn
+
+from trainer.model import transformer
+from trainer.model.headless import Headless
+from trainer.objective import Objective
+from trainer.objective.chunked import ChunkedObjective
+from trainer.objective.compose import Loss
+
+VOCABULARIES = (257, 32_000, 128_000)
+WAYS = ("at once", "in chunks")
+
+
+def make(args: argparse.Namespace, vocab_size: int) -> dict[str, tuple[nn.Module, Loss]]:
+    """Model and loss, for each of the ways."""
+    torch.manual_seed(0)
+    model = transformer.build(vocab_size, args.dim, args.layers).to(args.device)
+    plain = Objective(z_loss=1e-4)
+    chunked = ChunkedObjective(plain, model.head, chunk_tokens=args.chunk)
+    return {WAYS[0]: (model, plain), WAYS[1]: (Headless(model, model.head), chunked)}
+
+
+def step(model: nn.Module, loss: Loss, tokens: Tensor) -> float:
+    """Seconds of one forward and backward on tokens [B, T]."""
+    model.zero_grad(set_to_none=True)
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = loss(model(tokens=tokens, state=None).logits, tokens)
+    (result.loss_sum / tokens.numel()).backward()  # type: ignore[no-untyped-call]
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def draw(args: argparse.Namespace, vocab_size: int) -> Tensor:
+    """Tokens [B, T]."""
+    return torch.randint(vocab_size, (args.rows, args.length), device=args.device)
+
+
+def memory_of_step(args: argparse.Namespace, way: str, vocab_size: int) -> float:
+    """MB by which a step raises the peak, in this process. A first step of one token loads what torch loads once."""
+    model, loss = make(args, vocab_size)[way]
+    tokens = draw(args, vocab_size)
+    step(model, loss, tokens[:1, :1])
+    before = peak_mb(args.device)
+    step(model, loss, tokens)
+    return peak_mb(args.device) - before
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Memory, and its ratio and that of the times, for each vocabulary."""
+    found = []
+    for vocab_size in VOCABULARIES:
+        ways, tokens = make(args, vocab_size), draw(args, vocab_size)
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for turn in range(args.rounds + 1):
+            for way, (model, loss) in ways.items():
+                seconds = step(model, loss, tokens)
+                if turn:
+                    times[way].append(seconds)
+        memory = {}
+        for way in WAYS:
+            command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", way, str(vocab_size)]
+            memory[way] = float(
+                json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+            )
+        is_large = vocab_size == VOCABULARIES[-1]
+        for way in WAYS:
+            found.append(Figure(f"V = {vocab_size:,}, {way}: peak memory of a step", memory[way], "MB"))
+            found.append(Figure(f"V = {vocab_size:,}, {way}: time of a step", statistics.median(times[way]), "s"))
+        ratios = [chunked / plain for chunked, plain in zip(times[WAYS[1]], times[WAYS[0]], strict=True)]
+        name = f"V = {vocab_size:,}: time in chunks over at once"
+        found.append(ratio_figure(name, ratios, at_most=1.4))
+        ratio = memory[WAYS[1]] / memory[WAYS[0]]
+        name = f"V = {vocab_size:,}: memory in chunks over at once"
+        found.append(Figure(name, ratio, "x", at_most=0.3 if is_large else None))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print; exits with 1 when --check is given and a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=8, help="rows per micro-batch")
+    parser.add_argument("--length", type=int, default=256, help="tokens per row")
+    parser.add_argument("--chunk", type=int, default=128, help="chunk_tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--memory-of", nargs=2, help="print the MB of this way and vocabulary alone")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
+    args = parser.parse_args(argv)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    if args.memory_of:
+        way, vocab_size = args.memory_of
+        print(json.dumps(memory_of_step(args, way, int(vocab_size))))
+        return
+    print_figures("head", measure(args), as_json=args.json, check=args.check)
+
+
+if __name__ == "__main__":
+    main()

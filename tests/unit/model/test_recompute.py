@@ -1,0 +1,75 @@
+"""Activation checkpointing by blocks keeps every number, and the inputs of blocks alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.model import gated_delta, transformer
+from trainer.model.build import build
+from trainer.model.recompute import recompute_blocks
+
+
+def saved_numbers(model: nn.Module, tokens: Tensor) -> tuple[int, list[Tensor]]:
+    """Numbers that the forward keeps for the backward beside parameters, and the gradients."""
+    kept: dict[int, int] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+        return tensor
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens=tokens).logits.square().mean()
+    loss.backward()
+    return sum(kept.values()), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("make", [build, gated_delta.build, transformer.build])
+def test_gradients_are_equal_and_less_is_kept(make):
+    torch.manual_seed(0)
+    model = make(31, 64, 4)
+    tokens = torch.randint(31, (3, 40))
+    plain, expected = saved_numbers(model, tokens)
+    recompute_blocks(model)
+    for each in (model, copy.deepcopy(model)):
+        kept, gradients = saved_numbers(each, tokens)
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+        assert kept < 0.3 * plain
+        assert all(isinstance(block.forward.args[0].__self__, type(block)) for block in each.blocks)
+        assert [block.forward.args[0].__self__ for block in each.blocks] == list(each.blocks)
+
+
+def test_dropout_draws_the_same_again():
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(31, 16)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(3))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Dropping()
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(torch.arange(31)[None]).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        recompute_blocks(model)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(UserError, match=r"train.activation_checkpointing: .* Linear has no nn.ModuleList named blocks"):
+        recompute_blocks(nn.Linear(2, 2))
