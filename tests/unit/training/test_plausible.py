@@ -97,7 +97,7 @@ def test_check_says_that_there_is_no_cuda_for_a_run_that_asks_for_it(config, cap
 @pytest.mark.parametrize(
     ("overrides", "key", "what"),
     [
-        (["data.seq_len=100000000"], "data.seq_len", "the logits of a micro-batch take 411.2 GB"),
+        (["data.seq_len=100000000"], "data.seq_len", "the logits that exist together take 411.2 GB"),
         (["model.dim=400000"], "model", "weights, gradients and optimizer take"),
         (["ledger.capacity=10000000000"], "ledger.capacity", "the states of the ledger take"),
     ],

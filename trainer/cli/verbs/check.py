@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainer.cli.imports import uncollected
 from trainer.cli.options import ConfigOption, JsonOption, SetOption, require_config
 from trainer.wording import counted
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.training.setup.plan import Plan
 
 
 def check(
@@ -54,6 +59,7 @@ def check(
         facts["state_width"] = plan.state_width()
         facts["ledger_megabytes"] = round(ledger_bytes(resolved.ledger, plan.state_width()) / 1e6, 1)
     facts.update(costs_of_carry(resolved))
+    facts["memory_megabytes"] = _memory(plan, device)
     report = "--no-contract" if no_contract else check_here(plan)
     if isinstance(report, str):
         facts["forward_pass"] = facts["contract"] = f"not tried: {report}"
@@ -82,9 +88,41 @@ def check(
     _print_facts(facts, sources)
 
 
+def _memory(plan: Plan, device: torch.device) -> dict[str, float] | str:
+    """What a rank's memory will hold, in MB (1e6 bytes), or why that is not known; warns if the machine has less."""
+    from trainer.errors import UserError
+    from trainer.import_path import format_error
+    from trainer.metrics.logger import get_logger
+    from trainer.training.setup.memory import predict_memory, resident_bytes
+    from trainer.training.setup.plausible import memory_bytes
+
+    try:
+        memory = predict_memory(plan)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model or optimizer of the user's own may raise anything here
+        return f"not known: the step cannot run without numbers ({format_error(error)})"
+    needs = {**memory.parts(), "peak": memory.peak}
+    if device.type == "cpu" and (process := resident_bytes()):
+        needs["process"] = process
+    if needs["peak"] > memory_bytes(device):
+        text = "a step's tensors take %.1f GB per rank at their most; %s has %.1f GB of memory here"
+        get_logger("check").warning(text, needs["peak"] / 1e9, device.type, memory_bytes(device) / 1e9)
+    return {name: round(size / 1e6, 1) for name, size in needs.items()}
+
+
 def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> None:
+    memory = facts.pop("memory_megabytes")
     for name, value in facts.items():
         typer.echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
+    if isinstance(memory, str):
+        typer.echo(f"#   memory per rank: {memory}")
+    else:
+        parts = ", ".join(f"{name} {size:,.1f} MB" for name, size in memory.items() if name not in ("peak", "process"))
+        process = f", and {memory['process']:,.0f} MB of the process itself" if "process" in memory else ""
+        typer.echo(
+            f"#   memory per rank: {parts}; tensors at the worst moment of a step {memory['peak']:,.1f} MB{process}"
+        )
     for name, found in sources.items():
         what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
         typer.echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")

@@ -118,8 +118,11 @@ def make_objective(table: ObjectiveTable) -> Objective:
     return Objective(z_loss=table.z_loss, coord=settings)
 
 
-def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device) -> tuple[nn.Module, Loss]:
+def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device | None) -> tuple[nn.Module, Loss]:
     """What a row is run through, and the loss of what comes out: with `chunk_tokens`, the loss computes the logits.
+
+    Args:
+        device: the model's; None: it has no numbers that could be compared.
 
     Raises:
         UserError: `chunk_tokens` is set for a model that does more to its logits than an output layer.
@@ -128,7 +131,8 @@ def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device) ->
     if config.objective.chunk_tokens == 0:
         return model, objective
     head = output_layer(model)
-    refuse_more_than_a_head(model, head, device)
+    if device is not None:
+        refuse_more_than_a_head(model, head, device)
     return Headless(model, head), ChunkedObjective(objective, head, chunk_tokens=config.objective.chunk_tokens)
 
 

@@ -16,7 +16,8 @@ from trainer.wording import counted, printable
 MOST_LAYERS = 2_000  # a layer takes about 6 ms to build, on the meta device too
 MOST_HELD_OUT = 0.5
 LARGEST_LR = 0.1  # AdamW moves every weight by about lr in every step
-BYTES_PER_PARAMETER = 16  # weight, gradient and the two moments of AdamW, in fp32
+MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
+"""Numbers per parameter that an optimizer keeps at least."""
 
 
 def refuse_impossible(config: RunConfig) -> None:
@@ -95,12 +96,14 @@ def unmet_needs(
     batches = [largest_batch(mixing_of(config, source.table)) for source in sources if source.table.target is None]
     cells = max(batches, default=1)
     tokens = cells * config.row_tokens
+    tokens = min(tokens, config.objective.chunk_tokens or tokens)
+    numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
     needs = {
         "data.seq_len": (
             tokens * vocab_size * (4 if config.train.precision == "fp32" else 2),
-            "the logits of a micro-batch",
+            "the logits that exist together",
         ),
-        "model": (num_parameters * BYTES_PER_PARAMETER, "weights, gradients and optimizer"),
+        "model": (num_parameters * numbers * 4, "weights, gradients and optimizer"),
         "ledger.capacity": (ledger_bytes(config.ledger, state_width), "the states of the ledger"),
     }
     if device.type == "cuda" and config.ledger.placement == "host":
@@ -118,7 +121,7 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
     halved = ', or set ledger.dtype = "bfloat16"' if total - size // 2 <= memory else ""
     placed = ', or ledger.placement = "host"' if device.type == "cuda" else ""
     smaller = {
-        "data.seq_len": "lower data.seq_len or data.mixing.batch_size",
+        "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
         "model": "lower dim or num_layers",
         "ledger.capacity": f"lower it{halved}{placed}",
     }

@@ -1,0 +1,177 @@
+"""The memory that `train check` predicts is what the run's own step takes, counted tensor by tensor, and as a process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.runs import ROOT, write_tiny_config
+from trainer.config.load import load_config
+from trainer.training.setup.memory import LiveBytes, average_into_buckets, predict_memory
+from trainer.training.setup.plan import Plan, make_plan
+
+MB = 1e6
+
+
+def plan_of(tmp_path: Path, *sets: str, world_size: int = 1) -> Plan:
+    config = write_tiny_config(tmp_path)
+    return make_plan(load_config(config, list(sets)), config, world_size)
+
+
+def test_storages_are_counted_once_and_until_they_go():
+    with LiveBytes() as live:
+        one = torch.zeros(1000)
+        view = one[10:].view(2, -1)
+        assert live.now == 4000
+        two = one.double()
+        assert (live.now, live.peak) == (12_000, 12_000)
+        del one
+        assert live.now == 12_000  # the view holds it
+        del view
+        assert live.now == 8000
+        two = two + 1
+        assert (live.now, live.peak) == (8000, 16_000)
+    del two
+
+
+def test_parts_are_what_they_are_by_count(tmp_path):
+    plan = plan_of(tmp_path, "ledger.capacity=100", "model.dim=32")
+    memory = predict_memory(plan)
+    weights = 4 * plan.num_parameters()
+    assert memory.weights == weights
+    assert memory.optimizer == pytest.approx(2 * weights, rel=0.02)
+    assert memory.ledger == 100 * plan.state_width() * 4
+    assert memory.buckets == 0
+    assert predict_memory(plan_of(tmp_path, "model.dim=32", world_size=2)).buckets == weights
+    sgd = predict_memory(plan_of(tmp_path, "model.dim=32", "optimizer.name=sgd", "optimizer.momentum=0"))
+    assert sgd.optimizer < 0.01 * weights
+    assert predict_memory(plan_of(tmp_path, 'ledger.placement="host"')).ledger == 0
+
+
+def test_what_makes_a_step_smaller_or_larger_shows(tmp_path):
+    def peak(*sets: str, world_size: int = 1) -> int:
+        sizes = (
+            "data.seq_len=128",
+            "data.mixing.batch_size=8",
+            "model.dim=64",
+            "model.num_layers=6",
+            "ledger.capacity=64",
+        )
+        return predict_memory(plan_of(tmp_path, *sizes, *sets, world_size=world_size)).peak
+
+    plain = peak()
+    assert peak("train.activation_checkpointing=block") < 0.5 * plain
+    assert peak("objective.chunk_tokens=64") < 0.95 * plain
+    assert peak("data.mixing.batch_size=16") > 1.7 * plain
+    assert peak("train.precision=bf16") < 0.9 * plain
+    assert peak("optimizer.name=muon") < plain
+    assert peak("model.family=transformer") != plain
+    assert peak("train.micro_batches=2", world_size=2) > peak("train.micro_batches=2")
+    assert peak("data.max_group_cells=8", "train.tbptt_cells=2") > 1.7 * plain
+
+
+def test_the_generators_and_the_gradient_mode_are_left_as_they_were(tmp_path):
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    predict_memory(plan_of(tmp_path, "model.family=lstm", "model.args={dropout=0.5}"))
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.is_grad_enabled()
+
+
+def test_ddps_buckets_are_the_gradients_after_the_last_micro_batch():
+    model = torch.nn.Linear(300, 100, bias=False)
+    average_into_buckets(model, 2)
+    gradients = []
+    for _ in range(2):
+        model(torch.ones(1, 300)).sum().backward()
+        gradients.append(model.weight.grad)
+    assert gradients[0] is not gradients[1]
+    gc.collect()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nproc", "sets"),
+    [
+        (1, ()),
+        (2, ("train.micro_batches=2",)),
+        (2, ("objective.chunk_tokens=256", "train.activation_checkpointing=block")),
+        (1, ("train.precision=bf16", "model.family=transformer")),
+        (1, ("model.family=gated_delta", "optimizer.name=muon")),
+    ],
+)
+def test_a_process_takes_what_was_predicted(tmp_path, nproc, sets):
+    """Resident memory of the run's ranks. Small blocks that glibc keeps for itself are given back at once."""
+    config = write_ids_config(tmp_path)
+    words = [word for each in sets for word in ("--set", each)]
+    predicted = predict_memory(make_plan(load_config(config, list(sets)), config, nproc)).peak
+    command = [sys.executable, "-m", "trainer", "--config", str(config), *words]
+    command += ["--nproc", "2"] if nproc == 2 else []
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    tiny = ["--set", "data.seq_len=8", "--set", "model.dim=8"]
+    small = most_resident([*command, *tiny, "--run-dir", str(tmp_path / "small")], environment, nproc)
+    found = most_resident([*command, "--run-dir", str(tmp_path / "run")], environment, nproc)
+    assert found - small == pytest.approx(predicted, rel=0.1), (found / MB, small / MB, predicted / MB)
+
+
+def write_ids_config(directory: Path) -> Path:
+    """A config whose micro-batches are all full."""
+    (directory / "ids" / "all").mkdir(parents=True)
+    tokens = np.random.default_rng(0).integers(500, size=400_000, dtype=np.uint16)
+    np.save(directory / "ids" / "all" / "tokens.npy", tokens)
+    path = directory / "ids.toml"
+    path.write_text(f"""
+run = {{ name = "ids" }}
+train = {{ steps = 3 }}
+model = {{ dim = 256, num_layers = 8 }}
+ledger = {{ capacity = 64 }}
+metrics = {{ wandb = {{ mode = "disabled" }} }}
+
+[data]
+seq_len = 256
+tokenizer = "ids"
+vocab_size = 500
+max_group_cells = 8
+mixing = {{ num_streams_mixed = 1, batch_size = 16 }}
+source = [{{ name = "ids", root = "{directory}/ids" }}]
+""")
+    return path
+
+
+def most_resident(command: list[str], environment: dict[str, str], ranks: int) -> float:
+    """The highest resident memory of a run's rank, in bytes, as seen every 20 ms."""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        peaks: dict[int, int] = {}
+        while process.poll() is None:
+            for child in descendants(process.pid):
+                try:
+                    status = Path(f"/proc/{child}/status").read_text(encoding="utf-8")
+                    peaks[child] = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+                except (OSError, IndexError):  # it has just ended
+                    continue
+            time.sleep(0.02)
+        assert process.returncode == 0
+    return sorted(peaks.values())[-ranks]
+
+
+def descendants(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text(encoding="utf-8").split()
+        except OSError:
+            continue
+        for child in children:
+            found += descendants(int(child))
+    return found

@@ -1,0 +1,166 @@
+"""Memory of a rank, predicted by running its steps without numbers: what tensors exist together at the worst moment.
+
+The steps are the run's own, on tensors that have a size and no content (`FakeTensorMode`). A dispatch mode sees each tensor
+come into being, and a weak reference sees it go. So recomputation, the loss in chunks, mixed precision and models of the
+user's own need no formula; only DDP's buckets, which need a process group, are put in its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.training.setup.data import max_tokens_per_micro
+from trainer.training.setup.parts import autocast_context, in_cells, make_model, model_and_loss
+from trainer.training.setup.plan import Plan, width_of
+from trainer.training.setup.plausible import ledger_bytes
+from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.optimizer import build_optimizer
+from trainer.training.step.step import StepSettings, TrainStep
+
+MOST_MICROS = 2  # of a simulated step: later ones are as the second
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the tensors of one rank."""
+
+    weights: int
+    optimizer: int
+    """Its state, after the first step."""
+    ledger: int
+    """States on the device."""
+    buckets: int
+    """DDP's, where it averages gradients over ranks."""
+    peak: int
+    """Most that exist together: the above, and gradients and activations at the worst moment of a step."""
+
+    def parts(self) -> dict[str, int]:
+        """What exists all the time, without what there is none of."""
+        named = {"weights": self.weights, "optimizer": self.optimizer, "ledger": self.ledger, "buckets": self.buckets}
+        return {name: size for name, size in named.items() if size}
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use, as a run has it before its first tensor; 0 where it is not known."""
+    file = Path("/proc/self/status")
+    return int(file.read_text(encoding="utf-8").partition("VmRSS:")[2].split()[0]) * 1024 if file.exists() else 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that exist, each from the operation on that returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and count what it returns."""
+        returned = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return returned
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def forget(_: Any) -> None:
+            del self._seen[key]
+            self.now -= size
+
+        self._seen[key] = weakref.ref(storage, forget)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def predict_memory(plan: Plan) -> Memory:
+    """Memory of a rank's tensors from the second step on, without what is beside the steps (evaluations, saving).
+
+    Raises:
+        Exception: of any kind, where the user's model or optimizer cannot run without numbers, or needs inputs of its own.
+    """
+    config = plan.config
+    num_micros = min(config.train.micro_batches, MOST_MICROS)
+    # The generators are left as they were, as is gradient mode.
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        model = make_model(config, config.model, plan.vocab_size)
+        sizes = [live.now]
+        if plan.facts.world_size > 1:
+            average_into_buckets(model, num_micros)
+        sizes.append(live.now)
+        step = _make_step(plan, model, num_micros)
+        for _ in range(2):
+            live.peak = 0
+            window = [_micro_batch(plan) for _ in range(num_micros)]
+            step.accumulate(1, window, details=None)
+            step.launch(lr=config.optimizer.lr, stop=False, saved=False)
+        del window
+        sizes.append(live.now)
+    weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
+    table = config.ledger
+    slab = 0 if table.placement == "host" else ledger_bytes(table, width_of(model))
+    return Memory(weights, optimizer, slab, buckets, live.peak + slab)
+
+
+def average_into_buckets(model: nn.Module, num_micros: int) -> None:
+    """Do to memory what DDP does: averaged gradients are views of its buckets, which exist from the start.
+
+    Args:
+        num_micros: micro-batches per step; gradients are averaged in the last.
+    """
+    buckets = {parameter: torch.empty_like(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    fired = dict.fromkeys(buckets, 0)
+
+    def accumulated(parameter: Tensor) -> None:
+        fired[parameter] += 1  # type: ignore[index]
+        if fired[parameter] % num_micros == 0:  # type: ignore[index]
+            parameter.grad = buckets[parameter]  # type: ignore[index]
+
+    for parameter in buckets:
+        parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+
+def _make_step(plan: Plan, model: nn.Module, num_micros: int) -> TrainStep:
+    config = plan.config
+    cell_model, loss = model_and_loss(model, config, None)
+    return TrainStep(
+        model=in_cells(cell_model, config),
+        ledger=None,  # its states are counted by their number; a model without one makes as many zeros as are looked up
+        objective=loss,
+        optimizer=build_optimizer(model, config.optimizer),
+        gns=GradientNoiseScale(model) if config.gns.enabled else None,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
+        settings=StepSettings(num_micros, max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        world_size=1,
+        device=CPU,
+        autocast=autocast_context(config, CPU),
+    )
+
+
+def _micro_batch(plan: Plan) -> MicroBatch:
+    """The largest micro-batch of the run's sources."""
+    length = plan.config.row_tokens
+    rows = max_tokens_per_micro(plan) // length
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    inputs = {"tokens": tokens}
+    if plan.config.data.pack:
+        inputs["resets"] = torch.zeros(rows, length, dtype=torch.bool)
+    if burn_in := plan.config.ledger.burn_in:
+        inputs["tokens_before"] = torch.zeros(rows, burn_in, dtype=torch.int64)
+        inputs["continues"] = torch.ones(rows, dtype=torch.bool)
+    return MicroBatch(inputs, torch.zeros_like(tokens), None, {})
