@@ -30,7 +30,7 @@ from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan
 from trainer.training.signals import StopRequest
 from trainer.training.step.microbatch import MicroBatch
-from trainer.training.step.optimizer import lr_at
+from trainer.training.step.schedule import lr_at
 
 CONFIG = ROOT / "train_configs" / "key_recall.toml"
 FALSE = "ledger/false_evictions/stale"

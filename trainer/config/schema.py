@@ -213,12 +213,26 @@ class SchedulerTable(Table):
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """After the warm-up: constant; linear or cosine decay to min_lr_ratio; wsd: stable, then linear decay."""
+    target: ImportPath | None = None
+    """Import path of one's own: called with a step, and with steps, peak (optimizer.lr) and the keys of args by name; gives
+    that step's learning rate. It replaces all other keys of this table."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
     """Steps of linear warm-up from 0."""
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     """wsd: fraction of the run's steps over which the learning rate decays, at its end."""
+
+    @model_validator(mode="after")
+    def _keys_are_those_that_count(self) -> SchedulerTable:
+        own = self.model_fields_set & {"target", "args"}
+        if self.target is None and self.args:
+            raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
+        if self.target is not None and (others := sorted(self.model_fields_set - own)):
+            raise ValueError(f"{', '.join(others)} would have no effect beside target: give them to it as args")
+        return self
 
 
 class GnsTable(Table):

@@ -16,7 +16,7 @@ from trainer.preview.shapes import SourceShape, StreamShape, source_shape
 from trainer.preview.shares import ZeroSpan, expected_batches, first_zero, sample_points, shares_at
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
-from trainer.training.step.optimizer import lr_at
+from trainer.training.step.schedule import make_schedule
 
 
 @dataclass(frozen=True)
@@ -312,10 +312,10 @@ def _curves(plan: Plan, num_batches: int) -> Curves:
     config = plan.config
     batches, steps = sample_points(num_batches), sample_points(config.train.steps) + 1
     shares = shares_at([source.weight for source in plan.sources], batches, config.train.micro_batches)
-    peak, table = config.optimizer.lr, config.scheduler
+    schedule = make_schedule(config)
     return Curves(
         batches=batches.tolist(),
         shares={source.name: row for source, row in zip(plan.sources, shares.tolist(), strict=True)},
         steps=steps.tolist(),
-        lr=[lr_at(step, steps=config.train.steps, peak=peak, table=table) for step in steps.tolist()],
+        lr=[schedule(step) for step in steps.tolist()],
     )

@@ -13,7 +13,6 @@ from trainer.metrics.rank_reduction import Reporter, reduce_over_ranks
 from trainer.metrics.spikes import SpikeDetector
 from trainer.training.checkpointing.train_state import FoundSpike
 from trainer.training.run import Run, StepInFlight
-from trainer.training.step.optimizer import lr_at
 from trainer.training.step.step import StepOutcome
 
 logger = get_logger(__name__)
@@ -65,7 +64,7 @@ def stopped_by(run: Run) -> str:
 
 def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Mapping[str, Reporter]) -> None:
     """Hand the step to the tracker, which logs it if there are reporters: reduced over ranks, in one collective."""
-    config, step, extra = run.config, taken.step, {}
+    step, extra = taken.step, {}
     if reporters:
         run.at("logging", step)
         run.count({"non_finite_steps": 0.0})  # reported as 0, not left out
@@ -93,7 +92,7 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
             step,
             loss=outcome.loss if outcome.tokens else None,
             grad_norm=outcome.grad_norm if outcome.tokens else None,
-            lr=lr_at(step, steps=config.train.steps, peak=config.optimizer.lr, table=config.scheduler),
+            lr=run.schedule(step),
             tokens_in_step=outcome.tokens,
             extra=extra,
             force_log=bool(reporters),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from trainer.distributed.agree import gather_from_ranks
 from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
 from trainer.training.run import Run, StepInFlight
-from trainer.training.step.optimizer import lr_at
 
 
 def run_loop(run: Run) -> str:
@@ -34,7 +33,6 @@ def run_loop(run: Run) -> str:
 
 def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, StepInFlight | None]:
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
-    config = run.config
     step = run.position.step + (1 if previous is None else 2)
     at_once = is_read_at_once(run, step)
     if at_once and previous is not None:
@@ -58,9 +56,8 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         )
     run.at("optimizer", step)
     with run.tracker.section("optimizer"):
-        lr = lr_at(step, steps=config.train.steps, peak=config.optimizer.lr, table=config.scheduler)
         launched = run.train_step.launch(
-            lr=lr,
+            lr=run.schedule(step),
             stop=run.stop.requested,
             saved=run.saver.is_written,
             spiked=bool(run.position.found_spikes),

@@ -26,6 +26,7 @@ from trainer.training.run_dir import StatusKeeper
 from trainer.training.signals import StopRequest
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
+from trainer.training.step.schedule import Schedule
 from trainer.training.step.step import Launched, TrainStep
 from trainer.training.step.window import Window, WindowReader
 
@@ -49,6 +50,7 @@ class Run:
     position: Position
     windows: WindowReader
     train_step: TrainStep
+    schedule: Schedule
     details: StepDetails
     probe: StepProbe | None
     """None: off, or the model has no state."""

@@ -7,52 +7,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.ranks import differences
-from trainer.config.schema import OptimizerTable, SchedulerTable
+from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.model.build import build
 from trainer.training.step.on_device import step_unless, supports_found_inf
-from trainer.training.step.optimizer import build_optimizer, check_optimizer, load_optimizer, lr_at, set_lr
+from trainer.training.step.optimizer import build_optimizer, check_optimizer, load_optimizer, set_lr
 
 NAMES = ["adamw", "muon", "sgd"]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("constant", {1: 0.25, 4: 1.0, 5: 1.0, 24: 1.0}),
-        ("linear", {1: 0.25, 4: 1.0, 14: 0.55, 24: 0.1}),
-        ("cosine", {1: 0.25, 4: 1.0, 14: 0.55, 24: 0.1, 9: 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2}),
-        ("wsd", {1: 0.25, 4: 1.0, 19: 1.0, 24: 0.1, 22: 1.0 - 0.9 * 3 / 5}),
-    ],
-)
-def test_known_points(name, expected):
-    table = SchedulerTable(name=name, warmup_steps=4, min_lr_ratio=0.1, decay_fraction=0.2)
-    for step, height in expected.items():
-        assert lr_at(step, steps=24, peak=3.0, table=table) == pytest.approx(3.0 * height)
-
-
-@settings(max_examples=200, derandomize=True, deadline=None)
-@given(
-    st.sampled_from(["constant", "linear", "cosine", "wsd"]),
-    st.integers(1, 60),
-    st.integers(0, 60),
-    st.floats(0, 1),
-    st.floats(0.01, 1),
-)
-def test_it_rises_to_the_peak_then_never_rises_again_and_stays_above_its_floor(name, steps, warmup, floor, decay):
-    warmup = min(warmup, steps)
-    table = SchedulerTable(name=name, warmup_steps=warmup, min_lr_ratio=floor, decay_fraction=decay)
-    rates = [lr_at(step, steps=steps, peak=2.0, table=table) for step in range(1, steps + 1)]
-    assert all(0 < rate <= 2.0 + 1e-12 for rate in rates) or floor == 0
-    assert rates[:warmup] == sorted(rates[:warmup])
-    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-    assert all(rate >= 2.0 * floor - 1e-12 for rate in rates[warmup:])
-    if steps > warmup and name != "constant":
-        assert rates[-1] == pytest.approx(2.0 * floor, abs=1e-12)
 
 
 def test_vectors_are_not_decayed():

@@ -42,6 +42,7 @@ from trainer.training.signals import StopRequest
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import accepted_inputs
+from trainer.training.step.schedule import make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
 
@@ -164,6 +165,7 @@ def open_run(
             burns_in=config.ledger.burn_in > 0,
         ),
         train_step=train_step,
+        schedule=make_schedule(config),
         details=details,
         probe=probe,
         reporters=reporters,

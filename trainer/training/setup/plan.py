@@ -30,6 +30,7 @@ from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
 from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
+from trainer.training.step.schedule import make_schedule
 
 logger = get_logger(__name__)
 
@@ -144,6 +145,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
     _check_text_split(sources)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     resolve_builder(config.model)
+    make_schedule(config)
     if config.sample.every:
         prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
     coord = config.objective.coord

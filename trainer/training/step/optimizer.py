@@ -1,9 +1,8 @@
-"""The optimizer and the learning rate over the run."""
+"""The optimizer."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.schema import OptimizerTable, SchedulerTable
+from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.training.step.muon import MuonWithAdamW
@@ -147,26 +146,6 @@ def _own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> to
         problem = f"{target} gave a {type(optimizer).__name__}, not an optimizer"
         raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
     return optimizer
-
-
-def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float:
-    """Learning rate of optimizer step `step` (1 .. `steps`).
-
-    Warm-up is linear and reaches `peak` at step `warmup_steps`. What follows is a function of
-    t = (step - start) / (steps - start), start being the end of the warm-up (or, for wsd, of the stable phase):
-    constant: 1; linear: 1 - t; cosine: (1 + cos(pi t)) / 2 (Loshchilov and Hutter, 2017); wsd: 1, then 1 - t; each scaled
-    to end at `min_lr_ratio` of the peak.
-    """
-    if step <= table.warmup_steps:
-        return peak * step / table.warmup_steps
-    if table.name == "constant":
-        return peak
-    start = table.warmup_steps
-    if table.name == "wsd":
-        start = max(start, steps - math.ceil(table.decay_fraction * steps))
-    progress = min(max(step - start, 0) / max(steps - start, 1), 1.0)
-    height = (1 + math.cos(math.pi * progress)) / 2 if table.name == "cosine" else 1 - progress
-    return peak * (table.min_lr_ratio + (1 - table.min_lr_ratio) * height)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
