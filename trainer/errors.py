@@ -6,6 +6,9 @@ prints it once, on rank 0, without a traceback, and exits with code 2.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from trainer.wording import printable
 
 
@@ -32,6 +35,10 @@ class UserError(Exception):
         self.where = where
         super().__init__(self.message)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that a process of a pool can hand it to the one that speaks."""
+        return partial(type(self), where=self.where), (self.key, self.problem, self.fix)
+
     @property
     def message(self) -> str:
         """The message on one line."""
@@ -46,6 +53,10 @@ class UserErrors(UserError):
     def __init__(self, errors: list[UserError]) -> None:
         first, self.errors = errors[0], errors
         super().__init__(first.key, first.problem, first.fix, where=first.where)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See `UserError`."""
+        return type(self), (self.errors,)
 
     @property
     def message(self) -> str:

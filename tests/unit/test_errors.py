@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import pickle
 from collections.abc import Iterator
 
 from tests.support.runs import ROOT
+from trainer.errors import UserError, UserErrors
 
 # These say in the problem itself what has to be there.
 TELLING = ("must be", "must give")
@@ -29,3 +31,10 @@ def test_every_refusal_names_a_fix_or_says_what_must_be_there():
         if not has_fix and not any(word in ast.unparse(call) for word in TELLING):
             silent.append(place)
     assert not silent
+
+
+def test_a_mistake_survives_the_way_between_processes():
+    one, other = UserError("a", "is b", "do c", where="x.toml:3"), UserError("d", "is e", "do f")
+    for error in (one, UserErrors([one, other])):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), again.where) == (type(error), str(error), error.where)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,6 +84,42 @@ def _summarise(out: str, manifest: Manifest) -> None:
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
         typer.echo(f"{modality}: {documents}, {streams}, {totals['text_bytes'] / 1e6:.1f} MB of text", err=True)
     typer.echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
+
+
+@app.command()
+def tokenize(
+    paths: PathsArgument,
+    out: OutOption,
+    tokenizer: Annotated[str, typer.Option(help="As data.tokenizer: a tokenizer.json, or bytes.", metavar="NAME")],
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
+    format: FormatOption = "auto",
+    text_split: TextSplitOption = "file",
+) -> None:
+    """Tokenize text, .jsonl and .parquet once, into files that a run maps; an interrupted call is gone on with."""
+    from trainer.data.corpus.tokenize import tokenize as write_tokens
+    from trainer.data.streams.layout import discover, refuse_empty
+
+    at = discover(paths, format=format)
+    refuse_empty(at.streams)
+    began = time.perf_counter()
+    try:
+        with progress_bar() as report:
+            found = write_tokens(
+                at.streams,
+                Path(out),
+                tokenizer=tokenizer,
+                format=format,
+                text_split=text_split,
+                workers=workers or len(os.sched_getaffinity(0)),
+                report=report,
+            )
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command goes on from here", err=True)
+        raise
+    kept = f" ({found.kept_files:,} of them already there)" if found.kept_files else ""
+    counts = f"{counted(found.files, 'file')}{kept}, {found.documents:,} documents, {found.tokens:,} tokens"
+    typer.echo(f"{counts} from {found.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - began:.0f} s", err=True)
+    typer.echo(f"wrote {out}; train on it with root = {json.dumps(out)} and the same tokenizer", err=True)
 
 
 @synth_app.command("key-recall")

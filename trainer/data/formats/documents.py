@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import IO, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +20,10 @@ from trainer.errors import UserError
 TokenArray = npt.NDArray[Any]  # any integer dtype: as stored on disk
 Kind: TypeAlias = Literal["text", "ids"]
 """What a file holds: text to be tokenized, or token ids."""
+Span: TypeAlias = tuple[int, int]
+"""A part of a file that is tokenized alone: from and up to; in bytes, or in whatever its format counts."""
 CHUNK = 1 << 16  # tokens checked together
+SPOOLED = 256_000_000  # bytes of tokens that a file of text may take in memory
 TEXT_SPLITS = ("file", "blank_line")
 
 
@@ -80,8 +86,37 @@ class ReadOptions:
             raise UserError("text_split", f"must be one of {', '.join(TEXT_SPLITS)}; got {self.text_split!r}")
 
 
-def table_from_pieces(pieces: list[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
-    """Concatenate documents that were tokenized one by one, in the smallest dtype that holds the vocabulary.
+class _Store:
+    """Tokens that arrive chunk by chunk; beyond `SPOOLED` bytes they are in a temporary file, not in memory."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._chunks: list[TokenArray] = []
+        self._size = 0
+        self._file: IO[bytes] | None = None
+
+    def append(self, chunk: TokenArray) -> None:
+        self._chunks.append(chunk.astype(self._dtype))
+        self._size += self._chunks[-1].nbytes
+        if self._file is None and self._size > SPOOLED:
+            self._file = tempfile.TemporaryFile(prefix="trainer-tokens-")  # noqa: SIM115 - mapped, and gone with the mapping
+        if self._file is not None:
+            for waiting in self._chunks:
+                self._file.write(waiting.tobytes())
+            self._chunks.clear()
+
+    def whole(self) -> TokenArray:
+        if self._file is None:
+            return np.concatenate(self._chunks) if self._chunks else np.empty(0, self._dtype)
+        with self._file as file:
+            file.flush()
+            return np.asarray(np.memmap(file, dtype=self._dtype, mode="r"))
+
+
+def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
+    """Concatenate documents that are tokenized one by one, in the smallest dtype that holds the vocabulary.
+
+    Large ones do not stay in memory: their tokens are in a file of the directory for temporary files (`TMPDIR`), mapped.
 
     Args:
         pieces: the ids of each document, any integer dtype.
@@ -91,20 +126,26 @@ def table_from_pieces(pieces: list[TokenArray], vocab_size: int, *, where: str =
     Raises:
         UserError: an id is outside the vocabulary; in the smaller dtype it would turn into another one.
     """
-    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
-    tokens = np.empty(int(lengths.sum()), dtype=np.min_scalar_type(max(vocab_size - 1, 0)))
-    ends = np.cumsum(lengths)
+    store, lengths = _Store(np.dtype(np.min_scalar_type(max(vocab_size - 1, 0)))), array("q")
+    waiting: list[TokenArray] = []
+    size = 0
     # Short documents together: a check of each alone would take longer than all else here.
-    cuts = np.unique(np.searchsorted(ends, np.arange(CHUNK, len(tokens), CHUNK))).tolist()
-    for first, last in itertools.pairwise([0, *(cut for cut in cuts if cut), len(pieces)]):
-        if first == last:
-            continue
-        chunk = np.concatenate(pieces[first:last])
-        stop = int(ends[last - 1])
-        if chunk.size and not 0 <= chunk.min() <= chunk.max() < vocab_size:
-            at = int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
-            document = int(np.searchsorted(ends, stop - len(chunk) + at, side="right"))
-            problem = f"document {document}: token id {int(chunk[at])} is outside the vocabulary of {vocab_size} ids"
-            raise UserError(where, problem, "use the tokenizer that made the ids")
-        tokens[stop - len(chunk) : stop] = chunk
-    return TokenTable(tokens, ends - lengths, lengths)
+    for piece in itertools.chain(pieces, [None]):
+        if piece is not None:
+            waiting.append(piece)
+            lengths.append(len(piece))
+            size += len(piece)
+        if waiting and (piece is None or size >= CHUNK):
+            chunk = np.concatenate(waiting)
+            if chunk.size and not 0 <= chunk.min() <= chunk.max() < vocab_size:
+                at = int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
+                inside = int(np.searchsorted(np.cumsum([len(each) for each in waiting]), at, side="right"))
+                document = len(lengths) - len(waiting) + inside
+                problem = (
+                    f"document {document}: token id {int(chunk[at])} is outside the vocabulary of {vocab_size} ids"
+                )
+                raise UserError(where, problem, "use the tokenizer that made the ids")
+            store.append(chunk)
+            waiting, size = [], 0
+    sizes = np.array(lengths, dtype=np.int64)
+    return TokenTable(store.whole(), np.cumsum(sizes) - sizes, sizes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from trainer.arrays import Ints
 from trainer.data.formats.documents import ReadOptions, TokenTable
 from trainer.data.formats.id_bounds import IdBounds
 from trainer.errors import UserError
+from trainer.files import write_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -120,6 +121,23 @@ def _documents(index: _Index) -> tuple[Ints, Ints]:
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(index.sizes, dtype=np.int64)])
     lengths = totals[index.documents[1:]] - totals[index.documents[:-1]]
     return starts[np.minimum(index.documents[:-1], len(starts) - 1)], lengths
+
+
+def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
+    """Write the index of a `.bin` whose documents, of these lengths, follow each other, one sequence each.
+
+    Raises:
+        UserError: a document is longer than the format's 32 bits can say.
+    """
+    code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
+    if len(lengths) and int(lengths.max()) >= 1 << 31:
+        raise UserError(
+            str(path), f"a document of {int(lengths.max()):,} tokens is too long for it", "cut the document"
+        )
+    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
+    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
+    tables = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
+    write_file(path, header + b"".join(table.tobytes() for table in tables))
 
 
 def load_megatron(path: Path, options: ReadOptions) -> TokenTable:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.data.formats.documents import Kind, ReadOptions, TokenArray, TokenTable, table_from_pieces
+from trainer.data.formats.documents import Kind, ReadOptions, Span, TokenArray, TokenTable, table_from_pieces
 from trainer.data.formats.id_bounds import IdBounds
+from trainer.data.tokenizer import encode_all
 from trainer.errors import UserError
 
 COLUMNS = ("text", "tokens")
+BATCH_ROWS = 1024  # tokenized together
 
 
 def _pyarrow(path: Path) -> tuple[Any, Any]:
@@ -44,7 +48,7 @@ def _column(path: Path, schema: Any, types: Any) -> str:
 
 def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[TokenArray]:
     try:
-        return [options.tokenizer.encode(text) for text in array.to_pylist()]
+        return list(encode_all(options.tokenizer, array.to_pylist()))
     except UnicodeDecodeError as error:
         rows = f"rows {first_row} to {first_row + len(array) - 1}"
         raise UserError(str(path), f"a text in {rows} is not UTF-8 ({error.reason})", "write the file again") from error
@@ -65,37 +69,70 @@ def _tokens(path: Path, array: Any, first_row: int, bounds: IdBounds) -> list[To
     return pieces
 
 
-def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a Parquet file, read into memory.
+def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while row groups are read.
+
+    Args:
+        span: row groups, from and up to; None: all.
 
     Raises:
         UserError: pyarrow is not installed; the file is not Parquet; the column is missing, of the wrong type, or has
             nulls or ids outside the vocabulary.
     """
     pyarrow, parquet = _pyarrow(path)
-    pieces: list[TokenArray] = []
-    rows = 0
     try:
         with parquet.ParquetFile(path) as file:
             column = _column(path, file.schema_arrow, pyarrow.types)
-            for batch in file.iter_batches(columns=[column]):
+            groups = range(*span) if span is not None else range(file.num_row_groups)
+            row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[column]):
                 array = batch.column(0)
                 if array.null_count:
-                    row = rows + array.is_null().to_pylist().index(True)
-                    raise UserError(str(path), f"row {row}: {column} is null", "remove such rows")
+                    place = row + array.is_null().to_pylist().index(True)
+                    raise UserError(str(path), f"row {place}: {column} is null", "remove such rows")
                 if column == "text":
-                    pieces += _texts(path, array, rows, options)
+                    yield from _texts(path, array, row, options)
                 else:
-                    pieces += _tokens(path, array, rows, IdBounds.of(path, options.tokenizer))
-                rows += len(array)
+                    yield from _tokens(path, array, row, IdBounds.of(path, options.tokenizer))
+                row += len(array)
     except UserError:
         raise
     except Exception as error:  # pyarrow raises many types for a damaged file
         reason = " ".join(str(error).split())
         raise UserError(str(path), f"is not a readable Parquet file ({reason})", "write the file again") from error
-    if not pieces:
+
+
+def parquet_spans(path: Path, size: int) -> list[Span]:
+    """Row groups of together about `size` bytes, uncompressed.
+
+    Raises:
+        UserError: pyarrow is not installed, or the file is not Parquet.
+    """
+    _, parquet = _pyarrow(path)
+    try:
+        metadata = parquet.read_metadata(path)
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        reason = " ".join(str(error).split())
+        raise UserError(str(path), f"is not a readable Parquet file ({reason})", "write the file again") from error
+    cuts, held = [0], 0
+    for group in range(metadata.num_row_groups):
+        held += metadata.row_group(group).total_byte_size
+        if held >= size:
+            cuts.append(group + 1)
+            held = 0
+    return list(itertools.pairwise(dict.fromkeys([*cuts, metadata.num_row_groups])))
+
+
+def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a Parquet file, tokenized when it is opened.
+
+    Raises:
+        UserError: as `parquet_pieces`; or there are no rows.
+    """
+    table = table_from_pieces(parquet_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+    if not table.num_documents:
         raise UserError(str(path), "has no rows", "remove the file")
-    return table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path))
+    return table
 
 
 def parquet_kind(path: Path) -> Kind:

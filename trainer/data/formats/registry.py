@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from trainer.data.formats.documents import Kind, ReadOptions, TokenTable
-from trainer.data.formats.jsonl import jsonl_kind, load_jsonl
+from trainer.data.formats.documents import Kind, ReadOptions, Span, TokenArray, TokenTable
+from trainer.data.formats.jsonl import jsonl_kind, jsonl_pieces, jsonl_spans, load_jsonl
 from trainer.data.formats.megatron import load_megatron
 from trainer.data.formats.own_format import find_loader, is_import_path, load_own
-from trainer.data.formats.parquet import load_parquet, parquet_kind
-from trainer.data.formats.text import load_text
+from trainer.data.formats.parquet import load_parquet, parquet_kind, parquet_pieces, parquet_spans
+from trainer.data.formats.text import load_text, text_pieces, text_spans
 from trainer.data.formats.token_arrays import load_bin, load_npy
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
@@ -31,6 +31,9 @@ class Format:
         kind: text or token ids; a function of the path where it depends on the file.
         options: what the user may have to set for such files: `dtype`, `eod`.
         beside: extension of a second file that must be there too, and is not a stream of its own.
+        pieces: of a format that can hold text: the documents' ids, tokenized one after the other; in a span alone if one is
+            given.
+        spans: of such a format: parts of about so many bytes that can be tokenized apart.
     """
 
     suffixes: tuple[str, ...]
@@ -38,16 +41,18 @@ class Format:
     kind: Kind | Callable[[Path], Kind]
     options: tuple[Literal["dtype", "eod"], ...] = ()
     beside: str | None = None
+    pieces: Callable[[Path, ReadOptions, Span | None], Iterator[TokenArray]] | None = None
+    spans: Callable[[Path, int], list[Span]] | None = None
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "text": Format((".txt", ".md", ".py"), load_text, kind="text"),
-        "jsonl": Format((".jsonl",), load_jsonl, kind=jsonl_kind),
+        "text": Format((".txt", ".md", ".py"), load_text, kind="text", pieces=text_pieces, spans=text_spans),
+        "jsonl": Format((".jsonl",), load_jsonl, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
         "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
         "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
         "bin": Format((".bin",), load_bin, kind="ids", options=("dtype", "eod")),
-        "parquet": Format((".parquet",), load_parquet, kind=parquet_kind),
+        "parquet": Format((".parquet",), load_parquet, kind=parquet_kind, pieces=parquet_pieces, spans=parquet_spans),
     }
 )
 

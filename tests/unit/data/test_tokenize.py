@@ -1,0 +1,158 @@
+"""`train data tokenize`: the tokens of the text itself, the same with any number of processes, and whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.runs import ROOT
+from trainer.data import open_documents
+from trainer.data.corpus import tokenize as module
+from trainer.data.corpus.tokenize import tokenize
+from trainer.data.streams.layout import discover
+from trainer.data.tokenizer import load_tokenizer
+from trainer.errors import UserError
+
+tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")
+TEXTS = [f"document {i}: " + "ünï " * (i % 7) + "word " * (i * 37 % 211) for i in range(300)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A corpus of three formats, with `tokenizer.json` beside it."""
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    words.train_from_iterator(TEXTS, trainer)
+    words.save(str(tmp_path / "tokenizer.json"))
+    for modality in ("prose", "code"):
+        (tmp_path / "text" / modality).mkdir(parents=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" + "\n" * (i % 3) for i, text in enumerate(TEXTS))
+    (tmp_path / "text" / "prose" / "a.jsonl").write_text(lines)
+    (tmp_path / "text" / "code" / "a.txt").write_text("\n\n".join(TEXTS[:50]))
+    (tmp_path / "text" / "code" / "a.md").write_text(TEXTS[5])
+    return tmp_path
+
+
+def run(source: Path, out: str, **settings: object) -> module.Tokenized:
+    given = {"tokenizer": str(source / "tokenizer.json"), "span_bytes": 3000, "text_split": "blank_line", **settings}
+    return tokenize(discover([str(source / "text")]).streams, source / out, **given)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != module.RECORD
+    }
+
+
+def documents(path: Path, words: object) -> list[list[int]]:
+    table = open_documents(path, tokenizer=words, text_split="blank_line" if path.suffix in (".txt", ".md") else "file")
+    return [table.read(i, 0, int(table.lengths[i])).tolist() for i in range(table.num_documents)]
+
+
+def test_tokens_are_those_of_the_text_whatever_the_number_of_processes(source):
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = pyarrow.table({"text": TEXTS})
+    pyarrow.parquet.write_table(rows, source / "text" / "prose" / "b.parquet", row_group_size=40)
+    found = run(source, "out", workers=3)
+    assert (found.files, found.documents, found.kept_files) == (4, 651, 0)
+    words = load_tokenizer(str(source / "tokenizer.json"))
+    names = ["code/a.md", "code/a.txt", "prose/a.jsonl", "prose/b.parquet"]
+    assert list(contents(source / "out")) == sorted(f"{name}.{end}" for name in names for end in ("bin", "idx"))
+    num_tokens = 0
+    for name in names:
+        expected = documents(source / "text" / name, words)
+        assert documents(source / "out" / f"{name}.bin", words) == expected
+        num_tokens += sum(map(len, expected))
+    assert found.tokens == num_tokens
+    run(source, "again", workers=1, span_bytes=100_000)
+    assert contents(source / "again") == contents(source / "out")
+
+
+def test_a_killed_call_is_gone_on_with(source):
+    big = "".join(json.dumps({"text": text * 10}) + "\n" for text in TEXTS * 4)
+    (source / "text" / "prose" / "big.jsonl").write_text(big)
+    run(source, "whole", workers=2, span_bytes=100_000)
+    call = (
+        "import sys; from pathlib import Path\n"
+        "from trainer.data.corpus.tokenize import tokenize\n"
+        "from trainer.data.streams.layout import discover\n"
+        "if __name__ == '__main__':\n"
+        "    source = Path(sys.argv[1])\n"
+        "    tokenize(discover([str(source / 'text')]).streams, source / 'out', tokenizer=str(source / 'tokenizer.json'),\n"
+        "             span_bytes=100_000, text_split='blank_line', workers=1)\n"
+    )
+    script = source / "call.py"
+    script.write_text(call)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(source)], env=environment, start_new_session=True
+    ) as process:
+        parts = source / "out" / module.PARTS
+        while process.poll() is None and len(list(parts.glob("*.npy"))) < 3:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    kept = {path: path.stat().st_mtime_ns for path in parts.glob("*.npy")}
+    assert len(kept) >= 3, "it ended before it could be killed"
+    seen: list[int] = []
+    again = run(source, "out", workers=1, span_bytes=100_000, report=lambda done, total, what: seen.append(done))
+    assert again.documents == 300 + 50 + 1 + 1200
+    assert contents(source / "out") == contents(source / "whole")
+    assert run(source, "out", workers=1, span_bytes=100_000).kept_files == 4
+
+
+def test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not(source):
+    run(source, "out")
+    before = {path: path.stat().st_mtime_ns for path in (source / "out").rglob("*.bin")}
+    (source / "text" / "code" / "a.md").write_text("another text")
+    found = run(source, "out")
+    assert found.kept_files == 2
+    changed = [path.name for path, time in before.items() if path.stat().st_mtime_ns != time]
+    assert changed == ["a.md.bin"]
+    words = load_tokenizer(str(source / "tokenizer.json"))
+    assert documents(source / "out" / "code" / "a.md.bin", words) == [words.encode("another text").tolist()]
+
+
+def test_what_would_mix_tokens_of_two_kinds_is_refused(source):
+    run(source, "out")
+    with pytest.raises(UserError, match="holds tokens that were made with text_split 'blank_line'"):
+        run(source, "out", text_split="file")
+    with pytest.raises(UserError, match=r"holds tokens that were made with .*tokenizer"):
+        run(source, "out", tokenizer="bytes")
+    (source / "text" / "code" / "a.md").unlink()
+    with pytest.raises(UserError, match=r"holds tokens of other files \(code/a.md.bin\)"):
+        run(source, "out")
+    with pytest.raises(UserError, match="is not empty"):
+        run(source, "text")
+    np.save(source / "text" / "code" / "ids.npy", np.arange(5))
+    with pytest.raises(UserError, match="is of the format npy, which cannot be tokenized"):
+        run(source, "new")
+
+
+def test_a_damaged_line_is_named_and_what_was_finished_stays(source):
+    path = source / "text" / "prose" / "a.jsonl"
+    good = path.read_bytes()
+    path.write_bytes(good + b'{"text": 5}\n')
+    with pytest.raises(UserError, match=rf"a.jsonl: line at byte offset {len(good)}: text must be a string"):
+        run(source, "out")
+    path.write_bytes(good)
+    run(source, "out")
+    shutil.rmtree(source / "fresh", ignore_errors=True)
+    run(source, "fresh")
+    assert contents(source / "out") == contents(source / "fresh")
