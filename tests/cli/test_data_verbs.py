@@ -27,7 +27,8 @@ def texts(corpus: Path, modality: str) -> list[bytes]:
 
 
 def test_inspect_counts_what_is_there(corpus: Path) -> None:
-    result = run("data", "inspect", corpus, "--json", "--seq-len", "16", "--max-group-cells", "4")
+    inspecting = ("data", "inspect", corpus, "--json", "--seq-len", "16", "--max-group-cells", "4")
+    result = run(*inspecting)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     found = json.loads(result.stdout)
@@ -44,9 +45,16 @@ def test_inspect_counts_what_is_there(corpus: Path) -> None:
             "tokens": tokens,
             "groups": sum(-(-c // 4) for c in cells),
             "cells": sum(cells),
+            "unpacked_cells": sum(cells),
             "padding_share": pytest.approx(1 - tokens / (16 * sum(cells))),
+            "unpacked_padding_share": pytest.approx(1 - tokens / (16 * sum(cells))),
         }
-        assert found["modalities"][modality] == expected
+        facts = dict(found["modalities"][modality])
+        packed = facts.pop("packed_cells")
+        assert facts.pop("packed_padding_share") == pytest.approx(1 - tokens / (16 * packed))
+        assert facts == expected
+        packing = json.loads(run(*inspecting, "--pack").stdout)["modalities"][modality]
+        assert packing["cells"] == packing["packed_cells"] == packed <= packing["unpacked_cells"] == sum(cells)
         every += b"".join(documents)
     assert found["totals"]["tokens"] == len(every) == sum(stream["tokens"] for stream in found["streams"])
     assert [stream["stream"] for stream in found["streams"]][:2] == ["a/stream0.jsonl", "a/stream1.jsonl"]

@@ -255,11 +255,12 @@ def _print_tables(content: dict[str, Any]) -> None:
     table = Table()
     table.add_column("modality")
     names = ("streams", "documents", "tokens", "groups", "cells")
-    for name in (*names, "padding"):
+    for name in (*names, "padding", "if packed"):
         table.add_column(name, justify="right")
     rows = list(content["modalities"].items())
     for name, facts in [*rows, *([("all", content["totals"])] if len(rows) > 1 else [])]:
-        table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), f"{facts['padding_share']:.1%}")
+        paddings = (facts["unpacked_padding_share"], facts["packed_padding_share"])
+        table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), *(f"{share:.1%}" for share in paddings))
     console.print(table)
     histogram = content["histogram"]
     if histogram["types"]:

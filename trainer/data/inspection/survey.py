@@ -21,7 +21,8 @@ CHUNK = 1 << 20  # tokens counted together
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """Counts of one stream. `empty_documents` have no token and are never read; `padding_share` is of the cells' tokens."""
+    """Counts of one stream. `empty_documents` have no token and are never read; `padding_share` is of the cells' tokens.
+    `cells` are those of the chosen way to cut; `unpacked_cells` and `packed_cells` of both."""
 
     stream: str
     modality: str
@@ -31,6 +32,8 @@ class StreamFacts:
     tokens: int
     groups: int
     cells: int
+    unpacked_cells: int
+    packed_cells: int
     padding_share: float
 
 
@@ -49,10 +52,11 @@ class Survey:
     def total(self, seq_len: int, modality: str | None = None) -> dict[str, float]:
         """Sums over one modality, or over all."""
         chosen = [facts for facts in self.streams if modality in (None, facts.modality)]
-        names = ("documents", "empty_documents", "tokens", "groups", "cells")
+        names = ("documents", "empty_documents", "tokens", "groups", "cells", "unpacked_cells", "packed_cells")
         totals: dict[str, float] = {"streams": len(chosen)}
         totals.update({name: sum(getattr(facts, name) for facts in chosen) for name in names})
-        totals["padding_share"] = _padding(int(totals["tokens"]), int(totals["cells"]), seq_len)
+        for kind in ("", "unpacked_", "packed_"):
+            totals[f"{kind}padding_share"] = _padding(int(totals["tokens"]), int(totals[f"{kind}cells"]), seq_len)
         return totals
 
     @property
@@ -133,18 +137,23 @@ def survey(
     for stream in each_stream(streams, report):
         documents = load_documents(stream.path, format, options)
         lengths = documents.lengths
-        groups = build_groups(
-            lengths,
-            np.arange(len(lengths)),
-            namespace="",
-            relative_path=stream.relative_path,
-            seq_len=seq_len,
-            max_group_cells=max_group_cells,
-            pack=pack,
-        )
+        both = [
+            build_groups(
+                lengths,
+                np.arange(len(lengths)),
+                namespace="",
+                relative_path=stream.relative_path,
+                seq_len=seq_len,
+                max_group_cells=max_group_cells,
+                pack=is_packed,
+            )
+            for is_packed in (False, True)
+        ]
+        unpacked_cells, packed_cells = (int(each.cell_offsets[-1]) for each in both)
+        groups, cells = both[pack], (packed_cells if pack else unpacked_cells)
         for chunk in token_chunks(documents):
             counts += np.bincount(chunk.astype(np.intp, copy=False), minlength=len(counts))
-        tokens, cells = int(lengths.sum()), int(groups.cell_offsets[-1])
+        tokens = int(lengths.sum())
         facts = StreamFacts(
             stream=stream.relative_path,
             modality=stream.modality,
@@ -154,6 +163,8 @@ def survey(
             tokens=tokens,
             groups=groups.num_groups,
             cells=cells,
+            unpacked_cells=unpacked_cells,
+            packed_cells=packed_cells,
             padding_share=_padding(tokens, cells, seq_len),
         )
         found.append(facts)
