@@ -15,7 +15,7 @@ MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)
 # Tests wait for processes and pipes much of the time: 3 on two cores.
 WORKERS ?= 3
-BENCHES := loop gns recurrence ledger data metrics startup growth tbptt probe head
+BENCHES := loop gns recurrence ledger data metrics startup growth tbptt probe head tokenize
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: without bytecode on disk each would compile the package again.

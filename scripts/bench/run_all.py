@@ -26,6 +26,7 @@ TITLES = {
     "growth": "Growth with the size of things",
     "tbptt": "Gradient through several cells",
     "probe": "Probes of carry",
+    "tokenize": "Tokenizing",
     "head": "Loss and output layer at large vocabularies",
 }
 GROWTH_PLOT = PAGE.parent / "images" / "growth.png"

@@ -65,8 +65,8 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One span of a file, for a process of the pool."""
+class Job:
+    """One span of a file, for a process of the pool: its tokens go to `part`."""
 
     path: str
     format: str
@@ -109,7 +109,7 @@ def tokenize(
     _claim(out, sources, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
     (out / PARTS).mkdir(exist_ok=True)
     jobs = {
-        _Job(source.path, source.format, span, source.part(out, number)): source
+        Job(source.path, source.format, span, source.part(out, number)): source
         for source in sources
         if not _is_whole(source.target)
         for number, span in enumerate(source.spans)
@@ -123,7 +123,7 @@ def tokenize(
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
-        futures: dict[Future[None], _Job] = {}
+        futures: dict[Future[None], Job] = {}
         try:
             for job in jobs:
                 futures[pool.submit(_tokenize_span, job)] = job
@@ -213,7 +213,11 @@ def _begin(tokenizer: str, text_split: str, dtype: str) -> None:
     _options, _written_as = ReadOptions(load_tokenizer(tokenizer), text_split=text_split), np.dtype(dtype)
 
 
-def _tokenize_span(job: _Job) -> None:
+def _tokenize_span(job: Job) -> None:
+    tokenize_span(job, _options, _written_as)
+
+
+def tokenize_span(job: Job, options: ReadOptions, dtype: np.dtype[Any]) -> None:
     """Write a span's tokens, and beside them the lengths of its documents, unless they are there."""
     lengths_file = job.part.with_suffix(".npy")
     if lengths_file.is_file():
@@ -222,9 +226,9 @@ def _tokenize_span(job: _Job) -> None:
     assert pieces is not None
     lengths: list[int] = []
     with replacing(job.part, sync=False) as file:
-        for piece in pieces(Path(job.path), _options, job.span):
+        for piece in pieces(Path(job.path), options, job.span):
             lengths.append(len(piece))
-            file.write(piece.astype(_written_as).tobytes())
+            file.write(piece.astype(dtype).tobytes())
     with replacing(lengths_file, sync=False) as file:
         np.save(file, np.array(lengths, dtype=np.int64))
 
