@@ -1,12 +1,13 @@
-"""Families of models at equal parameters, tokens and data: the table of docs/models.md.
+"""Families of models, or optimizers, at equal parameters, tokens and data: the tables of docs/models.md.
 
 Each is as wide as gives it the wanted number of parameters, and trains on text (`make data`) with the same number of tokens per
 step. The Transformer runs with a context of one cell and of four; the others carry their state over all cells of a group. The
 held-out loss is that of whole held-out documents. The better of two learning rates, on the first seed, is that of all seeds.
 
     python scripts/compare_families.py
+    python scripts/compare_families.py --of optimizers     # of the first family
 
-About twenty minutes on two idle cores; means are kept in a file, and a second call runs only what is missing.
+About twenty and ten minutes on two idle cores; means are kept in a file, and a second call runs only what is missing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ VOCAB = 257
 CELL, TOKENS_PER_BATCH = 128, 1024
 LAYERS, STEPS = 3, 300
 RATES = (1e-3, 3e-3)
+OPTIMIZERS = {"adamw": RATES, "muon": RATES, "sgd": (0.1, 0.3)}
 WIDTHS = range(32, 513, 4)
 CONFIG = """
 [train]
@@ -72,7 +74,23 @@ Row = tuple[str, float, Setting]
 """What the first column says, the parameters, and the setting."""
 
 
-def settings() -> list[Row]:
+def optimizers() -> list[Row]:
+    """Every optimizer at every learning rate."""
+    dim = width_for("rglru", 0)
+    keys = {"model.dim": dim, "model.num_layers": LAYERS, "data.seq_len": CELL}
+    keys["data.mixing.batch_size"] = TOKENS_PER_BATCH // CELL
+    return [
+        (
+            name,
+            parameters_of("rglru", 0, dim),
+            Setting(name, tuple({**keys, "optimizer.name": f'"{name}"', "optimizer.lr": rate}.items())),
+        )
+        for name, rates in OPTIMIZERS.items()
+        for rate in rates
+    ]
+
+
+def families() -> list[Row]:
     """Every model at every learning rate."""
     found = []
     for family, heads, cells in (
@@ -133,7 +151,7 @@ def at_the_better_rate(found: Sequence[Row], results: Results) -> list[Row]:
 def table(found: Sequence[Row], results: Results, seeds: int) -> str:
     """A Markdown table. A seed also decides which documents are held out, so models are compared seed by seed."""
     first = f"minus {found[0][0]}'s"
-    names = ("model", "width", "parameters", "lr", "held-out loss, nats per byte", first, "seconds per step")
+    names = ("trained", "width", "parameters", "lr", "held-out loss, nats per byte", first, "seconds per step")
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
 
     def losses(setting: Setting) -> list[float]:
@@ -159,6 +177,7 @@ def table(found: Sequence[Row], results: Results, seeds: int) -> str:
 def main() -> None:
     """Run what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--of", choices=["families", "optimizers"], default="families")
     parser.add_argument("--text", type=Path, default=Path("data/pytext"), help="made by `make data`")
     parser.add_argument("--out", type=Path, default=Path("build/compare_families.json"), help="the results, kept")
     parser.add_argument("--work", type=Path, default=Path("build/compare_families"), help="directory of the runs")
@@ -180,7 +199,7 @@ def main() -> None:
                 results.add(setting, seed, means)
                 print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {means}", file=sys.stderr, flush=True)
 
-    found = settings()
+    found = families() if args.of == "families" else optimizers()
     run_missing(found, seeds=1)
     best = at_the_better_rate(found, results)
     run_missing(best, args.seeds)
