@@ -1039,7 +1039,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/training/test_optimizer.py::test_muon_takes_the_matrices_between_embedding_and_output",
         ),
         Mutant(
-            "trainer/training/step/optimizer.py",
+            "trainer/training/step/schedule.py",
             "lr * group.get(LR_SCALE, 1.0)",
             "lr",
             "tests/unit/training/test_optimizer.py::test_groups_have_settings_of_their_own",

@@ -43,8 +43,8 @@ from trainer.training.setup.parts import autocast_context, make_state, wrap_ddp
 from trainer.training.setup.plan import Plan, build_model, make_plan, width_of
 from trainer.training.signals import StopRequest
 from trainer.training.step.microbatch import MicroBatch, accepted_inputs, split
-from trainer.training.step.optimizer import build_optimizer, set_lr
-from trainer.training.step.schedule import lr_at
+from trainer.training.step.optimizer import build_optimizer
+from trainer.training.step.schedule import lr_at, set_lr
 
 LOG_INTERVAL = 10
 GOALS = {"cpu": 0.97, "cuda": 0.99}

@@ -17,6 +17,8 @@ class Facts:
     """What follows from a config at a world size. Counts are upper bounds: a stream's last batches are smaller."""
 
     world_size: int
+    steps: int
+    """Of the run; with `train.tokens` the least number, if all batches were full."""
     cells_per_step: int
     tokens_per_step: int
     tokens_in_run: int
@@ -55,15 +57,17 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     mixings = [mixing_of(config, source) for source in sources if source.target is None]
     # One group in each lane: a reader has a lane per cell of its batch.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
-    if found := _broken_rules(config, sources, in_flight):
+    tokens = tokens_per_step(config, sources, world_size)
+    steps = least_steps(config, tokens)
+    if found := _broken_rules(config, sources, in_flight, steps, tokens):
         raise found[0] if len(found) == 1 else UserErrors(found)
     ownership, reason = _ownership(config, sources, world_size)
-    cells = max(map(largest_batch, mixings), default=0) * config.train.micro_batches * world_size
     return Facts(
         world_size=world_size,
-        cells_per_step=cells,
-        tokens_per_step=cells * config.row_tokens,
-        tokens_in_run=cells * config.row_tokens * config.train.steps,
+        steps=steps,
+        cells_per_step=tokens // config.row_tokens,
+        tokens_per_step=tokens,
+        tokens_in_run=config.train.tokens or tokens * steps,
         groups_in_flight=in_flight,
         capacity_to_change_ranks=in_flight * (world_size + 1),
         ledger_capacity=config.ledger.capacity,
@@ -73,12 +77,24 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     )
 
 
-def _broken_rules(config: RunConfig, sources: list[SourceTable], in_flight: int) -> list[UserError]:
-    found = []
-    train, warmup, capacity = config.train, config.scheduler.warmup_steps, config.ledger.capacity
-    if warmup > train.steps:
-        problem = f"{warmup} is longer than the run (train.steps = {train.steps})"
-        found.append(UserError("scheduler.warmup_steps", problem, f"set it to at most {train.steps}"))
+def tokens_per_step(config: RunConfig, sources: list[SourceTable], world_size: int) -> int:
+    """Most tokens of a step over all ranks; 0 if all data sets are the user's own."""
+    cells = [largest_batch(mixing_of(config, source)) for source in sources if source.target is None]
+    return max(cells, default=0) * config.train.micro_batches * world_size * config.row_tokens
+
+
+def least_steps(config: RunConfig, tokens_per_step: int) -> int:
+    """Steps of the run; with `train.tokens` as many as it takes if all batches are full."""
+    if not config.train.tokens:
+        return config.train.steps
+    return -(-config.train.tokens // max(tokens_per_step, 1))
+
+
+def _broken_rules(
+    config: RunConfig, sources: list[SourceTable], in_flight: int, steps: int, tokens_per_step: int
+) -> list[UserError]:
+    found = _broken_lengths(config, steps, tokens_per_step)
+    train, capacity = config.train, config.ledger.capacity
     if train.tbptt_cells > config.data.max_group_cells:
         problem = (
             f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {config.data.max_group_cells})"
@@ -110,6 +126,28 @@ def _broken_rules(config: RunConfig, sources: list[SourceTable], in_flight: int)
             "that are still needed would be evicted"
         )
         found.append(UserError("ledger.capacity", problem, f"set it to {in_flight} or more"))
+    return found
+
+
+def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> list[UserError]:
+    found = []
+    train, warmup, warmup_tokens = config.train, config.scheduler.warmup_steps, config.scheduler.warmup_tokens
+    if warmup > steps:
+        length = f"train.tokens = {train.tokens:,}, {steps} full steps" if train.tokens else f"train.steps = {steps}"
+        problem = f"{warmup} is longer than the run ({length})"
+        found.append(UserError("scheduler.warmup_steps", problem, f"set it to at most {steps}"))
+    if train.tokens and train.steps not in (0, steps):
+        problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
+        found.append(UserError("train.steps", problem, "set one of them to 0"))
+    if train.tokens and tokens_per_step == 0:
+        problem = "needs to know how large a batch is, and data sets of your own do not say"
+        found.append(UserError("train.tokens", problem, "set train.steps instead"))
+    if warmup_tokens and not train.tokens:
+        fix = "set train.tokens, or warmup_steps instead"
+        found.append(UserError("scheduler.warmup_tokens", "needs a run whose length is in tokens", fix))
+    elif warmup_tokens > train.tokens:
+        problem = f"{warmup_tokens:,} is longer than the run (train.tokens = {train.tokens:,})"
+        found.append(UserError("scheduler.warmup_tokens", problem, f"set it to at most {train.tokens}"))
     return found
 
 

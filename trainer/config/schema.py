@@ -37,8 +37,11 @@ class RunTable(Table):
 class TrainTable(Table):
     """`[train]`: the training loop."""
 
-    steps: Count
-    """Number of optimizer steps."""
+    steps: WholeNumber = 0
+    """Number of optimizer steps; 0: tokens says how long the run is."""
+    tokens: WholeNumber = 0
+    """Length of the run in target tokens over all ranks, to within two steps; 0: steps says it. Warm-up and decay then go by
+    tokens, too."""
     micro_batches: Count = 1
     """m: micro-batches per optimizer step and rank (gradient accumulation)."""
     tbptt_cells: Count = 1
@@ -62,6 +65,12 @@ class TrainTable(Table):
     spike_sigma: NonNegative = 6.0
     """A loss this many standard deviations above its running mean is a spike; the step's batches are recorded in
     events.jsonl. 0: off."""
+
+    @model_validator(mode="after")
+    def _has_a_length(self) -> TrainTable:
+        if self.steps == 0 and self.tokens == 0:
+            raise ValueError("how long is the run? set steps, or tokens")
+        return self
 
 
 FORMER_REFERENCE = "trainer.model:build"
@@ -220,6 +229,8 @@ class SchedulerTable(Table):
     """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
     """Steps of linear warm-up from 0."""
+    warmup_tokens: WholeNumber = 0
+    """The same in tokens, with train.tokens."""
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -227,6 +238,8 @@ class SchedulerTable(Table):
 
     @model_validator(mode="after")
     def _keys_are_those_that_count(self) -> SchedulerTable:
+        if self.warmup_steps and self.warmup_tokens:
+            raise ValueError("warmup_steps and warmup_tokens say the same: keep one")
         own = self.model_fields_set & {"target", "args"}
         if self.target is None and self.args:
             raise ValueError("args are those of a target of your own: name it, or use the keys of this table")

@@ -312,10 +312,10 @@ def _curves(plan: Plan, num_batches: int) -> Curves:
     config = plan.config
     batches, steps = sample_points(num_batches), sample_points(config.train.steps) + 1
     shares = shares_at([source.weight for source in plan.sources], batches, config.train.micro_batches)
-    schedule = make_schedule(config)
+    schedule = make_schedule(config, plan.length)
     return Curves(
         batches=batches.tolist(),
         shares={source.name: row for source, row in zip(plan.sources, shares.tolist(), strict=True)},
         steps=steps.tolist(),
-        lr=[schedule(step) for step in steps.tolist()],
+        lr=[schedule(plan.length.of_full_steps(step)) for step in steps.tolist()],
     )

@@ -33,8 +33,9 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     outcome = run.train_step.finish(taken.launched)
     if outcome.is_exhausted:
         return "data exhausted"
-    position, step, steps = run.position, taken.step, run.config.train.steps
-    position.step, position.data_state = step, taken.window.data_state
+    position, step = run.position, taken.step
+    position.step, position.reached, position.data_state = step, taken.reached, taken.window.data_state
+    position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens
     for metrics in taken.window.metrics:
         run.diagnostics.best_effort("data metrics").run(position.unlogged.add, metrics)
     if not outcome.is_finite:
@@ -51,8 +52,8 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     if outcome.all_saved:
         run.saver.publish_pending(position)
     every = run.config.eval.every
-    position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or step == steps)
-    if outcome.should_stop or not at_boundary(run, is_last=step == steps):
+    position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or position.is_over)
+    if outcome.should_stop or not at_boundary(run, is_last=position.is_over):
         return stopped_by(run)
     return None
 
@@ -92,12 +93,12 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
             step,
             loss=outcome.loss if outcome.tokens else None,
             grad_norm=outcome.grad_norm if outcome.tokens else None,
-            lr=run.schedule(step),
+            lr=run.schedule(taken.reached),
             tokens_in_step=outcome.tokens,
             extra=extra,
             force_log=bool(reporters),
         )
-    run.diagnostics.best_effort("progress").run(run.progress.update, step, outcome.loss)
+    run.diagnostics.best_effort("progress").run(run.progress.update, taken.reached, outcome.loss)
     if reporters and run.status is not None:
         run.diagnostics.best_effort("status.json").run(run.status, step)
 

@@ -14,7 +14,7 @@ from trainer.training.run import Run, StepInFlight
 
 def run_loop(run: Run) -> str:
     """Train until the last step, until the data are exhausted or until somebody asks to stop. Returns the reason."""
-    position, steps = run.position, run.config.train.steps
+    position = run.position
     reason: str | None = None
     in_flight: StepInFlight | None = None
     if any(gather_from_ranks(run.stop.requested, world_size=run.info.world_size)):
@@ -22,7 +22,7 @@ def run_loop(run: Run) -> str:
         reason = stopped_by(run)
     elif position.evaluation_is_due and not evaluate(run):
         reason = stopped_by(run)
-    while reason is None and position.step < steps:
+    while reason is None and not position.is_over:
         reason, in_flight = take_step(run, in_flight)
     report_spikes(run)
     if run.saver.last_saved != position.step and position.step > 0:
@@ -34,6 +34,9 @@ def run_loop(run: Run) -> str:
 def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, StepInFlight | None]:
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
     step = run.position.step + (1 if previous is None else 2)
+    reached = run.length.reached_by(step, run.position.tokens_through(step - 2))
+    if reached >= run.length.total:
+        run.position.last_step = step
     at_once = is_read_at_once(run, step)
     if at_once and previous is not None:
         # Before the step starts, so that its times are its own.
@@ -57,13 +60,13 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     run.at("optimizer", step)
     with run.tracker.section("optimizer"):
         launched = run.train_step.launch(
-            lr=run.schedule(step),
+            lr=run.schedule(reached),
             stop=run.stop.requested,
             saved=run.saver.is_written,
             spiked=bool(run.position.found_spikes),
             exhausted=window.is_exhausted,
         )
-    current = StepInFlight(step, window, launched)
+    current = StepInFlight(step, reached, window, launched)
     reason = None if previous is None else finish(run, previous)
     if at_once or reason is not None:
         # The stop takes effect now; the step that is in flight has happened and counts.

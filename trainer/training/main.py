@@ -121,9 +121,15 @@ def _train_in_group(
             else:
                 in_flight = plan.facts.groups_in_flight
                 position = restore(*found, state, config, info, device, data, groups_in_flight=in_flight)
-        if position.step >= config.train.steps and not position.evaluation_is_due:
-            text = "%s: the run is at step %d, train.steps = %d: nothing is left to do; set it higher to continue"
-            logger.info(text, run_dir.path, position.step, config.train.steps)
+        length = plan.length
+        if not length.full_step:
+            position.last_step = length.total
+        elif position.reached >= length.total:
+            position.last_step = position.step
+        if position.is_over and not position.evaluation_is_due:
+            text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
+            unit = "tokens" if length.full_step else "steps"
+            logger.info(text, run_dir.path, position.step, unit, length.total)
             return 0
         contract: dict[str, Any] | None = None
         with raise_on_all_ranks(world_size=info.world_size):

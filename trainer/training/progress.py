@@ -10,7 +10,8 @@ from trainer.metrics.best_effort import BestEffort
 
 
 class Progress:
-    """A bar with steps, loss, time left and verdict; nothing at all where `is_shown` is false.
+    """A bar with steps, or tokens where they are the run's length, and loss, time left and verdict; nothing at all where
+    `is_shown` is false.
 
     rich must own neither stream: by default it takes stdout, and payload lines with it.
 
@@ -52,11 +53,11 @@ class Progress:
         self._task = self._bar.add_task(name, total=total, completed=done, loss="-", verdict="")
         self._bar.start()
 
-    def update(self, step: int, loss: float) -> None:
-        """Show `step` as done."""
+    def update(self, reached: int, loss: float) -> None:
+        """Show so much of the run as done."""
         if self._bar is not None:
             verdict = self._guard.run(self._verdict) or ""
-            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", verdict=verdict, refresh=True)
+            self._bar.update(self._task, completed=reached, loss=f"{loss:.4f}", verdict=verdict, refresh=True)
 
     def hide(self) -> None:
         """Take the bar off the screen."""

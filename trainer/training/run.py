@@ -26,7 +26,7 @@ from trainer.training.run_dir import StatusKeeper
 from trainer.training.signals import StopRequest
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
-from trainer.training.step.schedule import Schedule
+from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
 from trainer.training.step.window import Window, WindowReader
 
@@ -36,6 +36,8 @@ class StepInFlight:
     """A step that was launched and is not finished."""
 
     step: int
+    reached: int
+    """See `Length.reached_by`."""
     window: Window
     launched: Launched
 
@@ -50,6 +52,7 @@ class Run:
     position: Position
     windows: WindowReader
     train_step: TrainStep
+    length: Length
     schedule: Schedule
     details: StepDetails
     probe: StepProbe | None
@@ -102,7 +105,7 @@ class Run:
 
     def logs(self, step: int) -> bool:
         """Whether `step` is logged; the same on all ranks."""
-        return self.tracker.will_log(step) or step == self.config.train.steps
+        return self.tracker.will_log(step) or step == self.position.last_step
 
     def probes(self, step: int) -> bool:
         """Whether `step` measures what carrying is worth; the same on all ranks."""

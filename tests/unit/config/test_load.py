@@ -52,7 +52,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("train.steps=2.9", "train.steps: must be an integer, got 2.9"),
         ("train.steps=true", "train.steps: must be an integer, got true"),
         ('train.steps="5"', 'train.steps: must be an integer, got "5"'),
-        ("train.steps=0", "train.steps: must be >= 1, got 0"),
+        ("train.steps=0", "train: how long is the run? set steps, or tokens"),
         ("train.compile=flase", 'train.compile: must be true or false, got "flase"'),
         ("optimizer.lr=nan", "optimizer.lr: must be a finite number, got nan"),
         ("optimizer.lr=inf", "optimizer.lr: must be a finite number, got inf"),

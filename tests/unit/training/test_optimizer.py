@@ -13,7 +13,8 @@ from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.model.build import build
 from trainer.training.step.on_device import step_unless, supports_found_inf
-from trainer.training.step.optimizer import build_optimizer, check_optimizer, load_optimizer, set_lr
+from trainer.training.step.optimizer import build_optimizer, check_optimizer, load_optimizer
+from trainer.training.step.schedule import set_lr
 
 NAMES = ["adamw", "muon", "sgd"]
 

@@ -12,7 +12,7 @@ from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.config.schema import SchedulerTable
 from trainer.errors import UserError
-from trainer.training.step.schedule import lr_at, make_schedule
+from trainer.training.step.schedule import Length, lr_at, make_schedule
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,8 @@ def of_target(tmp_path, monkeypatch, body, *sets):
     config = write_tiny_config(tmp_path)
     lines = [line for line in config.read_text().splitlines() if not line.startswith("warmup_steps")]
     config.write_text("\n".join(lines))
-    return make_schedule(load_config(config, ["scheduler.target=own_rates:rate", "train.steps=12", *sets]))
+    loaded = load_config(config, ["scheduler.target=own_rates:rate", "train.steps=12", *sets])
+    return make_schedule(loaded, Length.of(loaded, 0))
 
 
 def test_a_schedule_of_ones_own_is_called_with_its_settings(tmp_path, monkeypatch):

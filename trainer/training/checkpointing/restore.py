@@ -89,6 +89,8 @@ def restore(
         else:
             state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])
         position = Position.of(state, saved["step"])
+    position.reached = saved.get("reached", saved["step"])  # absent in checkpoints from before lengths in tokens
+    position.tokens_before, position.tokens = saved.get("tokens", [saved["tracker"]["tokens_seen"]] * 2)
     position.evaluation_is_due = saved.get("evaluation_is_due", False)
     if own is not None:
         with loading(path, "counts"):

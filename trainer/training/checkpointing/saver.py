@@ -87,6 +87,8 @@ class Saver:
         )
         shared = {
             "step": step,
+            "reached": position.reached,
+            "tokens": [position.tokens_before, position.tokens],
             "world_size": self._info.world_size,
             "evaluation_is_due": position.evaluation_is_due,
             **self._state.shared(),

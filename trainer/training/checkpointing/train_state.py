@@ -88,6 +88,14 @@ class Position:
     """What the host has counted since the last logged step."""
     step: int = 0
     """Last finished step."""
+    last_step: int | None = None
+    """The run's last; None: not known yet, the run's length is in tokens."""
+    reached: int = 0
+    """What `Length.reached_by` said of the last finished step."""
+    tokens: int = 0
+    """Target tokens over all ranks through the last finished step."""
+    tokens_before: int = 0
+    """The same without the last finished step."""
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
@@ -106,6 +114,15 @@ class Position:
         """The position after `step`, of which `state` holds the data set's state."""
         unlogged = WindowAggregator([*state.dataset.metric_keys, *HOST_KEYS])
         return cls(state.dataset.state_dict(), unlogged, step=step, first_step=step)
+
+    def tokens_through(self, step: int) -> int:
+        """Tokens through the last finished step or the one before it."""
+        return self.tokens if step == self.step else self.tokens_before
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is finished."""
+        return self.last_step is not None and self.step >= self.last_step
 
     def counts(self, state: TrainState) -> dict[str, Any]:
         """What this rank has counted since the last logged step, for a checkpoint between two of them."""

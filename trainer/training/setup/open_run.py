@@ -142,8 +142,8 @@ def open_run(
     stack.callback(loader.close)
     progress = Progress(
         is_shown=info.is_main and sys.stderr.isatty(),
-        total=config.train.steps,
-        done=position.step,
+        total=plan.length.total,
+        done=position.reached,
         name=config.run.name,
         verdict=verdict,
     )
@@ -165,7 +165,8 @@ def open_run(
             burns_in=config.ledger.burn_in > 0,
         ),
         train_step=train_step,
-        schedule=make_schedule(config),
+        length=plan.length,
+        schedule=make_schedule(config, plan.length),
         details=details,
         probe=probe,
         reporters=reporters,

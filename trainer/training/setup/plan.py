@@ -30,7 +30,7 @@ from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
 from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
-from trainer.training.step.schedule import make_schedule
+from trainer.training.step.schedule import Length, make_schedule
 
 logger = get_logger(__name__)
 
@@ -48,6 +48,11 @@ class Plan:
     def vocab_size(self) -> int:
         """Token ids of the model, the one that begins a document included."""
         return self.tokenizer.vocab_size
+
+    @property
+    def length(self) -> Length:
+        """How long the run is."""
+        return Length.of(self.config, self.facts.tokens_per_step)
 
     @property
     def has_built_in_model(self) -> bool:
@@ -139,13 +144,15 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
     refuse_impossible(config)
-    sources = resolve_sources(config, config_path)
+    sources = resolve_sources(config, config_path, world_size)
     facts = check_rules(config, leaf_tables(sources), world_size)
+    if config.train.tokens:  # the least number of steps is what forecasts go by
+        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
     _check_text_split(sources)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     resolve_builder(config.model)
-    make_schedule(config)
+    make_schedule(config, Length.of(config, facts.tokens_per_step))
     if config.sample.every:
         prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
     coord = config.objective.coord

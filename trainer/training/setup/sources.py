@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.config.base import ScheduleTable, Weight
 from trainer.config.data_tables import SourceTable
 from trainer.config.load import load_dataset_file
+from trainer.config.rules import least_steps, tokens_per_step
 from trainer.config.schema import RunConfig
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.data.streams.layout import Stream, discover_direct, discover_nested
@@ -28,7 +29,7 @@ class Source:
     """Empty for a target."""
 
 
-def resolve_sources(config: RunConfig, config_path: Path) -> list[Source]:
+def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> list[Source]:
     """Every leaf source, with its weight and streams.
 
     Raises:
@@ -37,7 +38,8 @@ def resolve_sources(config: RunConfig, config_path: Path) -> list[Source]:
     """
     leaves: list[Source] = []
     _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),))
-    num_batches = config.train.steps * config.train.micro_batches
+    full_step = tokens_per_step(config, leaf_tables(leaves), world_size)
+    num_batches = least_steps(config, full_step) * config.train.micro_batches
     gap = first_all_zero(
         [leaf.weight for leaf in leaves], micro_batches=config.train.micro_batches, num_batches=num_batches
     )

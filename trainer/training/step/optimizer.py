@@ -14,9 +14,8 @@ from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.training.step.muon import MuonWithAdamW
+from trainer.training.step.schedule import LR_SCALE
 
-LR_SCALE = "lr_scale"
-"""Key of a parameter group: its learning rate over that of the run."""
 ParameterGroup = dict[str, Any]
 
 
@@ -146,9 +145,3 @@ def _own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> to
         problem = f"{target} gave a {type(optimizer).__name__}, not an optimizer"
         raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
     return optimizer
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` in the next step, in every parameter group, times the group's own scale."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get(LR_SCALE, 1.0)

@@ -1,29 +1,72 @@
-"""The learning rate over the run."""
+"""How long a run is, in steps or tokens, and the learning rate over it."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Self
+
+import torch
 
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: its learning rate over that of the run."""
 Schedule = Callable[[int], float]
-"""The learning rate of an optimizer step, 1 .. `train.steps`."""
+"""The learning rate of a step, by what `Length.reached_by` says of it: 1 .. `train.steps`, or tokens."""
 
 
-def make_schedule(config: RunConfig) -> Schedule:
-    """What `[scheduler]` names.
+@dataclass(frozen=True)
+class Length:
+    """The length of a run, and how far a step has come.
+
+    In tokens, a step counts as if it and the one before it were full, since their tokens are not known when it is launched: a
+    step's numbers are read after the next is launched. The run so ends within two steps of `total`, and where it ends does not
+    depend on which steps are read early, or on where it was resumed.
+
+    Args:
+        total: steps, or tokens.
+        full_step: most tokens of a step; 0: the length is in steps.
+    """
+
+    total: int
+    full_step: int
+
+    @classmethod
+    def of(cls, config: RunConfig, full_step: int) -> Self:
+        """As `[train]` says it."""
+        return cls(config.train.tokens, full_step) if config.train.tokens else cls(config.train.steps, 0)
+
+    def reached_by(self, step: int, tokens_before: int) -> int:
+        """Steps, or the most tokens, that have been trained on once `step` is done.
+
+        Args:
+            tokens_before: tokens through step - 2.
+        """
+        if self.full_step == 0:
+            return step
+        return min(tokens_before + min(step, 2) * self.full_step, self.total)
+
+    def of_full_steps(self, step: int) -> int:
+        """What `reached_by` gives if all batches are full."""
+        return min(step * self.full_step, self.total) if self.full_step else step
+
+
+def make_schedule(config: RunConfig, length: Length) -> Schedule:
+    """What `[scheduler]` names, over a run of this length.
 
     Raises:
         UserError: a target of the user's own does not exist, does not take its arguments, or fails at the first or last step.
     """
-    table, steps, peak = config.scheduler, config.train.steps, config.optimizer.lr
+    table, steps, peak = config.scheduler, length.total, config.optimizer.lr
     if table.target is None:
-        return partial(lr_at, steps=steps, peak=peak, table=table)
+        warmup = table.warmup_tokens or table.warmup_steps * (length.full_step or 1)
+        return partial(lr_at, steps=steps, peak=peak, table=table.model_copy(update={"warmup_steps": warmup}))
     function, given = resolve_target(table.target, "scheduler.target"), {"steps": steps, "peak": peak, **table.args}
     try:
         inspect.signature(function).bind(1, **given)
@@ -33,13 +76,13 @@ def make_schedule(config: RunConfig) -> Schedule:
         problem = f"cannot call {table.target} with a step, and steps, peak and the keys of args by name: {error}"
         raise UserError("scheduler.args", problem, "see its signature") from error
     schedule = partial(_own, table.target, partial(function, **given))
-    for step in (1, steps):
-        schedule(step)
+    for reached in (length.of_full_steps(1), steps):
+        schedule(reached)
     return schedule
 
 
 def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float:
-    """Learning rate of optimizer step `step` (1 .. `steps`).
+    """Learning rate of optimizer step `step` (1 .. `steps`); of a length in tokens all three are tokens.
 
     Warm-up is linear and reaches `peak` at step `warmup_steps`. What follows is a function of
     t = (step - start) / (steps - start), start being the end of the warm-up (or, for wsd, of the stable phase):
@@ -74,3 +117,9 @@ def _own(target: str, function: Callable[[int], float], step: int) -> float:
         problem = f"{target} gave {rate} at step {step}, which is no learning rate"
         raise UserError("scheduler.target", problem, "return a finite number that is not negative")
     return rate
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` in the next step, in every parameter group, times the group's own scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(LR_SCALE, 1.0)

@@ -41,7 +41,7 @@ from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
-from trainer.training.step.optimizer import set_lr
+from trainer.training.step.schedule import set_lr
 from trainer.wording import counted, few
 
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
