@@ -86,6 +86,7 @@ def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_pat
         expected = own(tokens=torch.arange(40).reshape(2, 20)).logits
     card = (tmp_path / "hf" / "README.md").read_text()
     assert f"| `{family}`, dim 16, 2 layers |" in card
+    assert "Every document began with the id 256," in card
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-5, atol=1e-5)
     positions = json.loads((tmp_path / "hf" / "config.json").read_text()).get("max_position_embeddings")
     assert (positions == SEQ_LEN) == (family == "transformer")

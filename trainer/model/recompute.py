@@ -22,6 +22,7 @@ def recompute_blocks(model: nn.Module) -> None:
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         problem = f'is "block", but {type(model).__name__} has no nn.ModuleList named blocks'
-        raise UserError("train.activation_checkpointing", problem, 'name it so, or choose "off"')
+        fix = 'choose "off", or name it so in a model of your own'
+        raise UserError("train.activation_checkpointing", problem, fix)
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -51,9 +51,9 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     end_step(run, taken, outcome, run.reporters if run.logs(step) else {})
     if outcome.all_saved:
         run.saver.publish_pending(position)
-    every = run.config.eval.every
-    position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or position.is_over)
-    if outcome.should_stop or not at_boundary(run, is_last=position.is_over):
+    every, is_last = run.config.eval.every, step == position.last_step
+    position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or is_last)
+    if outcome.should_stop or not at_boundary(run, is_last=is_last):
         return stopped_by(run)
     return None
 

@@ -22,7 +22,7 @@ def run_loop(run: Run) -> str:
         reason = stopped_by(run)
     elif position.evaluation_is_due and not evaluate(run):
         reason = stopped_by(run)
-    while reason is None and not position.is_over:
+    while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight)
     report_spikes(run)
     if run.saver.last_saved != position.step and position.step > 0:
@@ -34,7 +34,8 @@ def run_loop(run: Run) -> str:
 def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, StepInFlight | None]:
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
     step = run.position.step + (1 if previous is None else 2)
-    reached = run.length.reached_by(step, run.position.tokens_through(step - 2))
+    tokens_before = run.position.tokens_before if previous is None else run.position.tokens  # through step - 2
+    reached = run.length.reached_by(step, tokens_before)
     if reached >= run.length.total:
         run.position.last_step = step
     at_once = is_read_at_once(run, step)

@@ -126,7 +126,8 @@ def _train_in_group(
             position.last_step = length.total
         elif position.reached >= length.total:
             position.last_step = position.step
-        if position.is_over and not position.evaluation_is_due:
+        is_over = position.last_step is not None and position.step >= position.last_step
+        if is_over and not position.evaluation_is_due:
             text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
             unit = "tokens" if length.full_step else "steps"
             logger.info(text, run_dir.path, position.step, unit, length.total)

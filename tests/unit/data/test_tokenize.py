@@ -84,6 +84,17 @@ def test_tokens_are_those_of_the_text_whatever_the_number_of_processes(source):
     assert contents(source / "again") == contents(source / "out")
 
 
+def test_files_and_globs_keep_their_modality(source, monkeypatch):
+    monkeypatch.chdir(source)
+    for number, paths in enumerate(
+        (["text/code/*.txt", "text/prose/a.jsonl"], [str(source / "text" / "code" / "a.md")])
+    ):
+        streams = discover(paths).streams
+        out = source / f"out{number}"
+        tokenize(streams, out, tokenizer=str(source / "tokenizer.json"))
+        assert sorted(s.modality for s in discover([str(out)]).streams) == sorted(s.modality for s in streams)
+
+
 def test_a_killed_call_is_gone_on_with(source):
     big = "".join(json.dumps({"text": text * 10}) + "\n" for text in TEXTS * 4)
     (source / "text" / "prose" / "big.jsonl").write_text(big)
@@ -131,15 +142,22 @@ def test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not(sourc
 
 def test_what_would_mix_tokens_of_two_kinds_is_refused(source):
     run(source, "out")
-    with pytest.raises(UserError, match="holds tokens that were made with text_split 'blank_line'"):
+    with pytest.raises(UserError, match="holds tokens that were made with another text_split"):
         run(source, "out", text_split="file")
-    with pytest.raises(UserError, match=r"holds tokens that were made with .*tokenizer"):
+    with pytest.raises(UserError, match="holds tokens that were made with another tokenizer"):
         run(source, "out", tokenizer="bytes")
     (source / "text" / "code" / "a.md").unlink()
     with pytest.raises(UserError, match=r"holds tokens of other files \(code/a.md.bin\)"):
         run(source, "out")
+    for end in ("bin", "idx"):
+        (source / "out" / "code" / f"a.md.{end}").unlink()
+    assert run(source, "out").files == 2
+    (source / "other").mkdir()
+    (source / "other" / "file").touch()
     with pytest.raises(UserError, match="is not empty"):
-        run(source, "text")
+        run(source, "other")
+    with pytest.raises(UserError, match=r"text/tokens: lies in .*text, where the text is"):
+        run(source, "text/tokens")
     np.save(source / "text" / "code" / "ids.npy", np.arange(5))
     with pytest.raises(UserError, match="is of the format npy, which cannot be tokenized"):
         run(source, "new")

@@ -118,11 +118,14 @@ def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> N
     if isinstance(memory, str):
         typer.echo(f"#   memory per rank: {memory}")
     else:
-        parts = ", ".join(f"{name} {size:,.1f} MB" for name, size in memory.items() if name not in ("peak", "process"))
-        process = f", and {memory['process']:,.0f} MB of the process itself" if "process" in memory else ""
-        typer.echo(
-            f"#   memory per rank: {parts}; tensors at the worst moment of a step {memory['peak']:,.1f} MB{process}"
-        )
+        parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items() if name not in ("peak", "process"))
+        line = f"#   memory per rank: {memory['peak']:,.1f} MB of tensors at the worst moment of a step "
+        line += f"({parts} of them all the time)"
+        if "process" in memory:
+            line += (
+                f", and {memory['process']:,.0f} MB of the process itself: {memory['peak'] + memory['process']:,.0f} MB"
+            )
+        typer.echo(line)
     for name, found in sources.items():
         what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
         typer.echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")

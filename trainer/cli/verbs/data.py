@@ -19,11 +19,13 @@ from trainer.errors import UserError, UserErrors
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
+    from trainer.data.corpus.documents import ReportProgress
     from trainer.data.corpus.manifest import Manifest
     from trainer.data.inspection.survey import Survey
     from trainer.data.tokenizer import Tokenizer
 
 NUM_TOP_IDS = 10
+SECONDS_PER_LINE = 30.0
 
 app = typer.Typer(help="Build, inspect and verify data.", no_args_is_help=True)
 build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
@@ -103,7 +105,7 @@ def tokenize(
     refuse_empty(at.streams)
     began = time.perf_counter()
     try:
-        with progress_bar() as report:
+        with progress_bar() as bar:
             found = write_tokens(
                 at.streams,
                 Path(out),
@@ -111,7 +113,7 @@ def tokenize(
                 format=format,
                 text_split=text_split,
                 workers=workers or len(os.sched_getaffinity(0)),
-                report=report,
+                report=bar or _now_and_then(),
             )
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on from here", err=True)
@@ -119,7 +121,20 @@ def tokenize(
     kept = f" ({found.kept_files:,} of them already there)" if found.kept_files else ""
     counts = f"{counted(found.files, 'file')}{kept}, {found.documents:,} documents, {found.tokens:,} tokens"
     typer.echo(f"{counts} from {found.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - began:.0f} s", err=True)
-    typer.echo(f"wrote {out}; train on it with root = {json.dumps(out)} and the same tokenizer", err=True)
+    typer.echo(f"wrote {out}; a config for it: train init {out} --tokenizer {tokenizer}", err=True)
+
+
+def _now_and_then() -> ReportProgress:
+    """Progress off a terminal: a line from time to time."""
+    said = time.perf_counter()
+
+    def report(done: int, total: int, what: str) -> None:
+        nonlocal said
+        if time.perf_counter() - said >= SECONDS_PER_LINE:
+            said = time.perf_counter()
+            typer.echo(f"{done:,} of {total:,} MB: {what}", err=True)
+
+    return report
 
 
 @synth_app.command("key-recall")
@@ -255,11 +270,12 @@ def _print_tables(content: dict[str, Any]) -> None:
     table = Table()
     table.add_column("modality")
     names = ("streams", "documents", "tokens", "groups", "cells")
-    for name in (*names, "padding", "if packed"):
+    other = "unpacked" if cutting["pack"] else "packed"
+    for name in (*names, "padding", f"if {other}"):
         table.add_column(name, justify="right")
     rows = list(content["modalities"].items())
     for name, facts in [*rows, *([("all", content["totals"])] if len(rows) > 1 else [])]:
-        paddings = (facts["unpacked_padding_share"], facts["packed_padding_share"])
+        paddings = (facts["padding_share"], facts[f"{other}_padding_share"])
         table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), *(f"{share:.1%}" for share in paddings))
     console.print(table)
     histogram = content["histogram"]

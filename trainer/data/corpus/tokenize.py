@@ -33,7 +33,7 @@ from trainer.errors import UserError
 from trainer.files import replacing, write_file
 from trainer.wording import few
 
-SPAN_BYTES = 8_000_000  # a few seconds of work, which an interruption loses
+SPAN_BYTES = 2_000_000  # a second or two of work, which an interruption loses
 PARTS = ".parts"
 RECORD = ".tokenize.json"
 
@@ -102,7 +102,11 @@ def tokenize(
         raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
     words = load_tokenizer(tokenizer)
     dtype = np.dtype("u1" if words.vocab_size <= 1 << 8 else "<u2" if words.vocab_size <= 1 << 16 else "<i4")
-    sources = [_source(stream, out, format, span_bytes) for stream in streams]
+    above = Path(os.path.commonpath([Path(stream.path).absolute().parent for stream in streams]))
+    if out.absolute().is_relative_to(above):
+        problem = f"lies in {above}, where the text is: its files would be input the next time"
+        raise UserError(str(out), problem, "name a directory beside it")
+    sources = [_source(stream, above, out, format, span_bytes) for stream in streams]
     identity = (
         hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16] if tokenizer.endswith(".json") else tokenizer
     )
@@ -148,16 +152,17 @@ def tokenize(
     return Tokenized(len(sources), documents, tokens, total, kept)
 
 
-def _source(stream: Stream, out: Path, format: str, span_bytes: int) -> _Source:
+def _source(stream: Stream, above: Path, out: Path, format: str, span_bytes: int) -> _Source:
     path = Path(stream.path)
     name = format_name(path, format)
     if is_import_path(name) or FORMATS[name].spans is None:
         problem = f"is of the format {name}, which cannot be tokenized"
         raise UserError(stream.path, problem, "name files of text, .jsonl or .parquet")
     spans = FORMATS[name].spans(path, span_bytes)  # type: ignore[misc]
-    # The whole name: a.txt and a.md may lie side by side.
-    relative = Path(*[part for part in Path(stream.relative_path).parts if part not in ("/", "..")])
-    return _Source(stream.path, name, out / relative.with_name(relative.name + ".bin"), spans)
+    # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and a.md may lie side by side.
+    relative = path.absolute().relative_to(above)
+    folder = relative.parent if relative.parts[0] == stream.modality else Path(stream.modality) / relative.parent
+    return _Source(stream.path, name, out / folder / f"{path.name}.bin", spans)
 
 
 def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
@@ -174,14 +179,13 @@ def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
         before = found["files"]
-        if changed := [
-            f"{key} {found['settings'].get(key)!r}" for key in settings if found["settings"][key] != settings[key]
-        ]:
-            problem = f"holds tokens that were made with {', '.join(changed)}"
+        if changed := [key for key in settings if found["settings"].get(key) != settings[key]]:
+            problem = f"holds tokens that were made with another {' and '.join(changed)}"
             raise UserError(str(out), problem, "name a new directory, or remove this one")
-        if gone := sorted(before.keys() - files.keys()):
+        gone = sorted(name for name in before.keys() - files.keys() if (out / name).exists())
+        if gone:
             problem = f"holds tokens of other files ({few(gone)})"
-            raise UserError(str(out), problem, "name a new directory, or remove this one")
+            raise UserError(str(out), problem, "name these files, too, or remove what was made of them")
     elif out.exists() and any(out.iterdir()):
         raise UserError(str(out), "is not empty", "name a new directory")
     for source in sources:

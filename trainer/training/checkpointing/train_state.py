@@ -115,15 +115,6 @@ class Position:
         unlogged = WindowAggregator([*state.dataset.metric_keys, *HOST_KEYS])
         return cls(state.dataset.state_dict(), unlogged, step=step, first_step=step)
 
-    def tokens_through(self, step: int) -> int:
-        """Tokens through the last finished step or the one before it."""
-        return self.tokens if step == self.step else self.tokens_before
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last step is finished."""
-        return self.last_step is not None and self.step >= self.last_step
-
     def counts(self, state: TrainState) -> dict[str, Any]:
         """What this rank has counted since the last logged step, for a checkpoint between two of them."""
         counts = {"pool": self.unlogged.state_dict(), "in_a_row": self.skipped_in_a_row}

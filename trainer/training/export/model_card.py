@@ -41,6 +41,8 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("{out}")
 ```
+
+Every document began with the id {bos}, which no tokenizer adds: put it before the ids of a text.
 """
 _TRAIN_ON_ADAPTER = '\nTrain on, by `[model] family` and `args = {{ from = "{out}" }}`.\n'
 _TRAIN_ON_OWN = "\nTo train on, `train export --format safetensors` writes the weights that `[model] weights` reads.\n"
@@ -100,7 +102,7 @@ logged up to that step{"" if as_hugging_face else "; the whole config is in `con
 
 What the data may be used for, and so what this model may, is for whoever publishes it to say here.
 
-{_use(model, as_hugging_face).format(out=out)}"""
+{_use(model, as_hugging_face).format(out=out, bos=vocab_size - 1)}"""
 
 
 def _use(model: ModelTable, as_hugging_face: bool) -> str:

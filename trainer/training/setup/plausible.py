@@ -41,6 +41,10 @@ def doubts(config: RunConfig, sources: list[Source]) -> Iterator[UserError]:
     if config.optimizer.lr > LARGEST_LR and config.optimizer.name == "adamw" and config.optimizer.target is None:
         problem = f"{config.optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield UserError("optimizer.lr", problem, "set it between 1e-5 and 1e-2")
+    tokens = _tokens_of_a_batch(config, sources)
+    if config.objective.chunk_tokens >= tokens and any(source.table.target is None for source in sources):
+        problem = f"{config.objective.chunk_tokens:,}: a micro-batch has {tokens:,} tokens, so nothing is saved"
+        yield UserError("objective.chunk_tokens", problem, f"set it to {max(tokens // 8, 1):,} or so, or to 0")
     for source in sources:
         own = source.table.mixing.num_streams_mixed
         is_given = own is not None or "num_streams_mixed" in config.data.mixing.model_fields_set
@@ -93,9 +97,7 @@ def unmet_needs(
         if config.distributed.backend == "nccl":
             problem = '"nccl" needs CUDA devices, and torch finds none here'
             found.append(UserError("distributed.backend", problem, f'{fix}, or "auto"'))
-    batches = [largest_batch(mixing_of(config, source.table)) for source in sources if source.table.target is None]
-    cells = max(batches, default=1)
-    tokens = cells * config.row_tokens
+    tokens = _tokens_of_a_batch(config, sources)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
     needs = {
@@ -109,6 +111,12 @@ def unmet_needs(
     if device.type == "cuda" and config.ledger.placement == "host":
         found += _exceeding({"ledger.capacity": needs.pop("ledger.capacity")}, torch.device("cpu"))
     return found + _exceeding(needs, device)
+
+
+def _tokens_of_a_batch(config: RunConfig, sources: list[Source]) -> int:
+    """Of the largest micro-batch, as far as it is known."""
+    batches = [largest_batch(mixing_of(config, source.table)) for source in sources if source.table.target is None]
+    return max(batches, default=1) * config.row_tokens
 
 
 def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> list[UserError]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -15,6 +15,7 @@ from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 
+TRIED = 1000  # steps at which a schedule of the user's own is tried before the run
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the run."""
 Schedule = Callable[[int], float]
@@ -61,7 +62,7 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
     """What `[scheduler]` names, over a run of this length.
 
     Raises:
-        UserError: a target of the user's own does not exist, does not take its arguments, or fails at the first or last step.
+        UserError: a target of the user's own does not exist, does not take its arguments, or fails at a step that is tried.
     """
     table, steps, peak = config.scheduler, length.total, config.optimizer.lr
     if table.target is None:
@@ -76,7 +77,8 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
         problem = f"cannot call {table.target} with a step, and steps, peak and the keys of args by name: {error}"
         raise UserError("scheduler.args", problem, "see its signature") from error
     schedule = partial(_own, table.target, partial(function, **given))
-    for reached in (length.of_full_steps(1), steps):
+    first = length.of_full_steps(1)
+    for reached in [*range(first, steps, max((steps - first) // TRIED, 1)), steps]:
         schedule(reached)
     return schedule
 
@@ -108,13 +110,14 @@ def _own(target: str, function: Callable[[int], float], step: int) -> float:
         UserError: it fails, or gives no rate.
     """
     try:
-        rate = float(function(step))
+        found: Any = function(step)
+        rate = math.nan if isinstance(found, str) else float(found)
     except Exception as error:  # what the user's own function does may raise anything
         raise UserError(
             "scheduler.target", f"{target} fails at step {step}: {format_error(error)}", "fix it"
         ) from error
     if not 0 <= rate < math.inf:
-        problem = f"{target} gave {rate} at step {step}, which is no learning rate"
+        problem = f"{target} gave {found!r} at step {step}, which is no learning rate"
         raise UserError("scheduler.target", problem, "return a finite number that is not negative")
     return rate
 
