@@ -408,6 +408,24 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "data": [
         Mutant(
+            "trainer/data/formats/jsonl.py",
+            "lines.readline()  # of the span before",
+            "pass",
+            "tests/unit/data/test_tokenize.py",
+        ),
+        Mutant(
+            "trainer/data/corpus/tokenize.py",
+            "if name in before and before[name] != files[name]:",
+            "if False:",
+            "tests/unit/data/test_tokenize.py::test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not",
+        ),
+        Mutant(
+            "trainer/data/formats/documents.py",
+            "document = len(lengths) - len(waiting) + inside",
+            "document = inside",
+            "tests/unit/data/test_tokenizer_json.py::test_pieces_may_come_one_by_one_and_beyond_a_size_they_are_in_a_file",
+        ),
+        Mutant(
             "trainer/data/mixing/dataset.py",
             'KeyedUniforms("pick", name, seed, "all" if self._shared else rank)',
             'KeyedUniforms("pick", name, seed, "all")',
@@ -979,6 +997,24 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "step": [
         Mutant(
+            "trainer/training/setup/memory.py",
+            "if key in self._seen:",
+            "if False:",
+            "tests/unit/training/test_memory.py::test_storages_are_counted_once_and_until_they_go",
+        ),
+        Mutant(
+            "trainer/model/adapters/as_hugging_face.py",
+            "mixer.taps.flip(0).T[:, None]",
+            "mixer.taps.T[:, None]",
+            "tests/unit/model/test_hugging_face.py",
+        ),
+        Mutant(
+            "trainer/model/adapters/hugging_face.py",
+            '"pad_token_id": None',
+            '"pad_token_id": 0',
+            "tests/unit/model/test_hugging_face.py::test_every_token_of_a_new_model_is_learned",
+        ),
+        Mutant(
             "trainer/model/headless.py",
             "del head.forward",
             "pass",
@@ -1214,8 +1250,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/finish.py",
-            "position.step, position.data_state = step, taken.window.data_state",
-            "position.step = step",
+            "position.step, position.reached, position.data_state = step, taken.reached, taken.window.data_state",
+            "position.step, position.reached = step, taken.reached",
             "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
         ),
         Mutant(
@@ -1243,10 +1279,28 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/training/test_optimizer.py::test_vectors_are_not_decayed",
         ),
         Mutant(
-            "trainer/training/step/optimizer.py",
+            "trainer/training/step/schedule.py",
             "return peak * step / table.warmup_steps",
             "return peak * (step - 1) / table.warmup_steps",
-            "tests/unit/training/test_optimizer.py",
+            "tests/unit/training/test_schedule.py",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "run.position.tokens_before if previous is None else run.position.tokens",
+            "run.position.tokens",
+            "tests/distributed/test_length_in_tokens.py",
+        ),
+        Mutant(
+            "trainer/training/step/schedule.py",
+            "table.warmup_tokens or table.warmup_steps * (length.full_step or 1)",
+            "table.warmup_steps * (length.full_step or 1)",
+            "tests/distributed/test_length_in_tokens.py",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/saver.py",
+            '"tokens": [position.tokens_before, position.tokens]',
+            '"tokens": [position.tokens, position.tokens]',
+            "tests/distributed/test_length_in_tokens.py",
         ),
     ],
     "checkpoint": [

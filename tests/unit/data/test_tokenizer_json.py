@@ -141,3 +141,21 @@ def test_a_table_holds_every_piece_and_names_the_document_of_a_wrong_id(lengths,
         document = next(d for d, piece in enumerate(pieces) if wrong[1] in piece)
         with pytest.raises(UserError, match=f"document {document}: token id {wrong[1]} is outside"):
             table_from_pieces(pieces, 100)
+
+
+def test_pieces_may_come_one_by_one_and_beyond_a_size_they_are_in_a_file(monkeypatch):
+    pieces = [np.full(i % 50, i % 90) for i in range(10_000)]
+    whole = table_from_pieces(pieces, 100)
+    monkeypatch.setattr(documents, "SPOOLED", 100_000)
+    spooled = table_from_pieces(iter(pieces), 100)
+    assert isinstance(whole.tokens.base, type(None))
+    assert isinstance(spooled.tokens.base, np.memmap)
+    assert spooled.tokens.dtype == whole.tokens.dtype == np.uint8
+    for one, other in zip(
+        (whole.tokens, whole.starts, whole.lengths), (spooled.tokens, spooled.starts, spooled.lengths), strict=True
+    ):
+        assert np.array_equal(one, other)
+    pieces[8765][3] = 100
+    with pytest.raises(UserError, match="document 8765: token id 100 is outside the vocabulary of 100 ids"):
+        table_from_pieces(iter(pieces), 100)
+    assert table_from_pieces([], 100).num_documents == 0
