@@ -408,6 +408,12 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "data": [
         Mutant(
+            "trainer/data/tokenizer.py",
+            "encode_batch_fast(texts, add_special_tokens=False)",
+            "encode_batch_fast(texts, add_special_tokens=True)",
+            "tests/unit/data/test_tokenizer_json.py::test_texts_together_are_encoded_as_each_alone",
+        ),
+        Mutant(
             "trainer/data/formats/jsonl.py",
             "lines.readline()  # of the span before",
             "pass",
@@ -475,8 +481,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/tokenizer.py",
-            "add_special_tokens=False",
-            "add_special_tokens=True",
+            "encode(text, add_special_tokens=False)",
+            "encode(text, add_special_tokens=True)",
             "tests/unit/data/test_formats.py::test_a_tokenizer_json_encodes_text_and_begins_documents_with_an_id_of_its_own",
         ),
         Mutant(

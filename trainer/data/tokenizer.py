@@ -134,7 +134,11 @@ class HuggingFaceTokenizer:
 
         A document already begins with `bos_id`, and a mark of the tokenizer's own would be one more target in each.
         """
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        try:
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        except TypeError:
+            text.encode("utf-8")  # where the package says nothing of an unpaired surrogate, this says it
+            raise
 
     def encode_together(self, texts: Sequence[str]) -> list[Ints]:
         """`encode` of each text, on all cores unless the environment says TOKENIZERS_PARALLELISM=false."""

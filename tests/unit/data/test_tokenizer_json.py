@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trainer.data.formats import documents
 from trainer.data.formats.documents import table_from_pieces
 from trainer.data.formats.registry import open_documents
-from trainer.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from trainer.data.tokenizer import HuggingFaceTokenizer, encode_all, load_tokenizer
 from trainer.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -159,3 +159,14 @@ def test_pieces_may_come_one_by_one_and_beyond_a_size_they_are_in_a_file(monkeyp
     with pytest.raises(UserError, match="document 8765: token id 100 is outside the vocabulary of 100 ids"):
         table_from_pieces(iter(pieces), 100)
     assert table_from_pieces([], 100).num_documents == 0
+
+
+def test_texts_together_are_encoded_as_each_alone(tmp_path):
+    added = [{"id": 3, "content": "[CLS]", "single_word": False, "lstrip": False, "rstrip": False}]
+    added[0] |= {"normalized": False, "special": True}
+    tokenizer = make(tmp_path / "tokenizer.json", post_processor=POST_PROCESSOR, added_tokens=added)
+    texts = ["a b", "", "b [CLS] a", "a" * 50]
+    together = encode_all(tokenizer, texts)
+    assert [ids.tolist() for ids in together] == [tokenizer.encode(text).tolist() for text in texts]
+    with pytest.raises(UnicodeEncodeError):
+        encode_all(tokenizer, ["a", "\ud800"])
