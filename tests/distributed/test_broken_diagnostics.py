@@ -76,7 +76,7 @@ ABSENT = {
 NEEDED = [
     "trainer.ledger.ledger.Ledger.lookup",
     "trainer.ledger.ledger.Ledger.store",
-    "trainer.training.step.optimizer.set_lr",
+    "trainer.training.step.schedule.set_lr",
     "trainer.data.blending.blend.BlendDataset.__next__",
     "trainer.data.mixing.dataset.StreamMixingDataset.__next__",
     "trainer.objective.compose.Objective.__call__",

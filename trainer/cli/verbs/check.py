@@ -90,7 +90,6 @@ def check(
 
 def _memory(plan: Plan, device: torch.device) -> dict[str, float] | str:
     """What a rank's memory will hold, in MB (1e6 bytes), or why that is not known; warns if the machine has less."""
-    from trainer.errors import UserError
     from trainer.import_path import format_error
     from trainer.metrics.logger import get_logger
     from trainer.training.setup.memory import predict_memory, resident_bytes
@@ -98,8 +97,8 @@ def _memory(plan: Plan, device: torch.device) -> dict[str, float] | str:
 
     try:
         memory = predict_memory(plan)
-    except UserError:
-        raise
+    except TimeoutError:
+        return "not known: it would take long to find out"
     except Exception as error:  # noqa: BLE001 - a model or optimizer of the user's own may raise anything here
         return f"not known: the step cannot run without numbers ({format_error(error)})"
     needs = {**memory.parts(), "peak": memory.peak}

@@ -8,6 +8,8 @@ user's own need no formula; only DDP's buckets, which need a process group, are 
 from __future__ import annotations
 
 import itertools
+import math
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import StepSettings, TrainStep
 
-MOST_MICROS = 2  # of a simulated step: later ones are as the second
+MOST_SECONDS = 20.0
 CPU = torch.device("cpu")
 
 
@@ -59,15 +61,26 @@ def resident_bytes() -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that exist, each from the operation on that returns it."""
+    """Counts the bytes of the tensors that exist, each from the operation on that returns it.
 
-    def __init__(self) -> None:
+    Args:
+        most_seconds: after which an operation raises instead.
+    """
+
+    def __init__(self, most_seconds: float = math.inf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self._until = time.monotonic() + most_seconds
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and count what it returns."""
+        """Run the operation, and count what it returns.
+
+        Raises:
+            TimeoutError: the time is over.
+        """
+        if time.monotonic() > self._until:
+            raise TimeoutError("it would take long")
         returned = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(returned):
             if isinstance(leaf, Tensor):
@@ -88,54 +101,54 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def predict_memory(plan: Plan) -> Memory:
+def predict_memory(plan: Plan, *, most_seconds: float = MOST_SECONDS) -> Memory:
     """Memory of a rank's tensors from the second step on, without what is beside the steps (evaluations, saving).
 
     Raises:
-        Exception: of any kind, where the user's model or optimizer cannot run without numbers, or needs inputs of its own.
+        Exception: of any kind, where the user's model or optimizer cannot run without numbers, or needs inputs of its own; a
+            `TimeoutError` if it takes long.
     """
     config = plan.config
-    num_micros = min(config.train.micro_batches, MOST_MICROS)
-    # The generators are left as they were, as is gradient mode.
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+    live = LiveBytes(most_seconds)
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), live:
         model = make_model(config, config.model, plan.vocab_size)
         sizes = [live.now]
         if plan.facts.world_size > 1:
-            average_into_buckets(model, num_micros)
+            average_into_buckets(model)
         sizes.append(live.now)
-        step = _make_step(plan, model, num_micros)
-        for _ in range(2):
-            live.peak = 0
-            window = [_micro_batch(plan) for _ in range(num_micros)]
-            step.accumulate(1, window, details=None)
-            step.launch(lr=config.optimizer.lr, stop=False, saved=False)
-        del window
+        step = _make_step(plan, model)
+        _fill_gradients(model)
+        step.launch(lr=config.optimizer.lr, stop=False, saved=False)  # makes the optimizer's state
         sizes.append(live.now)
+        if config.train.micro_batches > 1:  # the last of them is the worst: the gradients of the others are there
+            _fill_gradients(model)
+        live.peak = live.now
+        step.accumulate(1, [_micro_batch(plan)], details=None)
+        step.launch(lr=config.optimizer.lr, stop=False, saved=False)
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
     table = config.ledger
     slab = 0 if table.placement == "host" else ledger_bytes(table, width_of(model))
     return Memory(weights, optimizer, slab, buckets, live.peak + slab)
 
 
-def average_into_buckets(model: nn.Module, num_micros: int) -> None:
-    """Do to memory what DDP does: averaged gradients are views of its buckets, which exist from the start.
-
-    Args:
-        num_micros: micro-batches per step; gradients are averaged in the last.
-    """
+def average_into_buckets(model: nn.Module) -> None:
+    """Do to memory what DDP does in a window's last backward: gradients become views of its buckets, which always exist."""
     buckets = {parameter: torch.empty_like(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    fired = dict.fromkeys(buckets, 0)
 
     def accumulated(parameter: Tensor) -> None:
-        fired[parameter] += 1  # type: ignore[index]
-        if fired[parameter] % num_micros == 0:  # type: ignore[index]
-            parameter.grad = buckets[parameter]  # type: ignore[index]
+        parameter.grad = buckets[parameter]  # type: ignore[index]
 
     for parameter in buckets:
         parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
 
-def _make_step(plan: Plan, model: nn.Module, num_micros: int) -> TrainStep:
+def _fill_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+
+
+def _make_step(plan: Plan, model: nn.Module) -> TrainStep:
     config = plan.config
     cell_model, loss = model_and_loss(model, config, None)
     return TrainStep(
@@ -145,7 +158,7 @@ def _make_step(plan: Plan, model: nn.Module, num_micros: int) -> TrainStep:
         optimizer=build_optimizer(model, config.optimizer),
         gns=GradientNoiseScale(model) if config.gns.enabled else None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
-        settings=StepSettings(num_micros, max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        settings=StepSettings(1, max_tokens_per_micro(plan), config.train.clip_grad_norm),
         world_size=1,
         device=CPU,
         autocast=autocast_context(config, CPU),
