@@ -30,7 +30,7 @@ from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import StepSettings, TrainStep
 
-MOST_SECONDS = 20.0
+MOST_SECONDS = 10.0
 CPU = torch.device("cpu")
 
 
@@ -73,13 +73,18 @@ class LiveBytes(TorchDispatchMode):
         self._until = time.monotonic() + most_seconds
         self._seen: dict[int, weakref.ref[Any]] = {}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is."""
+        return time.monotonic() > self._until
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count what it returns.
 
         Raises:
             TimeoutError: the time is over.
         """
-        if time.monotonic() > self._until:
+        if self.is_over:
             raise TimeoutError("it would take long")
         returned = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(returned):
@@ -108,8 +113,17 @@ def predict_memory(plan: Plan, *, most_seconds: float = MOST_SECONDS) -> Memory:
         Exception: of any kind, where the user's model or optimizer cannot run without numbers, or needs inputs of its own; a
             `TimeoutError` if it takes long.
     """
-    config = plan.config
     live = LiveBytes(most_seconds)
+    try:
+        return _predict(plan, live)
+    except Exception:
+        if live.is_over:  # whatever the error was made into on its way through the user's code
+            raise TimeoutError("it would take long") from None
+        raise
+
+
+def _predict(plan: Plan, live: LiveBytes) -> Memory:
+    config = plan.config
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), live:
         model = make_model(config, config.model, plan.vocab_size)
         sizes = [live.now]
