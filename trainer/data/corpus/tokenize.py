@@ -210,9 +210,8 @@ _written_as: np.dtype[Any]
 def _begin(tokenizer: str, text_split: str, dtype: str) -> None:
     """Load in a process of the pool what all of its spans need."""
     global _options, _written_as
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # of a terminal, which sends it to all processes: the first one decides
+    # A terminal sends it to all processes: the first one decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _options, _written_as = ReadOptions(load_tokenizer(tokenizer), text_split=text_split), np.dtype(dtype)
 
