@@ -63,11 +63,12 @@ def section(bench: str, found: dict[str, Any], spent: float) -> str:
 
 
 def replace_section(page: Path, new: str) -> None:
-    """Replace the section of the same title; the page must have one."""
+    """Replace the section of the same title, or append it to the page if there is none."""
     title = new.splitlines()[0]
     before, old, rest = page.read_text(encoding="utf-8").partition(f"{title}\n")
     if not old:
-        raise SystemExit(f"{page} has no section {title!r}: run all benchmarks first")
+        page.write_text(f"{before.rstrip()}\n\n{new}", encoding="utf-8")
+        return
     _, following, after = rest.partition("\n## ")
     page.write_text(f"{before}{new}{following}{after}", encoding="utf-8")
 
