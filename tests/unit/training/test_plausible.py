@@ -30,6 +30,7 @@ def plan(config: Path, *overrides: str) -> Plan:
 
 DOUBTS = [
     (["eval.holdout_fraction=0.99"], "eval.holdout_fraction: holds out 99% of the documents"),
+    (["objective.chunk_tokens=64"], "objective.chunk_tokens: 64: a micro-batch has 64 tokens, so nothing is saved"),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight by about this much"),
     (
         ["data.mixing.num_streams_mixed=100", "ledger.capacity=4096"],
@@ -49,7 +50,13 @@ def test_what_works_but_cannot_be_meant_is_said(config, caplog, overrides, messa
 
 
 def test_usual_settings_give_no_doubt(config, caplog):
-    plan(config, "eval.holdout_fraction=0.2", "optimizer.lr=0.01", "data.mixing.num_streams_mixed=4")
+    plan(
+        config,
+        "eval.holdout_fraction=0.2",
+        "optimizer.lr=0.01",
+        "objective.chunk_tokens=16",
+        "data.mixing.num_streams_mixed=4",
+    )
     assert not caplog.records
 
 

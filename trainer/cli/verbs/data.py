@@ -97,7 +97,7 @@ def tokenize(
     format: FormatOption = "auto",
     text_split: TextSplitOption = "file",
 ) -> None:
-    """Tokenize text, .jsonl and .parquet once, into files that a run maps; an interrupted call is gone on with."""
+    """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
     from trainer.data.corpus.tokenize import tokenize as write_tokens
     from trainer.data.streams.layout import discover, refuse_empty
 
@@ -116,7 +116,7 @@ def tokenize(
                 report=bar or _now_and_then(),
             )
     except KeyboardInterrupt:
-        typer.echo("interrupted; the same command goes on from here", err=True)
+        typer.echo("interrupted; run the same command again to continue", err=True)
         raise
     kept = f" ({found.kept_files:,} of them already there)" if found.kept_files else ""
     counts = f"{counted(found.files, 'file')}{kept}, {found.documents:,} documents, {found.tokens:,} tokens"

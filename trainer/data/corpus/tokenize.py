@@ -14,11 +14,11 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,14 @@ class Job:
     part: Path
 
 
+class _Settings(NamedTuple):
+    """What every process of the pool needs."""
+
+    tokenizer: str
+    text_split: str
+    dtype: str
+
+
 def tokenize(
     streams: Sequence[Stream],
     out: Path,
@@ -119,11 +127,26 @@ def tokenize(
         for number, span in enumerate(source.spans)
     }
     kept = sum(_is_whole(source.target) for source in sources)
+    _run(jobs, sources, out, _Settings(tokenizer, text_split, dtype.str), workers, report)
+    shutil.rmtree(out / PARTS)
+    lengths = [load_megatron(source.target, ReadOptions(words)).lengths for source in sources]
+    documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
+    return Tokenized(len(sources), documents, tokens, sum(os.path.getsize(source.path) for source in sources), kept)
+
+
+def _run(
+    jobs: Mapping[Job, _Source],
+    sources: Sequence[_Source],
+    out: Path,
+    settings: _Settings,
+    workers: int,
+    report: ReportProgress | None,
+) -> None:
+    """Tokenize the spans in a pool of processes, and join the parts of each file as soon as they are there."""
     sizes = {source.path: os.path.getsize(source.path) for source in sources}
     total = sum(sizes.values())
     waiting = {source.path: len(source.spans) for source in jobs.values()}
     done = total - sum(sizes[path] for path in waiting)
-    settings = (tokenizer, text_split, dtype.str)
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
@@ -138,7 +161,7 @@ def tokenize(
                 waiting[source.path] -= 1
                 done += sizes[source.path] // len(source.spans)
                 if not waiting[source.path]:
-                    _join(source, out, dtype)
+                    _join(source, out, np.dtype(settings.dtype))
                 if report is not None:
                     report(done // 1_000_000, total // 1_000_000, source.path)
         except BaseException:
@@ -146,10 +169,6 @@ def tokenize(
             for process in multiprocessing.active_children():  # what they are at is not worth waiting for
                 process.terminate()
             raise
-    shutil.rmtree(out / PARTS)
-    lengths = [load_megatron(source.target, ReadOptions(words)).lengths for source in sources]
-    documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
-    return Tokenized(len(sources), documents, tokens, total, kept)
 
 
 def _source(stream: Stream, above: Path, out: Path, format: str, span_bytes: int) -> _Source:
