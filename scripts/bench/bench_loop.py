@@ -39,7 +39,7 @@ from trainer.training.loop import run_loop
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.open_run import open_run
-from trainer.training.setup.parts import autocast_context, make_state, wrap_ddp
+from trainer.training.setup.parts import autocast_context, make_state, with_noise_scale
 from trainer.training.setup.plan import Plan, build_model, make_plan, width_of
 from trainer.training.signals import StopRequest
 from trainer.training.step.microbatch import MicroBatch, accepted_inputs, split
@@ -125,7 +125,6 @@ class BareLoop:
         accepted, width = accepted_inputs(self._model), width_of(self._model)
         if config.train.compile:
             self._model.compile()
-        self._model = wrap_ddp(self._model, config.distributed, ALONE, device)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self._autocast = autocast_context(config, device)
         self._parameters = list(self._model.parameters())
@@ -215,7 +214,7 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, bare: BareLoop |
         contextlib.redirect_stdout(nowhere),
         contextlib.ExitStack() as stack,
     ):
-        state = make_state(plan, ALONE, device)
+        state = with_noise_scale(make_state(plan, ALONE, device), plan.config, ALONE)
         run = open_run(
             plan, state, Position.of(state), ALONE, device, run_dir, stop=StopRequest(lambda name: None), stack=stack
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
+from trainer.wording import counted
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
     tokens = tokens_per_step(config, sources, world_size)
     steps = least_steps(config, tokens)
-    if found := _broken_rules(config, sources, in_flight, steps, tokens):
+    if found := _broken_rules(config, sources, in_flight, steps, tokens, world_size):
         raise found[0] if len(found) == 1 else UserErrors(found)
     ownership, reason = _ownership(config, sources, world_size)
     return Facts(
@@ -91,7 +92,7 @@ def least_steps(config: RunConfig, tokens_per_step: int) -> int:
 
 
 def _broken_rules(
-    config: RunConfig, sources: list[SourceTable], in_flight: int, steps: int, tokens_per_step: int
+    config: RunConfig, sources: list[SourceTable], in_flight: int, steps: int, tokens_per_step: int, world_size: int
 ) -> list[UserError]:
     found = _broken_lengths(config, steps, tokens_per_step)
     train, capacity = config.train, config.ledger.capacity
@@ -114,6 +115,7 @@ def _broken_rules(
         found.append(UserError("train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'))
     if config.distributed.backend == "nccl" and train.device == "cpu":
         found.append(UserError("distributed.backend", '"nccl" needs CUDA devices', 'use "gloo" or "auto"'))
+    found += _broken_sharding(config, world_size)
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
         found.append(UserError("objective.chunk_tokens", problem, "set one of them off"))
@@ -126,6 +128,27 @@ def _broken_rules(
             "that are still needed would be evicted"
         )
         found.append(UserError("ledger.capacity", problem, f"set it to {in_flight} or more"))
+    return found
+
+
+def _broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
+    table, found = config.distributed, []
+    if table.strategy != "hsdp" and table.replicas:
+        problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
+        found.append(UserError("distributed.replicas", problem, 'set it to 0, or the strategy to "hsdp"'))
+    elif table.replicas and world_size % table.replicas:
+        problem = f"{table.replicas} replicas do not divide {counted(world_size, 'rank')}"
+        found.append(UserError("distributed.replicas", problem, "choose a divisor"))
+    if table.strategy == "ddp":
+        return found
+    if config.train.precision == "fp16":
+        problem = f'"fp16" with strategy "{table.strategy}": loss scaling does not work on shards'
+        found.append(UserError("train.precision", problem, 'use "bf16"'))
+    if table.find_unused_parameters:
+        problem = f'does not go with strategy "{table.strategy}", whose ranks must use the same parameters'
+        found.append(
+            UserError("distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones")
+        )
     return found
 
 

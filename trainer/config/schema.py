@@ -320,15 +320,26 @@ class CheckpointTable(Table):
 
 
 class DistributedTable(Table):
-    """`[distributed]`: the process group."""
+    """`[distributed]`: the ranks, and how they share the model."""
 
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """ddp: every rank holds the whole model; fsdp: parameters, gradients and optimizer state are sharded over all ranks
+    (FSDP2); hsdp: over the ranks of each of several replicas. A single rank holds everything."""
+    replicas: WholeNumber = 0
+    """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
+    reshard_after_forward: bool = True
+    """fsdp and hsdp: free a block's parameters after its forward and gather them again in the backward. false: gather them
+    once, and hold the whole parameters in between."""
+    accumulate: Literal["shards", "whole"] = "shards"
+    """fsdp and hsdp, with train.micro_batches above 1: shards: average the gradient in every micro-batch and keep shards alone;
+    whole: keep a whole gradient on each rank and average once per step, as ddp does."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA, gloo on the CPU."""
     timeout_sec: Seconds = 600.0
     """Seconds after which a collective that does not complete fails and the run ends."""
     find_unused_parameters: bool = False
-    """For a model with parameters that no micro-batch, or not every one, uses: DDP searches for them in every step. Without
-    it, several ranks refuse such a model."""
+    """ddp: for a model with parameters that no micro-batch, or not every one, uses: DDP searches for them in every step.
+    Without it, several ranks refuse such a model."""
 
 
 class RunConfig(Table):

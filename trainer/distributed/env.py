@@ -51,6 +51,12 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     return RankInfo(values["RANK"], values["LOCAL_RANK"], values["WORLD_SIZE"])
 
 
+def num_nodes(info: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
+    """How many machines the ranks are on, by what torchrun says; 1 where it says nothing."""
+    local = environ.get("LOCAL_WORLD_SIZE", "")
+    return max(info.world_size // int(local), 1) if local.isascii() and local.isdigit() and int(local) else 1
+
+
 def pick_device(wanted: str, info: RankInfo) -> torch.device:
     """The device of this rank: `auto` is CUDA if available.
 

@@ -32,9 +32,10 @@ from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
 from trainer.training.setup.contract import check_before_run
 from trainer.training.setup.data import holdout_batches
 from trainer.training.setup.open_run import open_run
-from trainer.training.setup.parts import make_state
+from trainer.training.setup.parts import make_state, with_noise_scale
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan, width_of
 from trainer.training.setup.plausible import refuse_unmet
+from trainer.training.setup.sharding import run_mesh
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import printable
 
@@ -111,10 +112,13 @@ def _train_in_group(
     with ExitStack() as stack:
         run_dir, found = _place(config, given, info, stack)
         data = check_data(plan, found[1] if found is not None else None, info, data_policy)
+        mesh = run_mesh(config, info, device)
         with raise_on_all_ranks(world_size=info.world_size):
-            state = make_state(plan, info, device)
-            if state.gns is not None:
-                stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
+            state = make_state(plan, info, device, mesh)
+        state = with_noise_scale(state, config, info)
+        if state.gns is not None:
+            stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
+        with raise_on_all_ranks(world_size=info.world_size):
             held_out = holdout_batches(plan, info, device)
             if found is None:
                 position = _start(plan, state)
@@ -136,7 +140,9 @@ def _train_in_group(
         with raise_on_all_ranks(world_size=info.world_size):
             # The tests prove the built-in model. On a resume too: the code of a model may have changed since.
             if info.is_main and not plan.has_built_in_model:
-                contract = check_before_run(plan, state.model, device, step=position.step)
+                # Of shards nothing is run on one rank alone: a model of its own is checked.
+                model = state.model if mesh is None else None
+                contract = check_before_run(plan, model, device, step=position.step)
         with raise_on_all_ranks(world_size=info.world_size):
             if info.is_main:
                 if not run_dir.is_locked:
@@ -158,6 +164,7 @@ def _train_in_group(
             info,
             device,
             run_dir,
+            mesh=mesh,
             fingerprint=data.now,
             held_out=held_out,
             source=found[0].name if found is not None else None,

@@ -1,6 +1,6 @@
 """Measures what the gradient noise scale needs inside an ordinary training loop, with hooks on the parameters.
 
-Works in any loop, on one process, under DDP or FSDP2. With m micro-batches of b examples per step:
+Works in any loop, on one process, under DDP, FSDP2 or HSDP. With m micro-batches of b examples per step:
 
     gns = GradientNoiseScale(ddp_model)
     ...
@@ -42,8 +42,8 @@ class GradientNoiseScale(NoiseScaleAverage):
     """The average noise scale of a model that is trained in windows of micro-batches, measured by hooks.
 
     Args:
-        model: a module, or one wrapped in DDP or by FSDP2's `fully_shard` (its process group is then the one that
-            averages gradients, and every rank must construct this object). Parameters that do not require a gradient
+        model: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its process group is then the one
+            that averages gradients, and every rank must construct this object). Parameters that do not require a gradient
             at construction are left out.
         ema: see `NoiseScaleAverage`.
         process_group: for a loop that averages gradients over ranks itself, without DDP.
@@ -165,14 +165,14 @@ class GradientNoiseScale(NoiseScaleAverage):
     def grad_sq(self) -> Tensor:
         """[] float64: square norm of the `.grad` of all parameters, by the kernel that measures micro-batches.
 
-        If FSDP2 shards the parameters this is the rank's share, to be SUM-reduced over ranks.
+        If FSDP2 shards the parameters this is the rank's share, to be SUM-reduced over the ranks of the group.
         """
         total = self._sums.new_zeros(())
         for parameter in self._parameters:
             if parameter.grad is not None:
                 grad = parameter.grad
                 total = total + square_norm(grad.to_local() if is_dtensor(grad) else grad).to(total.device)
-        return total
+        return total / self._leaves.copies
 
     def finish(
         self, reduced_sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None

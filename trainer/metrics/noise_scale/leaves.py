@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -35,6 +36,8 @@ class Leaves:
     """The ranks that average gradients; None on a single process."""
     is_sharded: bool
     """Whether `.grad` holds only this rank's shards."""
+    copies: int = 1
+    """If so, how many ranks of the group hold the same shards."""
     ddp: DistributedDataParallel | None = None
     """The model itself if it is wrapped in DDP."""
 
@@ -53,12 +56,13 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
     """The leaves of `model`. With FSDP2 this all-gathers every parameter once, so all ranks must call it.
 
     Args:
-        model: a plain module, wrapped in DDP, or sharded by `fully_shard` over a one-dimensional mesh.
+        model: a plain module, wrapped in DDP, or sharded by `fully_shard` over a mesh of shards, or of replicas and shards.
         process_group: overrides the model's own.
 
     Raises:
-        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of several dimensions; sharded
-            next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not average.
+        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas that is not all ranks,
+            without a `process_group`; sharded next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not
+            average.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -69,7 +73,9 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
         return Leaves(parameters, parameters, process_group or model.process_group, is_sharded=False, ddp=model)
     from torch.distributed.fsdp import FSDPModule
 
-    group = _group_of(parameters)
+    mesh = _mesh_of(parameters)
+    copies = mesh.size(0) if mesh.ndim == 2 else 1
+    group = process_group or _group_of(mesh)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.unshard()
@@ -78,21 +84,32 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
         module.reshard()
     if any(map(is_dtensor, hooked)):
         raise _refusal("parameters that stay sharded in the backward (tensor parallelism)")
-    return Leaves(hooked, parameters, process_group or group, is_sharded=True)
+    return Leaves(hooked, parameters, group, is_sharded=True, copies=copies)
 
 
-def _group_of(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup:
-    """The process group over which every parameter is sharded."""
-    groups = []
+def _mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh:
+    """The mesh over which every parameter is sharded."""
+    meshes = []
     for parameter in parameters:
         if not is_dtensor(parameter):
             raise _refusal("sharded next to unsharded parameters")
-        if parameter.device_mesh.ndim != 1:
-            raise _refusal("parameters sharded over a mesh of several dimensions")
-        groups.append(parameter.device_mesh.get_group())
-    if any(group is not groups[0] for group in groups):
-        raise _refusal("parameters sharded over several process groups")
-    return groups[0]
+        *over_replicas, over_shards = parameter.placements
+        if len(over_replicas) > 1 or not all(p.is_replicate() for p in over_replicas) or not over_shards.is_shard():
+            raise _refusal("parameters that are sharded otherwise than by fully_shard alone")
+        meshes.append(parameter.device_mesh)
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise _refusal("parameters sharded over several meshes")
+    return meshes[0]
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of the mesh: those that average gradients."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    if world is None or mesh.size() != world.size():
+        raise _refusal("a mesh of replicas and shards that is a part of the ranks, unless process_group names them")
+    return world
 
 
 def _refusal(what: str) -> UserError:

@@ -104,10 +104,11 @@ def check_here(plan: Plan) -> Report | str:
     return check_contract(plan, torch.device("cpu"))
 
 
-def check_before_run(plan: Plan, model: nn.Module, device: torch.device, *, step: int) -> dict[str, Any]:
+def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, *, step: int) -> dict[str, Any]:
     """Check the model of a run that is about to begin, on its device.
 
     Args:
+        model: see `check_contract`.
         step: at which the run begins, or resumes.
 
     Returns:

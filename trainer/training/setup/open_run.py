@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -34,9 +35,9 @@ from trainer.training.setup.parts import (
     make_eval_ledger,
     make_objective,
     model_and_loss,
-    wrap_ddp,
 )
 from trainer.training.setup.plan import Plan
+from trainer.training.setup.sharding import average_over_ranks
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest
 from trainer.training.step.carry import StepProbe
@@ -45,6 +46,9 @@ from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.schedule import make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def open_run(
@@ -57,6 +61,7 @@ def open_run(
     *,
     stop: StopRequest,
     stack: ExitStack,
+    mesh: DeviceMesh | None = None,
     stdout: Output | None = None,
     fingerprint: Fingerprint | None = None,
     held_out: HeldOut | None = None,
@@ -68,6 +73,7 @@ def open_run(
 
     Args:
         stack: closes what is opened here.
+        mesh: over which the model's parameters are sharded.
         stdout: for payloads; None: the standard output as it is.
         fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
         held_out: makes the micro-batches of an evaluation; None: no evaluations.
@@ -99,7 +105,7 @@ def open_run(
     # What a row is run through; everything that keeps or shows the model has the model itself.
     cell_model, loss = model_and_loss(state.model, config, device)
     row_model = in_cells(cell_model, config)
-    train_step = _train_step(plan, state, row_model, loss, info, device, diagnostics)
+    train_step = _train_step(plan, state, row_model, loss, info, device, diagnostics, mesh)
     saver = Saver(
         directory=run_dir.checkpoints,
         table=config.checkpoint,
@@ -227,10 +233,12 @@ def _train_step(
     info: RankInfo,
     device: torch.device,
     diagnostics: Diagnostics,
+    mesh: DeviceMesh | None,
 ) -> TrainStep:
     table = plan.config.train
+    model, averaging = average_over_ranks(row_model, state.model, plan.config, info, device, mesh)
     return TrainStep(
-        model=wrap_ddp(row_model, plan.config.distributed, info, device),
+        model=model,
         ledger=state.ledger,
         objective=loss,
         optimizer=state.optimizer,
@@ -241,6 +249,7 @@ def _train_step(
             max_tokens_per_micro=max_tokens_per_micro(plan),
             clip_grad_norm=table.clip_grad_norm,
         ),
+        averaging=averaging,
         world_size=info.world_size,
         device=device,
         autocast=autocast_context(plan.config, device),

@@ -1,18 +1,19 @@
-"""The parts of a run, made from its plan: model, ledger, optimizer and what else has a state. No collective is run."""
+"""The parts of a run, made from its plan: model, ledger, optimizer and what else has a state."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.rules import check_state_rules
-from trainer.config.schema import DistributedTable, ModelTable, ObjectiveTable, RunConfig
+from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
@@ -28,27 +29,36 @@ from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.plausible import refuse_unmet
+from trainer.training.setup.sharding import shard_over
 from trainer.training.step.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_state(plan: Plan, info: RankInfo, device: torch.device) -> TrainState:
-    """Everything of a run that has a state, on this rank, as it is before the first step.
+def make_state(plan: Plan, info: RankInfo, device: torch.device, mesh: DeviceMesh | None = None) -> TrainState:
+    """Everything of a run that has a state, on this rank, as it is before the first step; `with_noise_scale` adds what is left.
+
+    Args:
+        mesh: over which the parameters are sharded; None: every rank has all of them.
 
     Raises:
         UserError: something of the user's cannot be used.
     """
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    model = make_model(config, config.model, plan.vocab_size).to(device)
+    model = make_model(config, config.model, plan.vocab_size)
+    if mesh is not None:
+        shard_over(mesh, model, config)
+    model = model.to(device)
     check_state_rules(config, width_of(model))
     if not plan.has_built_in_model:  # whose needs were not known before
         refuse_unmet(plan.unmet_needs(device, model=model))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
     flops = getattr(model, "flops_per_token", None)
-    group = dist.group.WORLD if info.world_size > 1 else None
     return TrainState(
         model=model,
         dataset=make_blend(plan, info),
@@ -64,9 +74,17 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device) -> TrainState:
             peak_tflops=config.metrics.peak_tflops,
             rank=info.rank,
         ),
-        gns=GradientNoiseScale(model, ema=config.gns.ema, process_group=group) if config.gns.enabled else None,
+        gns=None,
         spikes=SpikeDetector(config.train.spike_sigma) if config.train.spike_sigma else None,
     )
+
+
+def with_noise_scale(state: TrainState, config: RunConfig, info: RankInfo) -> TrainState:
+    """The state with the noise scale's hooks, if it is enabled. Every rank must call it: of shards it gathers each once."""
+    if not config.gns.enabled:
+        return state
+    group = dist.group.WORLD if info.world_size > 1 else None
+    return replace(state, gns=GradientNoiseScale(state.model, ema=config.gns.ema, process_group=group))
 
 
 def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Module:
@@ -155,16 +173,4 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
         cells=config.train.tbptt_cells,
         burn_in=config.ledger.burn_in,
         recompute=config.train.activation_checkpointing == "cell",
-    )
-
-
-def wrap_ddp(model: nn.Module, table: DistributedTable, info: RankInfo, device: torch.device) -> nn.Module:
-    """DDP around the model; the model itself on a single rank."""
-    if info.world_size == 1:
-        return model
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=table.find_unused_parameters,
     )

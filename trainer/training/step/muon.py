@@ -7,41 +7,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.distributed.strategy import gathered, own_part, own_rows
+from trainer.metrics.noise_scale.leaves import is_dtensor
 
-class SkippingMuon(torch.optim.Muon):
-    """torch's Muon, which does nothing where `found_inf` (float [], on the device) says so, as its fused optimizers do.
 
-    A skipped step is computed and taken back, one matrix at a time: the host never asks the device.
+class Skipping(torch.optim.Optimizer):
+    """An optimizer with one buffer per parameter, which does nothing where `found_inf` (float [], on the device) says so, as
+    torch's fused optimizers do.
+
+    A skipped step is computed and taken back, one parameter at a time: the host never asks the device.
     """
 
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def keep_buffers(self) -> None:
+        """Make the buffers now, or a first step that is skipped would leave some that are not finite."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                # Or a first step that is skipped would leave one that is not finite.
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the matrices, or not."""
-        if self.found_inf is None:
-            return super().step(closure)  # type: ignore[no-untyped-call]
-        is_bad, groups = self.found_inf > 0, self.param_groups
+        """Update the parameters, or not."""
+        groups = self.param_groups
         try:
             for group in groups:
                 for parameter in group["params"]:
-                    touched = (parameter, self.state[parameter]["momentum_buffer"])
+                    touched = [own_part(parameter), *map(own_part, self.state[parameter].values())]
                     before = [tensor.clone() for tensor in touched]
                     self.param_groups = [{**group, "params": [parameter]}]
-                    super().step()  # type: ignore[no-untyped-call]
+                    self._step_one(parameter, group)
+                    if self.found_inf is None:
+                        continue
                     for tensor, kept in zip(touched, before, strict=True):
-                        tensor.copy_(torch.where(is_bad, kept, tensor))
+                        tensor.copy_(torch.where(self.found_inf > 0, kept, tensor))
         finally:
             self.param_groups = groups
         return None
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """The optimizer's own step of the one parameter that is in its groups."""
+        super().step()
+
+
+class SkippingSGD(Skipping, torch.optim.SGD):
+    """torch's SGD for shards, which its fused one does not take (torch 2.13)."""
+
+
+class SkippingMuon(Skipping, torch.optim.Muon):
+    """torch's Muon; of a matrix in shards, each rank orthogonalizes the whole and keeps its rows."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.keep_buffers()
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        if not is_dtensor(parameter):
+            super()._step_one(parameter, group)
+            return
+        # As torch's: the momentum is that of each element, so that one matrix alone is gathered.
+        assert parameter.grad is not None
+        grad, momentum = own_part(parameter.grad), own_part(self.state[parameter]["momentum_buffer"])
+        momentum.lerp_(grad, 1.0 - group["momentum"])
+        update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        whole = torch.nn.Parameter(torch.zeros(parameter.shape, dtype=grad.dtype, device=grad.device))
+        whole.grad = gathered(update, parameter)
+        plain = {**group, "params": [whole], "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+        torch.optim.Muon([plain]).step()  # type: ignore[no-untyped-call]
+        weights = own_part(parameter)
+        weights.mul_(1.0 - group["lr"] * group["weight_decay"])
+        weights.add_(own_rows(whole.detach(), parameter))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

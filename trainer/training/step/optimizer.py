@@ -13,7 +13,8 @@ from torch import nn
 from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
-from trainer.training.step.muon import MuonWithAdamW
+from trainer.metrics.noise_scale.leaves import is_dtensor
+from trainer.training.step.muon import MuonWithAdamW, SkippingSGD
 from trainer.training.step.schedule import LR_SCALE
 
 ParameterGroup = dict[str, Any]
@@ -36,13 +37,19 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
         matrices, others = _split(groups, hidden)
         return MuonWithAdamW(matrices, others, lr=table.lr, momentum=table.momentum, adamw=adamw)
     if table.name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=table.lr, momentum=table.momentum, nesterov=table.momentum > 0, fused=True)
+        sgd: dict[str, Any] = {"momentum": table.momentum, "nesterov": table.momentum > 0}
+        shards = any(is_dtensor(parameter) for group in groups for parameter in group["params"])
+        optimizer = (
+            SkippingSGD(groups, lr=table.lr, **sgd)
+            if shards
+            else torch.optim.SGD(groups, lr=table.lr, fused=True, **sgd)
+        )
         if table.momentum:
             for group in groups:
                 for parameter in group["params"]:
                     # torch 2.13 leaves it uninitialized if the first step is skipped.
-                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
     return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
 
 

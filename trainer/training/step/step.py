@@ -3,12 +3,12 @@
 Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks, divided by their number of
 tokens N: what one big batch on one rank would give. The host knows its own share of N before the window, but N itself only
 after a collective. To save that one, each micro-batch is scaled by the same constant kappa (1 / the most tokens that a rank's
-window can hold), DDP averages over the W ranks, and the gradient is divided by c = kappa N / W when it is clipped, in the
-multiplication that clipping needs anyway.
+window can hold), DDP or FSDP averages over the W ranks, and the gradient is divided by c = kappa N / W when it is clipped, in
+the multiplication that clipping needs anyway.
 
-Collectives. Beside DDP's own there is one all-reduce per step: token and loss sums, the votes (stop, background save written,
-loss spike found, data exhausted) and the noise scale's sums travel together. A NaN on one rank is a NaN in the sum, so all
-ranks see it.
+Collectives. Beside those of DDP or FSDP there is one all-reduce per step: token and loss sums, the votes (stop, background save
+written, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank may hold
+shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it.
 
 Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
 loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
@@ -27,14 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.arrays import IGNORED
-from trainer.errors import UserError
+from trainer.distributed.strategy import GradientAveraging
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.leaves import is_dtensor
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
 from trainer.training.step.carry import StepProbe
@@ -42,7 +42,6 @@ from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.schedule import set_lr
-from trainer.wording import counted, few
 
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SPIKED, EXHAUSTED = range(6)
@@ -94,11 +93,12 @@ class TrainStep:
     """Runs optimizer steps.
 
     Args:
-        model: DDP around the model, or the model itself on a single rank.
+        model: the model as its strategy runs it: with DDP around it, sharded, or itself on a single rank.
         ledger: where recurrent states live; None for a model without state.
         gns: hooks of the noise scale; None if it is off.
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
+        averaging: of the gradients over ranks; None on a single rank.
         autocast: makes the context in which forward and loss run.
         diagnostics: guards of the noise scale, of a step's details and of its probe: their failure costs them, never the
             step.
@@ -115,6 +115,7 @@ class TrainStep:
         gns: GradientNoiseScale | None,
         scaler: torch.amp.GradScaler,
         settings: StepSettings,
+        averaging: GradientAveraging | None = None,
         world_size: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
@@ -128,6 +129,8 @@ class TrainStep:
         self._gns = gns
         self._scaler = scaler
         self._clip_grad_norm = settings.clip_grad_norm
+        self._no_sync = nullcontext if averaging is None else averaging.no_sync
+        self._refuse_unreduced = None if averaging is None else averaging.refuse_unreduced
         self._world_size = world_size
         self._device = device
         self._autocast = autocast
@@ -137,6 +140,8 @@ class TrainStep:
         self._probe_guard = diagnostics.best_effort("carry probe")
         self._clock = clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._has_shards = any(map(is_dtensor, self._parameters))
+        self._copies = 1 if averaging is None else averaging.copies
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
         self._kappa = 1.0 / (settings.micro_batches * settings.max_tokens_per_micro)
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=device)
@@ -180,7 +185,7 @@ class TrainStep:
                 state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
                 if probe is not None:
                     self._probe_guard.run(probe.measure, micro, carry, state)
-            with self._no_sync_unless(is_last):
+            with nullcontext() if is_last else self._no_sync():
                 with self._autocast():
                     output = self._model(**micro.inputs, state=state)
                     result = self._objective(output.logits, micro.targets, meta=micro.meta)
@@ -194,12 +199,6 @@ class TrainStep:
                 self._details_guard.run(details.add, micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
-
-    def _no_sync_unless(self, is_last: bool) -> AbstractContextManager[None]:
-        """DDP reduces the gradient in the window's last backward alone."""
-        if is_last or not isinstance(self._model, DistributedDataParallel):
-            return nullcontext()
-        return self._model.no_sync()
 
     def _backward(self, micro: MicroBatch, loss_sum: Tensor, *, is_last: bool) -> None:
         scaled: Any = self._scaler.scale(loss_sum * self._kappa)  # torch leaves backward without types
@@ -224,25 +223,28 @@ class TrainStep:
             exhausted: this rank had no batch of its own, only masked copies.
 
         Raises:
-            UserError: DDP has not averaged the gradient, since a parameter had no part in it.
+            UserError: the gradient is not averaged, since a parameter had no part in it.
         """
-        if isinstance(self._model, DistributedDataParallel):
-            refuse_unreduced(self._model)
+        if self._refuse_unreduced is not None:
+            self._refuse_unreduced()
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
         votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, spiked, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self._gns is not None:
             sums = self._gns_guard.run(self._gns.local_sums)
             packed = torch.cat([packed, packed.new_zeros(NUM_SUMS) if sums is None else sums])
-        if self._world_size > 1:
-            dist.all_reduce(packed)
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        grad_sq = torch.stack([square_norm(gradient) for gradient in gradients]).sum()
+        gradients: list[Any] = [p.grad for p in self._parameters if p.grad is not None]
+        if self._has_shards:
+            gradients = [gradient.to_local() for gradient in gradients]
+        own_sq = torch.stack([square_norm(gradient) for gradient in gradients]).sum()
+        packed = torch.cat([packed, own_sq.reshape(1) / self._copies])
+        if self._world_size > 1:
+            dist.all_reduce(packed)
         # Copied before the optimizer's work is queued, for which `finish` then does not wait.
-        numbers = HostCopy(torch.cat([packed, grad_sq.reshape(1)]))
-        tokens, loss_sum = packed[TOKENS], packed[LOSS_SUM]
+        numbers = HostCopy(packed)
+        tokens, loss_sum, grad_sq = packed[TOKENS], packed[LOSS_SUM], packed[-1]
         is_bad = ~(loss_sum.isfinite() & grad_sq.isfinite()) | (tokens == 0)
         scale_gradients(gradients, tokens * self._kappa / self._world_size, grad_sq, self._clip_grad_norm)
         set_lr(self._optimizer, lr)
@@ -277,28 +279,3 @@ class TrainStep:
             all_saved=reduced[SAVED] == self._world_size,
             has_spike=reduced[SPIKED] > 0,
         )
-
-
-def refuse_unreduced(model: DistributedDataParallel) -> None:
-    """Refuse a window whose last backward left a parameter out.
-
-    DDP then waits for its gradient for ever: it averages none of the same bucket, says nothing until its next forward, and the
-    ranks' weights drift apart meanwhile.
-
-    Raises:
-        UserError: naming the parameters.
-    """
-    try:
-        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
-        own = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
-        names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
-        which = counted(len(names), "parameter") if names else "a parameter"
-        raise UserError(
-            "model.target",
-            f"{which} took no part in a step's last micro-batch, so that the gradients of the ranks cannot be averaged: "
-            f"{few(names) if names else error}",
-            "use them in every micro-batch, freeze them with requires_grad_(False), or set "
-            "distributed.find_unused_parameters = true",
-        ) from None

@@ -1,0 +1,102 @@
+"""The strategy of a run: the mesh of its ranks, its model on them, and how their gradients are averaged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer.config.schema import RunConfig
+from trainer.distributed.env import RankInfo, num_nodes
+from trainer.distributed.strategy import (
+    GradientAveraging,
+    make_mesh,
+    shard_model,
+    shard_units,
+    sharded_averaging,
+    with_ddp,
+)
+from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+from trainer.model.headless import output_layer
+from trainer.model.protocol import ModelOutput
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = get_logger(__name__)
+
+
+def run_mesh(config: RunConfig, info: RankInfo, device: torch.device) -> DeviceMesh | None:
+    """The mesh over which the run's parameters are sharded; None if every rank holds the whole model.
+
+    Every rank must call it.
+
+    Raises:
+        UserError: replicas do not fit the nodes.
+    """
+    table = config.distributed
+    if table.strategy == "ddp":
+        return None
+    if info.world_size == 1:
+        logger.info('distributed.strategy = "%s": a single rank holds the whole model', table.strategy)
+        return None
+    replicas = 1
+    if table.strategy == "hsdp":
+        replicas = table.replicas or num_nodes(info)
+        if info.world_size % replicas:
+            problem = f"{replicas} nodes do not divide {info.world_size} ranks"
+            raise UserError("distributed.replicas", problem, "set it to a number that does")
+        if replicas == 1:
+            logger.info('distributed.strategy = "hsdp" with one replica (one per node) is "fsdp"')
+    return make_mesh(world_size=info.world_size, replicas=replicas, device=device)
+
+
+def shard_over(mesh: DeviceMesh, model: nn.Module, config: RunConfig) -> None:
+    """Shard the model in place, as `[distributed]` has it.
+
+    Raises:
+        UserError: its blocks are not known.
+    """
+    units = shard_units(model)
+    if config.objective.chunk_tokens:  # the loss uses it after the model's forward
+        units = [unit for unit in units if unit is not output_layer(model)]
+    model.register_forward_hook(_with_known_fields)
+    shard_model(
+        model,
+        mesh,
+        units=units,
+        reshard_after_forward=config.distributed.reshard_after_forward,
+        param_dtype=torch.bfloat16 if config.train.precision == "bf16" else None,
+    )
+
+
+def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """FSDP looks for tensors in tuples, lists and dicts alone; a model may return any object with the fields."""
+    return output if isinstance(output, tuple) else ModelOutput(output.logits, output.state)
+
+
+def average_over_ranks(
+    row_model: nn.Module,
+    model: nn.Module,
+    config: RunConfig,
+    info: RankInfo,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+) -> tuple[nn.Module, GradientAveraging | None]:
+    """What the training step calls, and how gradients are averaged; None on a single rank.
+
+    Args:
+        row_model: what a row is run through.
+        model: the model itself, inside of it.
+    """
+    if info.world_size == 1:
+        return row_model, None
+    table = config.distributed
+    if mesh is not None:
+        root: Any = model
+        root.reshard()  # a forward without a backward leaves the root's own parameters whole
+    else:
+        return with_ddp(row_model, world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
+    return row_model, sharded_averaging(model, mesh, keeps_whole=table.accumulate == "whole")
