@@ -29,17 +29,23 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written.
     """
-    path = Path(os.path.realpath(path))  # a link stays a link
     if path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
         with path.open("wb") as file:
             yield file
         return
+    with replacing_path(path, sync=sync) as temporary, temporary.open("wb") as file:
+        yield file
+
+
+@contextmanager
+def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
+    """As `replacing`, for a writer that opens the file itself: the path to write to."""
+    path = Path(os.path.realpath(path))  # a link stays a link
     temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            if sync:
+        yield temporary
+        if sync:
+            with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:

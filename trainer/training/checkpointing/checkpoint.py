@@ -2,24 +2,22 @@
 
 A checkpoint is a directory `checkpoints/step_00000100/`:
 
-    model.pt        rank 0: weights, optimizer, loss scaler
-    rank_000.pt     every rank: its ledger shard, data cursors, generator
-    rank_000.rows   every rank with a ledger: the states, one after another, as they lie in memory
-    state.json      step, noise-scale averages, sink state, config, versions
-    COMPLETE        JSON: bytes and SHA-256 of every other file; written last, and what makes the checkpoint exist
+    model_000.safetensors   weights and optimizer: rank 0's, and those of each rank that holds shards of its own
+    rank_000.safetensors    every rank: its ledger shard, data cursors, generator
+    rank_000.rows           every rank with a ledger: the states, one after another, as they lie in memory
+    state.json              step, noise-scale averages, sink state, config, versions
+    COMPLETE                JSON: bytes and SHA-256 of every other file; written last, and what makes the checkpoint exist
 
-All is written to `.tmp_step_...` first, synced to disk, renamed, and only then marked. Tensors are read with
-`weights_only=True`, so a checkpoint cannot run code. torch.distributed.checkpoint is not used: its metadata file is a
-pickle that it loads without that guard, and under DDP every rank holds the whole model, so there is nothing to shard.
+All is written to `.tmp_step_...` first, synced to disk, renamed, and only then marked. Nothing in it is a pickle, so a
+checkpoint cannot run code; those of format 1, which are still read, are read with torch's `weights_only`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +29,14 @@ from torch import Tensor
 from trainer.errors import UserError
 from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, sync_directory, write_json
 from trainer.metrics.logger import get_logger
+from trainer.training.checkpointing import former
 from trainer.training.checkpointing.saved_state import problem_of
+from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
+from trainer.training.checkpointing.tree import unpack
 from trainer.wording import counted
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, FORMER_VERSION = 2, 1
 MARKER = "COMPLETE"
-MODEL_FILE = "model.pt"
 STATE_FILE = "state.json"
 LATEST = "latest"
 
@@ -52,9 +52,14 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def model_file(rank: int) -> str:
+    """File name of a rank's part of weights and optimizer."""
+    return f"model_{rank:03d}.safetensors"
+
+
 def rank_file(rank: int) -> str:
     """File name of a rank's own part."""
-    return f"rank_{rank:03d}.pt"
+    return f"rank_{rank:03d}.safetensors"
 
 
 def rows_file(rank: int) -> str:
@@ -62,51 +67,60 @@ def rows_file(rank: int) -> str:
     return f"rank_{rank:03d}.rows"
 
 
-class Rows(NamedTuple):
-    """Rows to be written, as pieces [n, width] of the CPU, which are taken one by one."""
+class TensorPart(NamedTuple):
+    """A file of tensors and plain values."""
+
+    rows: Mapping[str, Rows]
+    values: Any = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    """See `write_tensors`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file, or some more."""
+        # A header entry holds name, type, shape, place and first row; shapes are those of all ranks' tensors.
+        names = sum(len(name) + 160 for name in {*self.rows, *(self.shapes or ())})
+        return sum(part.tensor.nbytes for part in self.rows.values()) + names + len(json.dumps(self.values)) * 2 + 4096
+
+
+class StatePart(NamedTuple):
+    """A file of states, as pieces [n, width] of the CPU, which are taken one by one."""
 
     num_bytes: int
     pieces: Iterable[Tensor]
 
 
-def write_part(path: Path, value: dict[str, Any] | Rows) -> None:
+Part = TensorPart | StatePart
+
+
+def write_part(path: Path, part: Part) -> None:
     """Write one file of a checkpoint to disk, not merely to the page cache.
 
     Raises:
         OSError, RuntimeError: it cannot be written.
     """
+    if isinstance(part, TensorPart):
+        write_tensors(path, part.rows, part.values, shapes=part.shapes)
+        return
     with replacing(path) as file:
-        if isinstance(value, Rows):
-            for piece in value.pieces:
-                file.write(piece.view(torch.uint8).numpy().data)
-        else:
-            torch.save(value, file)
-
-
-def read_tensors(path: Path) -> dict[str, Any]:
-    """What `write_part` wrote of a dict, on the CPU.
-
-    Raises:
-        CheckpointError: damaged, or holding anything but tensors and plain values.
-    """
-    try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a checkpoint")
-    return value
+        for piece in part.pieces:
+            file.write(piece.view(torch.uint8).numpy().data)
 
 
 def read_rank(path: Path, rank: int) -> dict[str, Any]:
     """What a rank of a checkpoint wrote; the states of its ledger are read when they are used.
 
     Raises:
-        CheckpointError: as `read_tensors`; or there are not as many states as it says.
+        CheckpointError: a file is damaged; or there are not as many states as it says.
     """
-    part = read_tensors(path / rank_file(rank))
+    try:
+        if (path / former.rank_file(rank)).exists():
+            part = former.read_former(path / former.rank_file(rank))
+        else:
+            files = TensorFiles([path / rank_file(rank)])
+            part = unpack(files.values, files.read)
+    except (DamagedFile, ValueError) as error:
+        raise CheckpointError(str(error)) from None
     ledger = part.get("ledger", {})
     if "rows" not in ledger and ledger:  # earlier versions kept the states here
         size = {"count": len(ledger["groups"]), "width": ledger["width"], "dtype": ledger["dtype"]}
@@ -115,7 +129,7 @@ def read_rank(path: Path, rank: int) -> dict[str, Any]:
 
 
 def _map_rows(path: Path, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Rows that `write_part` wrote, [count, width], as a part of memory that is the file's.
+    """States that `write_part` wrote, [count, width], as a part of memory that is the file's.
 
     Raises:
         CheckpointError: there are not as many.
@@ -203,7 +217,7 @@ def verify(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no marker, another format, or a missing, truncated or changed file.
     """
-    files = _listed_files(path)
+    files, version = _listed_files(path)
     for name, expected in files.items():
         try:
             found = _fingerprint(path / name)
@@ -215,7 +229,10 @@ def verify(path: Path) -> dict[str, Any]:
     world_size = state["world_size"]
     # No more names than there are files, whatever number the state holds.
     expected_ranks = range(min(world_size, len(files)))
-    needed = {MODEL_FILE, *map(rank_file, expected_ranks)}
+    if version == FORMER_VERSION:
+        needed = {former.MODEL_FILE, *map(former.rank_file, expected_ranks)}
+    else:
+        needed = {*map(model_file, state["model_files"]), *map(rank_file, expected_ranks)}
     if files.keys() & (rows := {rows_file(rank) for rank in expected_ranks}):
         needed |= rows
     missing = sorted(needed - files.keys())
@@ -230,7 +247,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, it is no JSON object, or it holds what cannot be.
     """
-    if STATE_FILE not in _listed_files(path):
+    if STATE_FILE not in _listed_files(path)[0]:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
@@ -245,8 +262,8 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _listed_files(path: Path) -> dict[str, Any]:
-    """Name -> fingerprint, as the marker has it."""
+def _listed_files(path: Path) -> tuple[dict[str, Any], int]:
+    """(name -> fingerprint, version of the format), as the marker has it."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
         files = {str(name): expected for name, expected in marker["files"].items()}
@@ -255,12 +272,13 @@ def _listed_files(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path / MARKER}: is damaged") from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: has format version {version}, this program reads {FORMAT_VERSION}")
+    if version not in (FORMER_VERSION, FORMAT_VERSION):
+        versions = f"{FORMER_VERSION} and {FORMAT_VERSION}"
+        raise CheckpointError(f"{path}: has format version {version}, this program reads {versions}")
     for name in files:
         if Path(name).name != name:
             raise CheckpointError(f"{path / MARKER}: lists {name!r}, which is no file of the checkpoint")
-    return files
+    return files, version
 
 
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
@@ -308,9 +326,9 @@ class BackgroundWriter:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[Future[None]] = []
 
-    def submit(self, path: Path, value: dict[str, Any] | Rows) -> None:
-        """Write `value`, which nobody may change any more, to `path`."""
-        self._pending.append(self._pool.submit(write_part, path, value))
+    def submit(self, path: Path, part: Part) -> None:
+        """Write `part`, which nobody may change until it is written, to `path`."""
+        self._pending.append(self._pool.submit(write_part, path, part))
 
     @property
     def is_idle(self) -> bool:

@@ -16,10 +16,17 @@ from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import CheckpointError
 from trainer.training.checkpointing.data_changes import DataCheck, restart_changed
 from trainer.training.checkpointing.generators import set_generator_states
+from trainer.training.checkpointing.model_part import (
+    OtherModel,
+    load_optimizer,
+    load_weights_of,
+    open_model,
+    scaler_state,
+)
 from trainer.training.checkpointing.resume_checks import check_config
 from trainer.training.checkpointing.saved_state import loading
+from trainer.training.checkpointing.tensor_files import DamagedFile
 from trainer.training.checkpointing.train_state import Position, TrainState
-from trainer.training.step.optimizer import load_optimizer
 from trainer.wording import counted
 
 logger = get_logger(__name__)
@@ -52,21 +59,21 @@ def restore(
     saved_world_size = saved["world_size"]
     with loading(path, "files"):
         try:
-            whole = files.read_tensors(path / files.MODEL_FILE)
+            tensors = open_model(path, saved.get("model_files", [0]), rank=info.rank)
             parts = _read_parts(path, saved_world_size, state, info, needs_all=bool(data.change))
-        except CheckpointError as error:
+        except (CheckpointError, DamagedFile) as error:
             raise UserError("--resume", str(error), "use auto, which falls back to a complete one") from None
     with loading(path, "weights"):
         try:
-            state.model.load_state_dict(whole["model"])
-        except RuntimeError as error:
-            problem = f"{path} holds another model: {str(error).splitlines()[-1].strip()}"
+            load_weights_of(state.model, tensors)
+        except OtherModel as error:
+            problem = f"{path} holds another model: {error}"
             raise UserError("--resume", problem, "resume with the [model] it was trained with") from None
     with loading(path, "optimizer"):
-        load_optimizer(state.optimizer, whole["optimizer"])
+        load_optimizer(state.optimizer, state.model, tensors)
     if state.scaler.is_enabled():
         with loading(path, "loss scaling"):
-            state.scaler.load_state_dict(whole["scaler"])
+            state.scaler.load_state_dict(scaler_state(tensors))
     if state.ledger is not None:
         if saved.get("state_layout") != state.state_layout:
             problem = f"{path} holds states of {saved.get('state_layout')}, the model's are {state.state_layout}"

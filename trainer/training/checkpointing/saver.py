@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.config.schema import CheckpointTable
 from trainer.distributed.agree import gather_from_ranks
@@ -19,11 +19,15 @@ from trainer.distributed.env import RankInfo
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import BackgroundWriter, Rows
+from trainer.training.checkpointing.checkpoint import BackgroundWriter, Part, StatePart, TensorPart
 from trainer.training.checkpointing.generators import generator_states
+from trainer.training.checkpointing.model_part import model_part, model_ranks
+from trainer.training.checkpointing.tensor_files import Rows
 from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.checkpointing.tree import pack
 
 logger = get_logger(__name__)
+ALIGNMENT = 64  # bytes
 
 
 class SaveError(Exception):
@@ -60,6 +64,7 @@ class Saver:
         self._shared = shared
         self._diagnostics = diagnostics
         self._writer = BackgroundWriter()
+        self._staging = Staging(is_pinned=device.type == "cuda")
         self._pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
         self.last_saved = last_saved
@@ -80,7 +85,7 @@ class Saver:
         step = position.step
         staging = files.staging_dir(self._directory, step)
         parts = self._parts(position)
-        needed = num_bytes(parts)
+        needed = sum(part.num_bytes for part in parts.values())
         needed_by_all = sum(gather_from_ranks(needed, world_size=self._info.world_size))
         self._together(
             lambda: self._make_staging(staging, needed_by_all) if self._info.is_main else None, needed_by_all
@@ -90,6 +95,7 @@ class Saver:
             "reached": position.reached,
             "tokens": [position.tokens_before, position.tokens],
             "world_size": self._info.world_size,
+            "model_files": model_ranks(self._state.model),
             "evaluation_is_due": position.evaluation_is_due,
             **self._state.shared(),
             **self._shared,
@@ -97,9 +103,8 @@ class Saver:
         self._pending = (step, shared, needed_by_all)
         if in_background:
             # The tensors change while the thread writes: it gets copies.
-            for name, value in parts.items():
-                copied = Rows(value.num_bytes, list(value.pieces)) if isinstance(value, Rows) else copy.deepcopy(value)
-                self._writer.submit(staging / name, copied)
+            for name, part in self._staging.copies(parts).items():
+                self._writer.submit(staging / name, part)
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
             self._conclude()
@@ -132,25 +137,23 @@ class Saver:
         self._conclude()
         self._writer.close()
 
-    def _parts(self, position: Position) -> dict[str, dict[str, Any] | Rows]:
+    def _parts(self, position: Position) -> dict[str, Part]:
         """The files that this rank writes."""
-        state = self._state
+        state, rank = self._state, self._info.rank
         own: dict[str, Any] = {
             "data": position.data_state,
             "generators": generator_states(self._device),
             "unlogged": position.counts(state),
         }
-        parts: dict[str, dict[str, Any] | Rows] = {files.rank_file(self._info.rank): own}
+        parts: dict[str, Part] = {}
         if state.ledger is not None:
             own["ledger"] = state.ledger.state_dict(with_rows=False)
-            rows = Rows(state.ledger.num_row_bytes, state.ledger.held_rows())
-            parts[files.rows_file(self._info.rank)] = rows
-        if self._info.is_main:
-            parts[files.MODEL_FILE] = {
-                "model": state.model.state_dict(),
-                "optimizer": state.optimizer.state_dict(),
-                "scaler": state.scaler.state_dict(),
-            }
+            parts[files.rows_file(rank)] = StatePart(state.ledger.num_row_bytes, state.ledger.held_rows())
+        values, tensors = pack(own)
+        parts[files.rank_file(rank)] = TensorPart({name: Rows.all_of(t) for name, t in tensors.items()}, values)
+        model = model_part(state.model, state.optimizer, state.scaler, rank=rank)
+        if model is not None:
+            parts[files.model_file(rank)] = model
         return parts
 
     def _make_staging(self, staging: Path, needed: int) -> None:
@@ -189,30 +192,47 @@ class Saver:
             return ""
 
 
-def num_bytes(value: Any) -> int:
-    """Bytes of the tensors in nested values, each storage once, and something for what is around them."""
-    storages: dict[int, int] = {}
-    others = 0
-
-    def visit(found: Any) -> None:
-        nonlocal others
-        if isinstance(found, Rows):
-            others += found.num_bytes
-        elif isinstance(found, torch.Tensor):
-            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
-        elif isinstance(found, Mapping):
-            for part in found.values():
-                visit(part)
-        elif isinstance(found, list | tuple):
-            for part in found:
-                visit(part)
-        # An entry of the archive with its alignment; an entry of the pickle.
-        others += 512 if isinstance(found, torch.Tensor) else 16
-
-    visit(value)
-    return sum(storages.values()) + others
+def _write_all(staging: Path, parts: Mapping[str, Part]) -> None:
+    for name, part in parts.items():
+        files.write_part(staging / name, part)
 
 
-def _write_all(staging: Path, parts: Mapping[str, dict[str, Any] | Rows]) -> None:
-    for name, value in parts.items():
-        files.write_part(staging / name, value)
+class Staging:
+    """A rank's copy of what it saves while it trains on: one block of the host's memory, used again for every save.
+
+    Args:
+        is_pinned: the tensors are a CUDA device's, which copies faster into pinned memory.
+    """
+
+    def __init__(self, *, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def copies(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """The parts with tensors in the block; what it held before is overwritten."""
+        needed = sum(part.num_bytes + ALIGNMENT * _num_tensors(part) for part in parts.values())
+        if self._block.numel() < needed:
+            self._block = torch.empty(0, dtype=torch.uint8)  # or both exist
+            self._block = torch.empty(needed, dtype=torch.uint8, pin_memory=self._is_pinned)
+        self._used = 0
+        copied: dict[str, Part] = {}
+        for name, part in parts.items():
+            if isinstance(part, StatePart):
+                copied[name] = part._replace(pieces=[self._copy(piece) for piece in part.pieces])
+            else:
+                rows = {key: rows._replace(tensor=self._copy(rows.tensor)) for key, rows in part.rows.items()}
+                copied[name] = part._replace(rows=rows)
+        if self._is_pinned:
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        start, self._used = self._used, self._used + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        place = self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return place.copy_(tensor.detach(), non_blocking=True)
+
+
+def _num_tensors(part: Part) -> int:
+    # Pieces of states are some megabytes each.
+    return len(part.rows) if isinstance(part, TensorPart) else part.num_bytes // 1_000_000 + 1

@@ -16,7 +16,8 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.model.weights import WEIGHTS_FILE, load_weights
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.checkpointing.model_part import open_model, whole_weights
+from trainer.training.checkpointing.tensor_files import DamagedFile
 from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
@@ -66,10 +67,10 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     assert found is not None
     path, state = found
     try:
-        weights = checkpoint.read_tensors(path / checkpoint.MODEL_FILE)["model"]
+        weights = whole_weights(open_model(path, state.get("model_files", [0])))
         state["config"]["ledger"].pop("index", None)  # a former key, which changed no number
         config = RunConfig.model_validate(state["config"])
-    except (CheckpointError, KeyError) as error:
+    except (DamagedFile, KeyError) as error:
         raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None
     except ValidationError as error:
         first = ".".join(map(str, error.errors()[0]["loc"]))

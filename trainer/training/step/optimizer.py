@@ -67,22 +67,39 @@ def check_optimizer(model: nn.Module, table: OptimizerTable) -> None:
         _resolve(table.target, groups, table)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Restore the state of `state_dict()`, but not its settings, which are the config's: torch would take the saved ones.
+def _parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    return optimizer.parts if isinstance(optimizer, MuonWithAdamW) else {"": optimizer}
 
-    Raises:
-        ValueError: it is of other parameters.
-    """
+
+def parameters_by_part(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list[str]]:
+    """Names of the parameters in the optimizer's order, by its parts; one without parts is the part ""."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        key: [names[id(parameter)] for group in part.param_groups for parameter in group["params"]]
+        for key, part in _parts(optimizer).items()
+    }
+
+
+def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The optimizer's state of each parameter, by the parameter's name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(parameter)]: dict(state)
+        for part in _parts(optimizer).values()
+        for parameter, state in part.state.items()
+    }
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Restore what `named_state` gave; the settings are the config's."""
+    names = parameters_by_part(optimizer, model)
+    for key, part in _parts(optimizer).items():
+        numbered = {number: dict(saved[name]) for number, name in enumerate(names[key]) if name in saved}
+        part.load_state_dict({"state": numbered, "param_groups": part.state_dict()["param_groups"]})
     if isinstance(optimizer, MuonWithAdamW):
-        for name, part in optimizer.parts.items():
-            load_optimizer(part, saved[name])
         optimizer.link_groups()
-        return
-    groups = [
-        {**{key: value for key, value in own.items() if key != "params"}, "params": theirs["params"]}
-        for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True)
-    ]
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
 def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:

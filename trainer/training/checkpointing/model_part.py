@@ -1,0 +1,196 @@
+"""The model's part of a checkpoint: weights, optimizer and loss scaling, whole or in shards, for any number of ranks.
+
+Tensors have the names `model.<name>` and `optimizer.<parameter>.<key>`. A rank that holds shards writes its rows of them, rank
+0 also what is not sharded; of several replicas, the first one's ranks write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer.distributed.strategy import as_shard, own_part, own_range
+from trainer.metrics.noise_scale.leaves import is_dtensor
+from trainer.training.checkpointing import former
+from trainer.training.checkpointing.checkpoint import TensorPart, model_file
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles
+from trainer.training.checkpointing.tree import pack, unpack
+from trainer.training.step.optimizer import load_named_state, named_state, parameters_by_part
+from trainer.wording import few
+
+
+class OtherModel(Exception):
+    """A checkpoint holds the tensors of another model; the message names them."""
+
+
+class Tensors(Protocol):
+    """Where tensors are read from."""
+
+    shapes: dict[str, tuple[int, ...]]
+    values: Any
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor."""
+        ...
+
+
+class _Whole:
+    """Tensors in memory."""
+
+    def __init__(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
+        self.values, self._tensors = values, tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor."""
+        tensor = self._tensors[name]
+        return tensor[start:stop] if tensor.ndim else tensor
+
+
+def model_ranks(model: nn.Module) -> list[int]:
+    """The ranks that write a file of it."""
+    mesh = _mesh(model)
+    return [0] if mesh is None else list(range(mesh.size(mesh.ndim - 1)))
+
+
+def model_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, rank: int
+) -> TensorPart | None:
+    """What this rank writes; None: nothing."""
+    if rank not in model_ranks(model):
+        return None
+    state = model.state_dict()
+    shared = _ties(model)
+    kept = {name: value for name, value in state.items() if name not in shared}
+    tree = {"model": kept, "optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
+    values, tensors = pack(tree)
+    rows = {}
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            start, stop = own_range(tensor)
+            if start < stop:
+                rows[name] = Rows(own_part(tensor), start, tuple(tensor.shape))
+        elif rank == 0:
+            rows[name] = Rows.all_of(tensor)
+    if rank != 0:
+        return TensorPart(rows, shapes={})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return TensorPart(rows, {**values, "shared": shared}, shapes)
+
+
+def open_model(path: Path, files: list[int], *, rank: int = 0) -> Tensors:
+    """The tensors of a checkpoint.
+
+    Args:
+        files: numbers of the ranks that wrote them.
+        rank: whose own rows will probably be asked for.
+
+    Raises:
+        DamagedFile: they cannot be read.
+    """
+    if not (path / former.MODEL_FILE).exists():
+        # The first has all names; of its own rows a rank then looks into its own file first.
+        order = sorted(files, key=lambda number: (number != 0, number != rank, number))
+        return TensorFiles([path / model_file(number) for number in order])
+    whole = former.read_former(path / former.MODEL_FILE)
+    values, tensors = pack({"model": whole["model"]})
+    values["former"] = whole
+    return _Whole(values, tensors)
+
+
+def whole_weights(tensors: Tensors) -> dict[str, Tensor]:
+    """The model's `state_dict()`, whole, on the CPU; tensors alone.
+
+    Raises:
+        DamagedFile: they cannot be read.
+    """
+    names = [name for name in tensors.shapes if name.startswith("model.")]
+    found = {name.removeprefix("model."): tensors.read(name) for name in names}
+    for name, owner in tensors.values.get("shared", {}).items():
+        found[name] = found[owner]
+    return found
+
+
+def load_weights_of(model: nn.Module, saved: Tensors) -> None:
+    """Load the weights that this rank holds.
+
+    Raises:
+        OtherModel: they are those of another model.
+        DamagedFile: they cannot be read.
+    """
+    own, shared = model.state_dict(), _ties(model)
+    problems = _misfits(own, shared, saved)
+    if problems:
+        raise OtherModel(few(problems))
+    given: dict[str, Any] = {}
+    for name, value in own.items():
+        if name not in shared:
+            extra = saved.values["model"].get(name)
+            given[name] = (
+                _read(saved, f"model.{name}", like=value) if isinstance(value, Tensor) else unpack(extra, saved.read)
+            )
+    given.update({name: given[owner] for name, owner in shared.items()})
+    model.load_state_dict(given)
+
+
+def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: Tensors) -> list[str]:
+    names = {name for name in own if name not in shared}
+    there = set(saved.values["model"])
+    found = [f"{name} is not in it" for name in sorted(names - there)]
+    # Checkpoints of format 1 hold a shared tensor under every name.
+    found += [f"the model has no {name}" for name in sorted(there - names - shared.keys())]
+    for name in sorted(names & there):
+        shape = saved.shapes.get(f"model.{name}")
+        if isinstance(own[name], Tensor) and shape != tuple(own[name].shape):
+            found.append(f"{name} has the shape {list(shape or ())}, the model's {list(own[name].shape)}")
+    return found
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Tensors) -> None:
+    """Load the optimizer's state that this rank holds, but not its settings, which are the config's.
+
+    Raises:
+        ValueError: it is of other parameters.
+        DamagedFile: it cannot be read.
+    """
+    parameters = dict(model.named_parameters())
+    by_name = saved.values.get("optimizer")
+    if by_name is None:
+        parts = parameters_by_part(optimizer, model)
+        states = former.optimizer_by_name(saved.values["former"]["optimizer"], parts)
+        by_name, tensors = pack(states)
+        saved = _Whole({}, tensors)
+    unknown = sorted(by_name.keys() - parameters.keys())
+    if unknown:
+        raise ValueError(f"it has a state of {few(unknown)}, which the model does not have")
+    states = {name: unpack(state, partial(_read, saved, like=parameters[name])) for name, state in by_name.items()}
+    load_named_state(optimizer, model, states)
+
+
+def scaler_state(saved: Tensors) -> dict[str, Any]:
+    """The loss scaler's `state_dict()`."""
+    found: dict[str, Any] = saved.values["former" if "former" in saved.values else "scaler"]
+    return found["scaler"] if "former" in saved.values else found
+
+
+def _read(saved: Tensors, name: str, *, like: Tensor) -> Tensor:
+    """A tensor, or this rank's shard of it if it is sharded as `like` is."""
+    if is_dtensor(like) and saved.shapes.get(name) == tuple(like.shape):
+        return as_shard(saved.read(name, *own_range(like)), like)
+    return saved.read(name)
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Name of a parameter's further places -> its first name."""
+    first: dict[int, str] = {}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: owner for name, p in names if (owner := first.setdefault(id(p), name)) != name}
+
+
+def _mesh(model: nn.Module) -> Any:
+    return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)

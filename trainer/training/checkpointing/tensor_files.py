@@ -1,0 +1,179 @@
+"""Tensors of a checkpoint as safetensors: whole, or as rows of them in the files of several ranks.
+
+The header names each tensor's first row as torch.distributed.checkpoint does (`HuggingFaceStorageWriter` with
+`save_distributed`), so that `HuggingFaceStorageReader` reads the same files. That module is not used itself: its saving and
+loading exchange plans between all ranks, which a thread that writes while training continues cannot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from trainer.files import replacing_path
+
+# Keys of a file's metadata, each of JSON.
+_OFFSETS = "DCP_SHARDING_INFO"  # name -> {"saved_offsets": [first row, 0, ...]}, as torch names it
+_SHAPES = "shapes"  # name -> shape of the whole tensor, of all that the ranks have written together
+_VALUES = "values"  # what is no tensor
+
+
+class DamagedFile(Exception):
+    """A file is not what `write_tensors` writes, or lacks a tensor; the message names it."""
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a tensor, or all of it."""
+
+    tensor: Tensor
+    start: int
+    """Number of the first."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    @classmethod
+    def all_of(cls, tensor: Tensor) -> Rows:
+        """The whole tensor."""
+        return cls(tensor, 0, tuple(tensor.shape))
+
+
+def write_tensors(
+    path: Path, rows: Mapping[str, Rows], values: Any = None, *, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Write tensors and JSON values to a file that then exists as a whole, and on disk.
+
+    Args:
+        shapes: of all tensors of which the ranks write rows; None: of `rows`.
+
+    Raises:
+        OSError, RuntimeError: it cannot be written.
+    """
+    offsets = {
+        name: {"saved_offsets": [start] + [0] * (len(shape) - 1)} for name, (_, start, shape) in rows.items() if shape
+    }
+    if shapes is None:
+        shapes = {name: part.shape for name, part in rows.items()}
+    metadata = {"format": "pt", _OFFSETS: json.dumps(offsets), _SHAPES: json.dumps(shapes), _VALUES: json.dumps(values)}
+    tensors = {name: part.tensor.detach().cpu().contiguous() for name, part in rows.items()}
+    with replacing_path(path) as temporary:
+        try:
+            safetensors.torch.save_file(tensors, str(temporary), metadata)
+        except safetensors.SafetensorError as error:
+            raise RuntimeError(f"{path.name}: {error}") from None
+
+
+class TensorFiles:
+    """Tensors that several ranks have written together.
+
+    Args:
+        paths: of all files, the likeliest to hold what will be asked for first.
+
+    Raises:
+        DamagedFile: the first file cannot be read.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._opened: list[_OpenFile] = []
+        self.values: Any = None
+        """Of the first file that has any."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of all whole tensors."""
+        first = next(self._files(), None)
+        if first is None:
+            raise DamagedFile("there are no tensors")
+        self.shapes = {name: tuple(shape) for name, shape in first.metadata(_SHAPES).items()}
+        self.values = first.metadata(_VALUES)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor (None: to its end; a scalar as it is), copied out of the files.
+
+        Raises:
+            DamagedFile: the files do not hold them, or one of them cannot be read.
+        """
+        if name not in self.shapes:
+            raise DamagedFile(f"there is no tensor {name}")
+        shape = self.shapes[name]
+        stop = (shape[0] if shape else 1) if stop is None else stop
+        pieces: list[tuple[int, Tensor]] = []
+        missing = stop - start
+        for file in self._files():
+            if missing <= 0:
+                break
+            found = file.rows(name, start, stop)
+            if found is not None:
+                pieces.append(found)
+                missing -= len(found[1]) if shape else 1
+        pieces.sort(key=lambda piece: piece[0])
+        if not pieces and start == stop and shape:
+            return torch.empty(0, *shape[1:], dtype=self._dtype(name))
+        at = start
+        for first, piece in pieces:
+            if (shape and first != at) or tuple(piece.shape[1:]) != shape[1:]:
+                raise DamagedFile(f"{name}: its rows do not fit together")
+            at += len(piece) if shape else 1
+        if at != stop:
+            raise DamagedFile(f"{name}: rows {at:,} to {stop:,} are in no file")
+        return pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
+
+    def _dtype(self, name: str) -> torch.dtype:
+        for file in self._files():
+            found = file.rows(name, 0, 0)
+            if found is not None:
+                return found[1].dtype
+        raise DamagedFile(f"{name} is in no file")
+
+    def _files(self) -> Iterator[_OpenFile]:
+        """All files, each opened when it is first needed."""
+        yield from self._opened
+        while len(self._opened) < len(self._paths):
+            self._opened.append(_OpenFile(self._paths[len(self._opened)]))
+            yield self._opened[-1]
+
+
+class _OpenFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
+            self._names = set(self._file.keys())
+            self._metadata: dict[str, str] = self._file.metadata() or {}
+            self._offsets = self.metadata(_OFFSETS)
+        except OSError as error:
+            raise DamagedFile(f"{path}: {error.strerror or error}") from None
+        except (safetensors.SafetensorError, AttributeError) as error:
+            raise DamagedFile(f"{path}: cannot be read: {error}") from None
+
+    def metadata(self, key: str) -> Any:
+        """A value of the header.
+
+        Raises:
+            DamagedFile: there is none.
+        """
+        try:
+            return json.loads(self._metadata[key])
+        except (KeyError, ValueError, RecursionError):
+            raise DamagedFile(f"{self._path}: cannot be read: its header has no {key}") from None
+
+    def rows(self, name: str, start: int, stop: int) -> tuple[int, Tensor] | None:
+        """What the file has of rows [start, stop), with the number of the first; None if it has none of them."""
+        if name not in self._names:
+            return None
+        try:
+            if name not in self._offsets:
+                return 0, self._file.get_tensor(name)
+            first = self._offsets[name]["saved_offsets"][0]
+            part = self._file.get_slice(name)
+            low, high = max(start - first, 0), min(stop - first, part.get_shape()[0])
+            if low >= high and start < stop:
+                return None
+            return first + low, part[low:high].clone()
+        except (safetensors.SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise DamagedFile(f"{self._path}: {name} cannot be read: {error}") from None
