@@ -43,7 +43,10 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
     path = Path(os.path.realpath(path))  # a link stays a link
     temporary = _temporary(path)
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # the writer may have put a file of its own there, for its user alone
         if sync:
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())

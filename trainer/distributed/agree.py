@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError
@@ -29,6 +30,16 @@ def from_main_rank(value: T, *, world_size: int) -> T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def most_of_ranks(*numbers: int, device: torch.device, world_size: int) -> list[int]:
+    """The largest of all ranks, number by number. Waits for the device."""
+    if world_size == 1:
+        return list(numbers)
+    most = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    found: list[int] = most.tolist()
+    return found
 
 
 @contextmanager

@@ -19,7 +19,7 @@
 
 A stored state was made by the weights of earlier steps. The probe recomputes it from the group's first token with the weights
 of now, and evaluates the cell from zero, from the stored state and from the fresh one. It has no gradient, runs in evaluation
-mode, leaves mode and generators as they were, changes no state, and holds no collective.
+mode, leaves mode and generators as they were, changes no state, and holds no collective but those of a model in shards.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ from trainer.metrics.best_effort import SkipBatch
 SAMPLED_KEYS = ("ledger/state_age", "ledger/state_drift", "ledger/carry_gain", "ledger/stale_gap")
 """Means over the probed cells, each with its standard error as `<key>_se`."""
 SHARE_KEY = "ledger/probe_share"
+_LOSSES = 3
+"""Forwards that compare losses, beside those that read cells again."""
+_SKIP = 1_000_000
+"""What a rank says that cannot measure a micro-batch: no rank then does."""
 # What the probe can give a model for earlier cells too. `tokens_before`, `resets_before` and `continues` are the inputs of a
 # model that reads the end of the cell before again (burn-in).
 _KNOWN_INPUTS = {"tokens", "resets", "tokens_before", "resets_before", "continues"}
@@ -59,6 +63,8 @@ class CarryProbe:
         token_loss: logits [B, T, V] and targets [B, T] -> loss of each target, [B, T], 0 where masked.
         cells: most cells that are read again before a probed one.
         cell_tokens: T, which every cell before a probed one has.
+        agree: the largest of the ranks' numbers, for a model of which every rank must run as many forwards; every rank must
+            then call `measure` with every micro-batch of a probed step. None: ranks run as many as they need.
         autocast: makes the context in which the model runs. Call `measure` outside of autocast: weights that it converts
             without a gradient must not be kept for the training step.
     """
@@ -72,6 +78,7 @@ class CarryProbe:
         token_loss: Callable[[Tensor, Tensor], Tensor],
         cells: int,
         cell_tokens: int,
+        agree: Callable[[int], int] | None = None,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         assert min(cells, cell_tokens) >= 1, (cells, cell_tokens)
@@ -79,6 +86,7 @@ class CarryProbe:
         self._token_loss = token_loss
         self._cells = cells
         self._length = cell_tokens
+        self._agree = agree
         self._autocast = autocast
         self._sampled: dict[str, Reported] = {}
         self._num_probed: float | Tensor = 0.0
@@ -112,18 +120,26 @@ class CarryProbe:
             SkipBatch: the batch does not have what is needed.
         """
         cells_before: Ints = np.where(np.asarray(group_ids) >= 0, np.asarray(cell_index), 0)
-        if self._sampled or not cells_before.any():
+        try:
+            is_exact = self._exact_rows(inputs, targets, tokens_before, cells_before)
+        except SkipBatch:
+            if self._agree is not None:
+                self._agree(_SKIP)
+            raise
+        depth = int(np.where(is_exact, cells_before, 0).max(initial=0))
+        own = depth
+        if self._agree is not None and (depth := self._agree(own)) >= _SKIP:
             return
-        length = self._length
-        _check(inputs, targets, tokens_before, length)
-        assert tokens_before is not None
-        self._num_continuing += int((cells_before > 0).sum())
-        is_exact = (cells_before > 0) & (cells_before <= min(self._cells, tokens_before.shape[1] // length))
-        if not is_exact.any():
+        if depth == 0:
             return
         with self._in_evaluation(targets.device):
-            past = _Past(inputs, tokens_before, resets_before, length)
-            fresh = self._fresh_state(past, np.where(is_exact, cells_before, 0), state)
+            if own == 0:
+                for _ in range(depth + _LOSSES):
+                    self._model(**inputs, state=state)
+                return
+            assert tokens_before is not None
+            past = _Past(inputs, tokens_before, resets_before, self._length)
+            fresh = self._fresh_state(past, np.where(is_exact, cells_before, 0), state, depth)
             no_row = _without_history(inputs)
             from_zero = self._loss(no_row, targets, torch.zeros_like(state))
             stored_loss = self._loss(inputs, targets, state)
@@ -149,10 +165,27 @@ class CarryProbe:
         self._sampled, self._num_probed, self._num_continuing = {}, 0.0, 0
         return drained
 
-    def _fresh_state(self, past: _Past, cells_before: Ints, stored: Tensor) -> Tensor:
+    def _exact_rows(
+        self, inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | None, cells_before: Ints
+    ) -> Flags:
+        """Which rows can be read again from their group's beginning, bool [B]; none if some were since the last drain.
+
+        Raises:
+            SkipBatch: the batch does not have what is needed.
+        """
+        nothing = np.zeros(cells_before.shape, dtype=np.bool_)
+        if self._sampled or not cells_before.any():
+            return nothing
+        _check(inputs, targets, tokens_before, self._length)
+        assert tokens_before is not None
+        self._num_continuing += int((cells_before > 0).sum())
+        exact: Flags = (cells_before > 0) & (cells_before <= min(self._cells, tokens_before.shape[1] // self._length))
+        return exact
+
+    def _fresh_state(self, past: _Past, cells_before: Ints, stored: Tensor, depth: int) -> Tensor:
         """The states before the cell, [B, state_width], where `cells_before` is above 0; elsewhere anything."""
         state = torch.zeros_like(stored)
-        for back in range(int(cells_before.max()), 0, -1):
+        for back in range(depth, 0, -1):
             continues = cells_before > back  # the others begin here, or later
             begun = to_device(continues, stored.device)[:, None]
             inputs = past.inputs(back, continues)

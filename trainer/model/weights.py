@@ -1,4 +1,4 @@
-"""Weights as safetensors (extra `safetensors`): shared tensors are stored once, and a file loads only if it fits the model."""
+"""Weights as safetensors: shared tensors are stored once, and a file loads only if it fits the model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
+from trainer.files import replacing_path
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"  # metadata: JSON, name of an omitted tensor -> name of the tensor that it shares memory with
@@ -33,10 +36,9 @@ def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
     """Write a model's state; tensors that share memory (tied embeddings) are written once, with the names of the others.
 
     Raises:
-        UserError: the package is missing, or two tensors overlap without being the same.
+        UserError: two tensors overlap without being the same.
         OSError: the file cannot be written.
     """
-    safetensors = _package()
     kept: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
@@ -48,7 +50,8 @@ def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
         else:
             shared[name] = owner
     try:
-        safetensors.torch.save_file(kept, str(path), {**metadata, SHARED_KEY: json.dumps(shared)})
+        with replacing_path(path) as temporary:
+            safetensors.torch.save_file(kept, str(temporary), {**metadata, SHARED_KEY: json.dumps(shared)})
     except RuntimeError as error:  # partially shared tensors, which safetensors names
         raise UserError(
             "model", f"cannot be written as safetensors: {error}", "give each tensor its own memory"
@@ -59,9 +62,9 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors on the CPU (shared ones under every name) and metadata of a safetensors file or an exported directory.
 
     Raises:
-        UserError: the file or the package is missing, or the file is damaged.
+        UserError: the file is missing, or damaged.
     """
-    safetensors, file = _package(), weights_file(path)
+    file = weights_file(path)
     try:
         with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
@@ -114,12 +117,3 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path
         listed = "; ".join(problems[:MOST_NAMED])
         fix = "use the [model] and data.tokenizer settings that the weights were trained with"
         raise UserError(key, f"{path} does not fit the model: {listed}{more}", fix)
-
-
-def _package() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError:
-        raise UserError("safetensors", "is not installed", "run: pip install 'trainer[safetensors]'") from None
-    return safetensors

@@ -68,7 +68,7 @@ class Run:
     """None: not looked for."""
     evaluator: Evaluator | None
     sampler: Sampler | None
-    """Rank 0 only."""
+    """Rank 0 only, but for a model in shards."""
     saver: Saver
     stop: StopRequest
     watchdog: Watchdog | None

@@ -142,9 +142,10 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
-            self._names = set(self._file.keys())
-            self._metadata: dict[str, str] = self._file.metadata() or {}
+            opened: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
+            self._file = opened
+            self._names = set(opened.keys())
+            self._metadata: dict[str, str] = opened.metadata() or {}
             self._offsets = self.metadata(_OFFSETS)
         except OSError as error:
             raise DamagedFile(f"{path}: {error.strerror or error}") from None

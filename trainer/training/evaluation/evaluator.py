@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.agree import gather_from_ranks, most_of_ranks
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.objective.compose import Loss
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import split
+from trainer.training.step.microbatch import masked_copy, split
+from trainer.training.step.window import row_to_mask
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -32,6 +33,7 @@ class Evaluator:
         guard: of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run.
         autocast: the precision's context.
         is_bytes: the tokens are bytes, so that bits per byte are known.
+        in_lockstep: the ranks hold shards of the model, so that all of them must run as many forwards.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Evaluator:
         guard: BestEffort,
         autocast: Callable[[], AbstractContextManager[None]],
         is_bytes: bool,
+        in_lockstep: bool = False,
         world_size: int,
         device: torch.device,
     ) -> None:
@@ -59,6 +62,7 @@ class Evaluator:
         self._is_off = False  # the same on all ranks
         self._autocast = autocast
         self._is_bytes = is_bytes
+        self._in_lockstep = in_lockstep
         self._world_size = world_size
         self._device = device
 
@@ -67,8 +71,8 @@ class Evaluator:
         """Evaluate; the same numbers on every rank, without the prefix `eval_`. Empty if no rank had a document, and
         if the details have failed on any rank: what is left of the sums would be of a part of the documents.
 
-        None on all ranks when `should_stop` says so on any of them: each asks it between micro-batches, which hold no
-        collective, and they agree at the end.
+        None on all ranks when `should_stop` says so on any of them: each asks it between micro-batches, and they agree at the
+        end, or in lockstep after each.
         """
         details, guard = self._details, self._guard
         if self._is_off:
@@ -78,10 +82,8 @@ class Evaluator:
         was_training = self._model.training
         self._model.eval()
         try:
-            for step, batch in enumerate(self._batches(), start=1):
-                if should_stop():
-                    break
-                self._evaluate(step, batch, ledger)
+            for step, (batch, is_own) in enumerate(self._in_turn(should_stop), start=1):
+                self._evaluate(step, batch, ledger if is_own else None, is_counted=is_own)
         finally:
             self._model.train(was_training)
         local = guard.run(details.drain_metrics) or {}
@@ -96,7 +98,28 @@ class Evaluator:
         )
         return self._named(reduced)
 
-    def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None) -> None:
+    def _in_turn(self, should_stop: Callable[[], bool]) -> Iterator[tuple[dict[str, Any], bool]]:
+        """This rank's micro-batches, and whether each is its own: in lockstep, masked ones follow until every rank is done."""
+        batches = self._batches()
+        filler: dict[str, Any] = {}
+        while True:
+            batch, stops = next(batches, None), should_stop()
+            if not self._in_lockstep:
+                if batch is None or stops:
+                    return
+                yield batch, True
+                continue
+            votes = (int(batch is not None), int(batch is None and not filler), int(stops))
+            goes_on, lacks_filler, stop = most_of_ranks(*votes, device=self._device, world_size=self._world_size)
+            if stop or not goes_on:
+                return
+            if lacks_filler:  # a rank that has no micro-batch at all
+                filler = row_to_mask(batch, device=self._device, world_size=self._world_size)
+            if batch is not None:
+                filler = masked_copy(batch)
+            yield (filler, False) if batch is None else (batch, True)
+
+    def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None, *, is_counted: bool) -> None:
         micro = split(batch, self._accepted)
         state = None
         if ledger is not None and micro.carry is not None:
@@ -104,6 +127,8 @@ class Evaluator:
             state = ledger.lookup(micro.carry.group_ids, micro.carry.cell_index)
         with self._autocast():
             output = self._model(**micro.inputs, state=state)
+            if not is_counted:
+                return
             result = self._objective(output.logits, micro.targets, meta=micro.meta)
         if ledger is not None and micro.carry is not None and output.state is not None:
             carry = micro.carry

@@ -1,4 +1,4 @@
-"""A sample of what the model writes, every some steps: on rank 0 alone, without a trace in training."""
+"""A sample of what the model writes, every some steps: on rank 0, without a trace in training."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Sampler:
     the compiled model, whose shapes it would change.
 
     Args:
-        model: the model itself, without DDP: no other rank takes part.
+        model: the model itself, without DDP: no other rank takes part. Of a model in shards every rank generates the same.
         cell: tokens that a model without state sees, and in which a long prompt is read.
-        send: what gets each sample, as an event.
+        send: what gets each sample, as an event; on ranks other than 0 nothing.
     """
 
     def __init__(

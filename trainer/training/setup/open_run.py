@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
+from trainer.distributed.agree import most_of_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import start_watchdog
 from trainer.ledger.probe import CarryProbe
@@ -100,7 +101,7 @@ def open_run(
         announce(plan, state.model, device, run_dir)
     stack.callback(state.tracker.close)
     diagnostics = state.tracker.diagnostics
-    if config.train.compile:
+    if config.train.compile and mesh is None:
         state.model.compile()
     # What a row is run through; everything that keeps or shows the model has the model itself.
     cell_model, loss = model_and_loss(state.model, config, device)
@@ -130,7 +131,8 @@ def open_run(
     if watchdog is not None:
         stack.callback(watchdog.close)
     details = _details(plan, diagnostics)
-    probe = _probe(plan, state, row_model, loss, device)
+    in_lockstep = mesh is not None
+    probe = _probe(plan, state, row_model, loss, info, device, in_lockstep=in_lockstep)
     parts: dict[str, Reporter | None] = {
         "counters": position.unlogged,
         "step_details": details,
@@ -180,8 +182,12 @@ def open_run(
         diagnostics=diagnostics,
         tracker=state.tracker,
         spikes=state.spikes,
-        evaluator=_evaluator(plan, state, cell_model, loss, info, device, diagnostics, held_out) if held_out else None,
-        sampler=_sampler(plan, state, device, events) if config.sample.every and events else None,
+        evaluator=_evaluator(
+            plan, state, cell_model, loss, info, device, diagnostics, held_out, in_lockstep=in_lockstep
+        )
+        if held_out
+        else None,
+        sampler=_sampler(plan, state, device, events) if config.sample.every and (events or in_lockstep) else None,
         saver=saver,
         stop=stop,
         watchdog=watchdog,
@@ -269,7 +275,16 @@ def _details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
     )
 
 
-def _probe(plan: Plan, state: TrainState, row_model: nn.Module, loss: Loss, device: torch.device) -> StepProbe | None:
+def _probe(
+    plan: Plan,
+    state: TrainState,
+    row_model: nn.Module,
+    loss: Loss,
+    info: RankInfo,
+    device: torch.device,
+    *,
+    in_lockstep: bool,
+) -> StepProbe | None:
     table = plan.config.ledger
     if state.ledger is None or not table.probe_every:
         return None
@@ -278,6 +293,9 @@ def _probe(plan: Plan, state: TrainState, row_model: nn.Module, loss: Loss, devi
         token_loss=lambda output, targets: loss(output, targets).token_loss,
         cells=table.probe_cells,
         cell_tokens=plan.config.row_tokens,
+        agree=(lambda number: most_of_ranks(number, device=device, world_size=info.world_size)[0])
+        if in_lockstep
+        else None,
         autocast=autocast_context(plan.config, device),
     )
     return StepProbe(probe, ledger=state.ledger, tracker=state.tracker, device=device)
@@ -292,6 +310,8 @@ def _evaluator(
     device: torch.device,
     diagnostics: Diagnostics,
     held_out: HeldOut,
+    *,
+    in_lockstep: bool,
 ) -> Evaluator:
     return Evaluator(
         model=cell_model,
@@ -303,12 +323,13 @@ def _evaluator(
         guard=diagnostics.best_effort("evaluation"),
         autocast=autocast_context(plan.config, device),
         is_bytes=plan.config.data.tokenizer == "bytes",
+        in_lockstep=in_lockstep,
         world_size=info.world_size,
         device=device,
     )
 
 
-def _sampler(plan: Plan, state: TrainState, device: torch.device, events: EventWriter) -> Sampler:
+def _sampler(plan: Plan, state: TrainState, device: torch.device, events: EventWriter | None) -> Sampler:
     return Sampler(
         model=state.model,
         tokenizer=plan.tokenizer,
@@ -317,5 +338,5 @@ def _sampler(plan: Plan, state: TrainState, device: torch.device, events: EventW
         cell=plan.config.data.seq_len,
         device=device,
         autocast=autocast_context(plan.config, device),
-        send=[events.write, state.tracker.log_event],
+        send=[events.write, state.tracker.log_event] if events is not None else [],
     )

@@ -62,6 +62,9 @@ def shard_over(mesh: DeviceMesh, model: nn.Module, config: RunConfig) -> None:
     units = shard_units(model)
     if config.objective.chunk_tokens:  # the loss uses it after the model's forward
         units = [unit for unit in units if unit is not output_layer(model)]
+    if config.train.compile:  # the root's own hooks cannot be compiled
+        for unit in units:
+            unit.compile()
     model.register_forward_hook(_with_known_fields)
     shard_model(
         model,
