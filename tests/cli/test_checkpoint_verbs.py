@@ -43,7 +43,7 @@ def test_verify_reads_every_file_and_fails_for_one_flipped_byte(run_dir, tmp_pat
     assert result.returncode == 0, result.stderr
     copied = tmp_path / "run"
     shutil.copytree(run_dir, copied, symlinks=True)
-    damaged = copied / "checkpoints" / "step_00000002" / "rank_000.pt"
+    damaged = copied / "checkpoints" / "step_00000002" / "rank_000.safetensors"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)

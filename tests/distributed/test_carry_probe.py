@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.checkpoints import weights
 from tests.support.runs import make_corpus, read_rows, run, write_tiny_config
 from trainer.ledger.probe import SAMPLED_KEYS, SHARE_KEY
 
@@ -44,11 +45,6 @@ def rows(run_dir: Path) -> dict[int, Row]:
 
 def probed(row: Row) -> Row:
     return {key: value for key, value in row.items() if key.startswith((*SAMPLED_KEYS, SHARE_KEY))}
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(run_dir / "checkpoints/latest/model.pt", weights_only=True)["model"]
-    return found
 
 
 @pytest.fixture(scope="module")

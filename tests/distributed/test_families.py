@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from tests.support.checkpoints import weights as saved_weights
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from trainer.training.checkpointing import checkpoint
 from trainer.training.export.saved_model import load_model
@@ -37,7 +38,7 @@ def train(tmp_path, config, name, family, *sets, steps=STEPS):
 
 def weights(run_dir, step):
     path = run_dir / "checkpoints" / checkpoint.checkpoint_name(step)
-    return checkpoint.read_tensors(path / checkpoint.MODEL_FILE)["model"]
+    return saved_weights(path)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.checkpoints import weights as weights_of
 from tests.support.runs import losses, run, write_tiny_config
 
 STEPS = 10
@@ -21,7 +22,7 @@ def test_ten_steps_give_bitwise_the_same_weights_with_and_without(tmp_path: Path
         arguments = ("--config", config, "--run-dir", folder, "--steps", STEPS, "--set", f"gns.enabled={is_enabled}")
         result = run(*arguments, nproc=2)
         assert result.returncode == 0, result.stderr
-        weights.append(torch.load(folder / "checkpoints" / "latest" / "model.pt", weights_only=True)["model"])
+        weights.append(weights_of(folder))
         curves.append(losses(folder / "metrics.jsonl"))
     assert curves[0] == curves[1]
     assert len(curves[0]) == STEPS

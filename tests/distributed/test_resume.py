@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.checkpoints import weights
 from tests.support.ranks import Ranks, last_logged
 from tests.support.runs import TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
@@ -36,7 +37,7 @@ def children(pid: int) -> list[int]:
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return torch.load(run_dir / "checkpoints" / "latest" / "model.pt", weights_only=True)["model"]
+    return torch.load(run_dir / "checkpoints" / "latest" / "model_000.safetensors", weights_only=True)["model"]
 
 
 def same_numbers(one: Path, other: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_by_path(uninter
     config, _ = uninterrupted
     run_dir = tmp_path / "run"
     assert run("--config", config, "--run-dir", run_dir, "--steps", "20").returncode == 0
-    damaged = run_dir / "checkpoints" / "step_00000020" / "model.pt"
+    damaged = run_dir / "checkpoints" / "step_00000020" / "model_000.safetensors"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.checkpoints import weights
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 
@@ -36,10 +37,6 @@ def train(directory: Path, name: str, *sets: str, nproc: int | None = None, step
     )
     assert done.returncode == 0, done.stderr
     return run_dir
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return torch.load(run_dir / "checkpoints" / "latest" / "model.pt", weights_only=True)["model"]
 
 
 @pytest.mark.parametrize(

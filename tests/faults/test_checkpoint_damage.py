@@ -57,18 +57,18 @@ DAMAGES = {
         path / "COMPLETE", lambda data: data.__delitem__(slice(len(data) // 2, None))
     ),
     "wrong version": lambda path: rewrite_marker(path, format_version=99),
-    "truncated shard": lambda path: os.truncate(path / "rank_001.pt", (path / "rank_001.pt").stat().st_size - 100),
-    "flipped byte in the weights": lambda path: flip(path / "model.pt"),
-    "flipped byte in a rank's shard": lambda path: flip(path / "rank_001.pt"),
+    "truncated shard": lambda path: os.truncate(path / "rank_001.safetensors", (path / "rank_001.safetensors").stat().st_size - 100),
+    "flipped byte in the weights": lambda path: flip(path / "model_000.safetensors"),
+    "flipped byte in a rank's shard": lambda path: flip(path / "rank_001.safetensors"),
     "flipped byte in state.json": lambda path: flip(path / "state.json"),
-    "missing rank's shard": lambda path: (path / "rank_001.pt").unlink(),
-    "shard missing in files and marker": lambda path: unlist(path, "rank_001.pt"),
+    "missing rank's shard": lambda path: (path / "rank_001.safetensors").unlink(),
+    "shard missing in files and marker": lambda path: unlist(path, "rank_001.safetensors"),
     "flipped byte in the states": lambda path: flip(path / "rank_001.rows"),
     "states missing in files and marker": lambda path: unlist(path, "rank_001.rows"),
-    "empty file": lambda path: (path / "rank_000.pt").write_bytes(b""),
+    "empty file": lambda path: (path / "rank_000.safetensors").write_bytes(b""),
     "empty directory": empty,
-    "unreadable (a directory in a file's place)": lambda path: in_place_of(path / "model.pt"),
-    "grown file": lambda path: edit(path / "model.pt", lambda data: data.extend(b"\0" * 4096)),
+    "unreadable (a directory in a file's place)": lambda path: in_place_of(path / "model_000.safetensors"),
+    "grown file": lambda path: edit(path / "model_000.safetensors", lambda data: data.extend(b"\0" * 4096)),
 }
 
 

@@ -93,7 +93,7 @@ def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpo
     steps = ("--steps", 20, "--set", "metrics.log_interval=5")
     whole = whole_run(config, tmp_path / "whole", *steps)
     run_dir = whole_run(config, tmp_path / "run", *steps, fault=STOP_AT_5)
-    model = run_dir / "checkpoints" / "step_00000005" / "model.pt"
+    model = run_dir / "checkpoints" / "step_00000005" / "model_000.safetensors"
     limit = model.stat().st_size // 2
     arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, *steps)
     with Ranks(arguments, logs=tmp_path / "limited", max_file_bytes=limit) as ranks:

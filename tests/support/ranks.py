@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.support.checkpoints import content
 from tests.support.forks import Forked
 from tests.support.runs import PROGRAM, ROOT, environment, free_port, rank_environment
 
@@ -178,20 +179,12 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
         if len(one) != len(other):
             return [f"{where}: {len(one)} and {len(other)}"]
         return [d for i, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{where}[{i}]")]
-    return [] if one == other else [f"{where}: {one!r} and {other!r}"]
+    return [] if one == other else [f"{where}: {one!r} and {other!r}"[:300]]
 
 
 def checkpoint_differences(one: Path, other: Path) -> list[str]:
     """Where two checkpoints differ: weights, optimizer, and of every rank cursors, ledger and generators."""
-    names = sorted(path.name for path in one.glob("*.pt"))
-    assert names == sorted(path.name for path in other.glob("*.pt")), names
-    found: list[str] = []
-    for name in names:
-        values = [torch.load(path / name, weights_only=True) for path in (one, other)]
-        found += differences(*values, where=name)
-    for path in sorted(one.glob("*.rows")):
-        if path.read_bytes() != (other / path.name).read_bytes():
-            found.append(path.name)
+    found = differences(content(one), content(other), where="checkpoint")
     states = [json.loads((path / "state.json").read_text(encoding="utf-8")) for path in (one, other)]
     for key in ("step", "world_size", "gns", "spikes"):
         found += differences(states[0][key], states[1][key], f"state.{key}")

@@ -247,18 +247,30 @@ def is_of_a_collective(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
-def start_watchdog(info: RankInfo, *, timeout_sec: float, log: Path, on_end: Callable[[str], None]) -> Watchdog | None:
-    """Start this rank's watchdog in the default process group; None for a single rank, which never waits."""
+def start_watchdog(
+    info: RankInfo,
+    *,
+    timeout_sec: float,
+    log: Path,
+    on_end: Callable[[str], None],
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Watchdog | None:
+    """Start this rank's watchdog; None for a single rank, which never waits.
+
+    Args:
+        groups: further process groups of parts of the ranks, of which each rank is in as many.
+    """
     if info.world_size == 1:
         return None
     # torch 2.13 has both for its own monitoring, but neither public nor typed.
-    group: Any = dist.group.WORLD
+    world: Any = dist.group.WORLD
+    counted: list[Any] = [world, *(group for group in groups if group is not world)]
     store: Any = _get_default_store()
     return Watchdog(
         store.clone(),
         info,
         timeout_sec=timeout_sec,
         log=log,
-        collectives=group._get_sequence_number_for_group,
+        collectives=lambda: sum(group._get_sequence_number_for_group() for group in counted),
         on_end=on_end,
     )

@@ -7,30 +7,68 @@ import os
 import sys
 
 import torch
-from torch import nn
+from torch import Tensor
 
+from trainer.distributed.strategy import num_parameters, own_part
 from trainer.metrics.logger import get_logger
+from trainer.metrics.noise_scale.leaves import is_dtensor
 from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
-from trainer.training.setup.plan import Plan
+from trainer.training.setup.plan import Plan, width_of
+from trainer.training.setup.plausible import MOMENTS, ledger_bytes
 from trainer.wording import counted
 
 logger = get_logger(__name__)
 
 
-def announce(plan: Plan, model: nn.Module, device: torch.device, run_dir: RunDir) -> None:
-    """Log what is trained, on what, and where it is written."""
-    facts = plan.facts
+def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
+    """Log what is trained, on what, where it is written, and how the ranks share it."""
+    facts, model = plan.facts, state.model
     logger.info(
         "%s: %s parameters, %s on %s%s, run directory %s",
         plan.config.run.name,
-        f"{sum(p.numel() for p in model.parameters()):,}",
+        f"{num_parameters(model):,}",
         counted(facts.world_size, "rank"),
         device,
         f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else "",
         run_dir.path,
     )
+    if facts.world_size > 1:
+        logger.info("%s", _shares(plan, state))
+
+
+def _shares(plan: Plan, state: TrainState) -> str:
+    """What one rank of several holds."""
+    parameters = list(state.model.parameters())
+    mesh = next((p.device_mesh for p in parameters if is_dtensor(p)), None)
+    trained = [p for p in parameters if p.requires_grad]
+    own, weights, gradients = (
+        sum(map(size, found)) for size, found in ((_own_bytes, parameters), (_bytes, parameters), (_own_bytes, trained))
+    )
+    sizes = {"weights": own, "gradients": gradients, "optimizer": MOMENTS[plan.config.optimizer.name] * gradients}
+    if plan.config.optimizer.target is not None:
+        del sizes["optimizer"]  # not known
+    if state.ledger is not None:
+        sizes["ledger"] = ledger_bytes(plan.config.ledger, width_of(state.model))
+    held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
+    if mesh is None:
+        return f"ddp: each rank holds the whole model: {held}"
+    shape = (
+        f"{mesh.size(0)} replicas of {counted(mesh.size(1), 'shard')}"
+        if mesh.ndim == 2
+        else counted(mesh.size(), "shard")
+    )
+    return f"{plan.config.distributed.strategy}: {shape} of {weights / 1e6:,.1f} MB of weights; a rank holds: {held}"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    return _bytes(own_part(tensor))
 
 
 def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:

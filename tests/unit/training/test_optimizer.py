@@ -13,7 +13,7 @@ from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.model.build import build
 from trainer.training.step.on_device import step_unless, supports_found_inf
-from trainer.training.step.optimizer import build_optimizer, check_optimizer, load_optimizer
+from trainer.training.step.optimizer import build_optimizer, check_optimizer, load_named_state, named_state
 from trainer.training.step.schedule import set_lr
 
 NAMES = ["adamw", "muon", "sgd"]
@@ -119,12 +119,12 @@ def test_a_resume_restores_the_state_and_takes_the_settings_of_the_config(name):
     optimizer = build_optimizer(model, OptimizerTable(name=name))
     set_gradients(model)
     optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved, whole = copy.deepcopy(named_state(optimizer, model)), copy.deepcopy(optimizer.state_dict())
     same = build_optimizer(model, OptimizerTable(name=name))
-    load_optimizer(same, saved)
-    assert differences(same.state_dict(), saved) == []
+    load_named_state(same, model, saved)
+    assert differences(same.state_dict(), whole) == []
     other = build_optimizer(model, OptimizerTable(name=name, weight_decay=0.7))
-    load_optimizer(other, saved)
+    load_named_state(other, model, saved)
     assert {group["weight_decay"] for group in other.param_groups} == {0.0, 0.7}
     set_lr(other, 0.5)
     parts = getattr(other, "parts", {"": other}).values()

@@ -11,15 +11,17 @@ import signal
 import pytest
 import torch
 
+from tests.support.checkpoints import file_content, write_content
 from tests.support.runs import TINY
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.checkpointing.checkpoint import CheckpointError, TensorPart
 from trainer.training.checkpointing.resume_checks import check_config
-from trainer.training.checkpointing.saver import num_bytes
+from trainer.training.checkpointing.tensor_files import DamagedFile, Rows
+from trainer.training.checkpointing.former import read_former
 from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, resume_command
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
@@ -34,23 +36,23 @@ def config(tmp_path):
 def make_checkpoint(directory, step: int, value: float = 1.0):
     staging = files.staging_dir(directory, step)
     staging.mkdir(parents=True)
-    files.write_part(staging / files.MODEL_FILE, {"w": torch.full((100,), value)})
-    files.write_part(staging / files.rank_file(0), {"data": None})
-    return files.finish(directory, step, {"step": step, "world_size": 1})
+    write_content(staging / files.model_file(0), {"w": torch.full((100,), value)})
+    write_content(staging / files.rank_file(0), {"data": None})
+    return files.finish(directory, step, {"step": step, "world_size": 1, "model_files": [0]})
 
 
 def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
     path = make_checkpoint(tmp_path, 5)
     assert files.verify(path)["step"] == 5
     assert (tmp_path / "latest").resolve() == path
-    assert torch.equal(files.read_tensors(path / files.MODEL_FILE)["w"], torch.ones(100))
+    assert torch.equal(file_content(path / files.model_file(0))["w"], torch.ones(100))
     assert not list(tmp_path.glob(".tmp*"))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     make_checkpoint(tmp_path, 5, 1.0)
     path = make_checkpoint(tmp_path, 5, 2.0)
-    assert float(files.read_tensors(path / files.MODEL_FILE)["w"][0]) == 2.0
+    assert float(file_content(path / files.model_file(0))["w"][0]) == 2.0
 
 
 def damage_marker(path):
@@ -71,19 +73,19 @@ def damage_version(path):
 
 
 def damage_truncate(path):
-    file = path / files.MODEL_FILE
+    file = path / files.model_file(0)
     os.truncate(file, file.stat().st_size - 1)
 
 
 def damage_flip(path):
-    file = path / files.MODEL_FILE
+    file = path / files.model_file(0)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
 def damage_missing(path):
-    (path / files.MODEL_FILE).unlink()
+    (path / files.model_file(0)).unlink()
 
 
 def damage_state(path):
@@ -96,7 +98,7 @@ def damage_marker_files(path):
 
 def damage_marker_leaves_the_directory(path):
     marker = json.loads((path / files.MARKER).read_text())
-    marker["files"]["../step_00000005/model.pt"] = marker["files"][files.MODEL_FILE]
+    marker["files"]["../step_00000005/model_000.safetensors"] = marker["files"][files.model_file(0)]
     (path / files.MARKER).write_text(json.dumps(marker))
 
 
@@ -157,8 +159,8 @@ def test_a_pickle_in_a_checkpoint_is_not_run(tmp_path):
     torch.save({"x": Malice()}, tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(pickle.dumps(Malice()))
     for name in ("a.pt", "b.pt"):
-        with pytest.raises(CheckpointError, match=name):
-            files.read_tensors(tmp_path / name)
+        with pytest.raises(DamagedFile, match=name):
+            read_former(tmp_path / name)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -378,17 +380,12 @@ def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
 
 
 def test_what_a_save_says_it_needs_is_about_what_its_file_takes(tmp_path):
-    shared = torch.zeros(50_000)
-    value = {
-        "a": shared,
-        "tied": shared,
-        "view": shared[:100],
-        "list": [torch.ones(3_000, dtype=torch.int64)],
-        "step": 7,
-    }
-    files.write_part(tmp_path / "x.pt", value)
-    size = (tmp_path / "x.pt").stat().st_size
-    assert size / 1.1 < num_bytes(value) < size * 1.1
+    whole = torch.zeros(500, 100)
+    rows = {"a": Rows(whole[100:300], 100, (500, 100)), "b": Rows.all_of(torch.ones(3_000, dtype=torch.int64))}
+    part = TensorPart(rows, {"step": 7, "of": ["x"] * 50}, {f"tensor {number}": (500, 100) for number in range(50)})
+    files.write_part(tmp_path / "x", part)
+    size = (tmp_path / "x").stat().st_size
+    assert size <= part.num_bytes < size * 1.1
 
 
 @pytest.mark.parametrize("resume", ["off", "auto"])

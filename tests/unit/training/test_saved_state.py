@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.checkpoints import file_content, sign, write_content
 from tests.support.runs import run, write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
@@ -37,18 +38,16 @@ def saved(tmp_path_factory):
     done = run("--config", config_path, "--run-dir", directory / "run", "--steps", 2)
     assert done.returncode == 0, done.stderr
     path = directory / "run" / "checkpoints" / "step_00000002"
-    parts = {name: files.read_tensors(path / name) for name in (files.MODEL_FILE, files.rank_file(0))}
+    parts = {name: file_content(path / name) for name in (files.model_file(0), files.rank_file(0))}
     return config_path, path, json.loads((path / files.STATE_FILE).read_text()), parts
 
 
 def write(path: Path, state: dict[str, Any], parts: dict[str, Any]) -> None:
     """The checkpoint's files, and a marker that agrees with them."""
     for name, value in parts.items():
-        torch.save(value, path / name)
+        write_content(path / name, value)
     (path / files.STATE_FILE).write_text(json.dumps(state))
-    marker = json.loads((path / files.MARKER).read_text())
-    marker["files"] = {name: files._fingerprint(path / name) for name in marker["files"]}
-    (path / files.MARKER).write_text(json.dumps(marker))
+    sign(path)
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -98,7 +98,7 @@ def open_run(
             source=source,
             wandb_run_id=wandb_run_id,
         )
-        announce(plan, state.model, device, run_dir)
+        announce(plan, state, device, run_dir)
     stack.callback(state.tracker.close)
     diagnostics = state.tracker.diagnostics
     if config.train.compile and mesh is None:
@@ -127,6 +127,7 @@ def open_run(
         timeout_sec=config.distributed.timeout_sec,
         log=run_dir.log_file(info.rank),
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
+        groups=mesh.get_all_groups() if mesh is not None else (),
     )
     if watchdog is not None:
         stack.callback(watchdog.close)

@@ -1,0 +1,71 @@
+"""What a checkpoint holds, whole, however many ranks have written it; and checkpoints written with any content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.training.checkpointing import checkpoint as files
+from trainer.training.checkpointing.checkpoint import TensorPart
+from trainer.training.checkpointing.model_part import open_model, whole_weights
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles
+from trainer.training.checkpointing.tree import pack, unpack
+
+
+def model_content(path: Path) -> dict[str, Any]:
+    """Weights, optimizer by name, and loss scaling of a checkpoint of format 2."""
+    tensors = open_model(path, sorted(int(file.stem.rpartition("_")[2]) for file in path.glob("model_*.safetensors")))
+    values = {key: unpack(tensors.values[key], tensors.read) for key in ("optimizer", "scaler")}
+    return {"model": whole_weights(tensors), **values}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """The model's weights in a checkpoint, or in a run's newest one."""
+    path = path / "checkpoints" / "latest" if (path / "checkpoints").is_dir() else path
+    return model_content(path)["model"]
+
+
+def content(path: Path) -> dict[str, Any]:
+    """All of a checkpoint but state.json, states of ledgers as their bytes."""
+    found: dict[str, Any] = {"model": model_content(path)}
+    for file in sorted(path.glob("rank_*")):
+        found[file.name] = file.read_bytes() if file.suffix == ".rows" else file_content(file)
+    return found
+
+
+def file_content(file: Path) -> Any:
+    """What one file of tensors and values holds."""
+    tensors = TensorFiles([file])
+    return unpack(tensors.values, tensors.read)
+
+
+def write_content(file: Path, value: Any) -> None:
+    """Write a file of that content."""
+    values, tensors = pack(value)
+    files.write_part(file, TensorPart({name: Rows.all_of(tensor) for name, tensor in tensors.items()}, values))
+
+
+def sign(path: Path) -> None:
+    """Make the marker agree with the files that it lists."""
+    marker = json.loads((path / files.MARKER).read_text())
+    marker["files"] = {name: files._fingerprint(path / name) for name in marker["files"]}
+    (path / files.MARKER).write_text(json.dumps(marker))
+
+
+def former_content(path: Path, *, parts: Mapping[str, list[str]]) -> dict[str, Any]:
+    """What version 1 would have saved of a checkpoint's model: the optimizer's state by number.
+
+    Args:
+        parts: names of the parameters in the optimizer's order, by its parts.
+    """
+    new = model_content(path)
+    optimizer: dict[str, Any] = {}
+    for part, names in parts.items():
+        state = {number: new["optimizer"][name] for number, name in enumerate(names) if name in new["optimizer"]}
+        own = {"state": state, "param_groups": [{"params": list(range(len(names)))}]}
+        optimizer = own if not part else {**optimizer, part: own}
+    return {"model": new["model"], "optimizer": optimizer, "scaler": new["scaler"]}
