@@ -65,8 +65,10 @@ def _registered(model: nn.Module) -> Registered:
             if tensor is not None:
                 found.setdefault(id(tensor), ([], tensor))[0].append(f"{prefix}.{name}".removeprefix("."))
     for names, tensor in found.values():
-        if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
-            raise NotReplayable(f"{names[0]} is not made by operations on the CPU")
+        if not isinstance(tensor, FakeTensor):
+            raise NotReplayable(f"{names[0]} was read from a file, or made before or outside of torch")
+        if tensor.device.type != "cpu":
+            raise NotReplayable(f"{names[0]} is made on {tensor.device}, not on the CPU")
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks or not tensor.is_leaf:
             raise NotReplayable(f"{names[0]} has hooks or a gradient's history")
     return found
