@@ -40,6 +40,26 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, list[Mutant]] = {
+    "deferred initialization": [
+        Mutant(
+            "trainer/model/deferred/steps.py",
+            "        if not step.draws and not live",
+            "        if not live",
+            "tests/unit/model/test_deferred.py::test_a_family_is_replayed[rglru]",
+        ),
+        Mutant(
+            "trainer/model/deferred/steps.py",
+            "(live - step.creates - step.overwrites.keys())",
+            "(live - step.creates)",
+            "tests/unit/model/test_deferred.py::test_one_parameter_exists_at_a_time[rglru]",
+        ),
+        Mutant(
+            "trainer/model/deferred/recorder.py",
+            "            self._number.uniform_(generator=generator)\n",
+            "            pass\n",
+            "tests/unit/model/test_deferred.py::test_what_cannot_be_replayed_is_refused",
+        ),
+    ],
     "rows in pieces": [
         Mutant(
             "trainer/model/cellwise.py",
