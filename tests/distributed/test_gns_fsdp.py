@@ -94,11 +94,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,))
     weight = distribute_tensor(tensor_parallel.head.weight.detach(), mesh, [Shard(0)])
     tensor_parallel.head.weight = nn.Parameter(weight)
-    hybrid = fully_shard(Net(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard")))
     ignored = Net()
     fully_shard(ignored, mesh=mesh, ignored_params={ignored.head.weight})
     messages = []
-    for model in (tensor_parallel, hybrid, ignored):
+    for model in (tensor_parallel, ignored):
         with pytest.raises(UserError, match=r"gns\.enabled: not possible with") as error:
             GradientNoiseScale(model)
         messages.append(str(error.value))
@@ -148,7 +147,6 @@ def test_step_adds_up_the_shards(results: list[Results]) -> None:
 
 
 def test_other_shardings_are_refused_with_the_reason(results: list[Results]) -> None:
-    for *_, (tensor_parallel, hybrid, ignored) in results:
+    for *_, (tensor_parallel, ignored) in results:
         assert "sharded next to unsharded parameters" in tensor_parallel
-        assert "mesh of several dimensions" in hybrid
         assert "sharded next to unsharded parameters" in ignored

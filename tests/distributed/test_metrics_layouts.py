@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
+from trainer.distributed.strategy import with_ddp
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.model.build import build
 from trainer.objective.components import CoordSettings
@@ -48,8 +48,12 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     """What rank `rank` of `world` logs of one step over its share of the rows."""
     inner = make_model()
     details = StepDetails(("token_ce", "z_loss", "coord"), token_types=TYPES, sources=("left", "right"))
+    model, averaging = inner, None
+    if world > 1:
+        model, averaging = with_ddp(inner, world_size=world, device=torch.device("cpu"), find_unused=False)
     step = TrainStep(
-        model=DistributedDataParallel(inner) if world > 1 else inner,
+        model=model,
+        averaging=averaging,
         ledger=None,
         objective=Objective(z_loss=Z_LOSS, coord=COORD),
         optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),

@@ -36,10 +36,6 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return torch.load(run_dir / "checkpoints" / "latest" / "model_000.safetensors", weights_only=True)["model"]
-
-
 def same_numbers(one: Path, other: Path) -> None:
     """Every number that is not a time is the same."""
     measured = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")

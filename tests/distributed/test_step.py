@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
+from trainer.distributed.strategy import GradientAveraging, with_ddp
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.build import build
@@ -41,6 +41,7 @@ def micro_batch(tokens: torch.Tensor, targets: torch.Tensor, first_group: int) -
 def make_step(
     model: torch.nn.Module,
     inner: torch.nn.Module,
+    averaging: GradientAveraging | None,
     *,
     micros: int,
     world: int,
@@ -58,6 +59,7 @@ def make_step(
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         settings=StepSettings(micro_batches=micros, max_tokens_per_micro=max_tokens, clip_grad_norm=clip),
+        averaging=averaging,
         world_size=world,
         device=CPU,
         autocast=nullcontext,
@@ -70,9 +72,9 @@ def one_step(
     """Rank `rank`'s share of the rows, trained on for one step: the outcome, the weights and the groups held."""
     torch.manual_seed(0)
     inner = build(VOCABULARY, dim=8, num_layers=2).double()
-    model = DistributedDataParallel(inner) if world > 1 else inner
+    model, averaging = with_ddp(inner, world_size=world, device=CPU, find_unused=False) if world > 1 else (inner, None)
     ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, rank=rank, world_size=world)
-    step = make_step(model, inner, micros=micros, world=world, ledger=ledger, clip=clip)
+    step = make_step(model, inner, averaging, micros=micros, world=world, ledger=ledger, clip=clip)
     tokens, targets = rows()
     share = ROWS // (world * micros)
     window = []
@@ -126,7 +128,7 @@ def noise_scale(max_tokens: int) -> dict[str, float]:
     torch.manual_seed(0)
     model = build(VOCABULARY, dim=8, num_layers=2).double()
     ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64)
-    step = make_step(model, model, micros=2, world=1, ledger=ledger, max_tokens=max_tokens)
+    step = make_step(model, model, None, micros=2, world=1, ledger=ledger, max_tokens=max_tokens)
     tokens, targets = rows()
     window = [micro_batch(tokens[first : first + 4], targets[first : first + 4], first) for first in (0, 4)]
     step.accumulate(1, window, details=None)
@@ -144,7 +146,7 @@ def test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled():
 def test_the_scale_of_the_losses_is_known_with_a_scaler_alone():
     model = build(VOCABULARY, dim=8, num_layers=2)
     ledger = Ledger(state_width=16, capacity=32, wipe_mode="none")
-    step = make_step(model, model, micros=1, world=1, ledger=ledger)
+    step = make_step(model, model, None, micros=1, world=1, ledger=ledger)
     assert step.grad_scale is None
     step._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert step.grad_scale == 1024.0

@@ -39,6 +39,10 @@ def empty(path: Path) -> None:
         file.unlink()
 
 
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
 def in_place_of(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -57,7 +61,9 @@ DAMAGES = {
         path / "COMPLETE", lambda data: data.__delitem__(slice(len(data) // 2, None))
     ),
     "wrong version": lambda path: rewrite_marker(path, format_version=99),
-    "truncated shard": lambda path: os.truncate(path / "rank_001.safetensors", (path / "rank_001.safetensors").stat().st_size - 100),
+    "truncated shard": lambda path: os.truncate(
+        path / "rank_001.safetensors", (path / "rank_001.safetensors").stat().st_size - 100
+    ),
     "flipped byte in the weights": lambda path: flip(path / "model_000.safetensors"),
     "flipped byte in a rank's shard": lambda path: flip(path / "rank_001.safetensors"),
     "flipped byte in state.json": lambda path: flip(path / "state.json"),

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.sharding import shard_over
+from trainer.training.setup.sharding import sharded_model
 from trainer.training.step.optimizer import build_optimizer
 
 if TYPE_CHECKING:
@@ -50,10 +51,8 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, mesh: DeviceMes
     """
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    model = make_model(config, config.model, plan.vocab_size)
-    if mesh is not None:
-        shard_over(mesh, model, config)
-    model = model.to(device)
+    build = partial(make_model, config, config.model, plan.vocab_size)
+    model = build().to(device) if mesh is None else sharded_model(build, mesh, config, device)
     check_state_rules(config, width_of(model))
     if not plan.has_built_in_model:  # whose needs were not known before
         refuse_unmet(plan.unmet_needs(device, model=model))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.strategy import (
     GradientAveraging,
     make_mesh,
+    own_part,
+    own_rows,
     shard_model,
     shard_units,
     sharded_averaging,
@@ -19,6 +22,9 @@ from trainer.distributed.strategy import (
 )
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
+from trainer.metrics.noise_scale.leaves import is_dtensor
+from trainer.model.deferred.build import record
+from trainer.model.deferred.steps import NotReplayable, replay
 from trainer.model.headless import output_layer
 from trainer.model.protocol import ModelOutput
 
@@ -51,6 +57,51 @@ def run_mesh(config: RunConfig, info: RankInfo, device: torch.device) -> DeviceM
         if replicas == 1:
             logger.info('distributed.strategy = "hsdp" with one replica (one per node) is "fsdp"')
     return make_mesh(world_size=info.world_size, replicas=replicas, device=device)
+
+
+def sharded_model(
+    build: Callable[[], nn.Module], mesh: DeviceMesh, config: RunConfig, device: torch.device
+) -> nn.Module:
+    """The model that `build` makes, sharded over the mesh, with the weights that it would have on a single rank.
+
+    Its construction is recorded and replayed tensor by tensor, so that the whole model exists nowhere. One that cannot be
+    replayed is built on the host, whole on each rank, and then sharded.
+
+    Raises:
+        UserError: the model cannot be built, or its blocks are not known.
+    """
+    try:
+        model, made = record(build)
+    except NotReplayable as reason:
+        model = build()  # which says what is wrong, if something is
+        logger.info("each rank builds the whole model in the host's memory before it is sharded: %s", reason)
+        shard_over(mesh, model, config)
+        return model.to(device)
+    shard_over(mesh, model, config)
+    _make_empty(model, device)
+    places = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+    @torch.no_grad()
+    def keep(name: str, whole: Tensor) -> None:
+        place = places[name]
+        own_part(place).copy_(own_rows(whole, place) if is_dtensor(place) else whole)
+
+    replay(made, keep)
+    return model
+
+
+def _make_empty(model: nn.Module, device: torch.device) -> None:
+    """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
+    first: dict[int, str] = {}
+    names = model.named_parameters(remove_duplicate=False)
+    tied = {name: owner for name, p in names if (owner := first.setdefault(id(p), name)) != name}
+    model.to_empty(device=device)
+    for name, owner in tied.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, model.get_parameter(owner))
 
 
 def shard_over(mesh: DeviceMesh, model: nn.Module, config: RunConfig) -> None:
