@@ -78,9 +78,10 @@ class TensorPart(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the file, or some more."""
-        # A header entry holds name, type, shape, place and first row; shapes are those of all ranks' tensors.
-        names = sum(len(name) + 160 for name in {*self.rows, *(self.shapes or ())})
-        return sum(part.tensor.nbytes for part in self.rows.values()) + names + len(json.dumps(self.values)) * 2 + 4096
+        tensors = sum(part.tensor.nbytes for part in self.rows.values())
+        # An entry of the header holds name, type, shape and place, one of the metadata name and first row, or shape.
+        entries = sum(2 * len(name) + 160 for name in self.rows) + sum(len(name) + 24 for name in self.shapes or ())
+        return tensors + entries + 2 * len(json.dumps(self.values)) + 512
 
 
 class StatePart(NamedTuple):
