@@ -56,17 +56,29 @@ def write_tensors(
         OSError, RuntimeError: it cannot be written.
     """
     offsets = {
-        name: {"saved_offsets": [start] + [0] * (len(shape) - 1)} for name, (_, start, shape) in rows.items() if shape
+        name: {"saved_offsets": [start, *[0] * (len(shape) - 1)] if shape else []}
+        for name, (_, start, shape) in rows.items()
     }
     if shapes is None:
         shapes = {name: part.shape for name, part in rows.items()}
     metadata = {"format": "pt", _OFFSETS: json.dumps(offsets), _SHAPES: json.dumps(shapes), _VALUES: json.dumps(values)}
-    tensors = {name: part.tensor.detach().cpu().contiguous() for name, part in rows.items()}
+    tensors = _apart({name: part.tensor.detach().cpu().contiguous() for name, part in rows.items()})
     with replacing_path(path) as temporary:
         try:
             safetensors.torch.save_file(tensors, str(temporary), metadata)
         except safetensors.SafetensorError as error:
             raise RuntimeError(f"{path.name}: {error}") from None
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, copied where they overlap in memory, which safetensors refuses."""
+    end = 0
+    for name in sorted(tensors, key=lambda name: tensors[name].data_ptr()):
+        tensor = tensors[name]
+        if tensor.numel() and tensor.data_ptr() < end:
+            tensors[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return tensors
 
 
 class TensorFiles:
@@ -168,9 +180,10 @@ class _OpenFile:
         if name not in self._names:
             return None
         try:
-            if name not in self._offsets:
-                return 0, self._file.get_tensor(name)
-            first = self._offsets[name]["saved_offsets"][0]
+            offsets = self._offsets[name]["saved_offsets"]
+            if not offsets:
+                return start, self._file.get_tensor(name)
+            first = offsets[0]
             part = self._file.get_slice(name)
             low, high = max(start - first, 0), min(stop - first, part.get_shape()[0])
             if low >= high and start < stop:

@@ -30,6 +30,8 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
+        while name in tensors:  # of keys that hold a dot, or are numbers and texts alike
+            name += "+"
         tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, torch.dtype):

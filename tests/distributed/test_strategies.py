@@ -1,0 +1,327 @@
+"""DDP, FSDP2 and HSDP train the same model: equal numbers, and every checkpoint resumes under every strategy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import content, model_content, weights
+from tests.support.gloo import run_on_ranks
+from tests.support.ranks import checkpoint_differences, differences
+from tests.support.runs import losses, read_rows, run, write_tiny_config
+from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.data_changes import DataPolicy, check_data
+from trainer.training.checkpointing.model_part import model_part
+from trainer.training.checkpointing.restore import restore
+from trainer.training.setup.parts import make_state
+from trainer.training.setup.plan import make_plan
+from trainer.training.setup.sharding import run_mesh
+
+pytestmark = pytest.mark.distributed
+CPU = torch.device("cpu")
+STRATEGIES = {
+    "ddp": (),
+    "fsdp": ('distributed.strategy="fsdp"',),
+    "hsdp": ('distributed.strategy="hsdp"', "distributed.replicas=2"),
+}
+WHOLE = 'distributed.accumulate="whole"'
+MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
+EVERYTHING = """
+[eval]
+every = 5
+batches = 3
+holdout_fraction = 0.2
+
+[sample]
+every = 10
+tokens = 20
+
+[checkpoint]
+every = 10
+"""
+SETTINGS = (
+    "ledger.probe_every=5",
+    "model.num_layers=3",
+    "optimizer.lr=2e-3",
+    'scheduler.name="constant"',
+)
+
+
+def train(config: Path, run_dir: Path, *sets: str, steps: int, nproc: int, more: tuple[Any, ...] = ()) -> Path:
+    words = [word for each in sets for word in ("--set", each)]
+    done = run(
+        "--config", config, "--run-dir", run_dir, "--steps", steps, "--stdout", "off", *words, *more, nproc=nproc
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return run_dir
+
+
+def unequal(one: Path, other: Path, *, but: tuple[str, ...] = ()) -> list[str]:
+    """Numbers of two records that differ by more than 1e-6; small differences of large numbers by as much of those."""
+    first, second = (read_rows(path / "metrics.jsonl") for path in (one, other))
+    assert first.keys() == second.keys()
+    found = []
+    for at, row in first.items():
+        keys = {key for key in row.keys() | second[at].keys() if not key.startswith((*MEASURED, *but))}
+        for key in sorted(keys):
+            pair = row.get(key, math.nan), second[at].get(key, math.nan)
+            small = 1e-6 if key.startswith(("ledger/carry_gain", "ledger/stale_gap", "ledger/state_drift")) else 0.0
+            # Bounds and standard errors of the noise scale: of few windows, whose differences they are made of.
+            rel = 1e-4 if key.startswith("gns/") and key.endswith(("_se", "_low", "_high")) else 1e-6
+            if not math.isclose(*pair, rel_tol=rel, abs_tol=small):
+                found.append(f"{at} {key}: {pair[0]} and {pair[1]}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_tiny_config(tmp_path_factory.mktemp("strategies"), EVERYTHING)
+
+
+@pytest.fixture(scope="module")
+def runs(config) -> dict[str, Path]:
+    """Fifty steps of four ranks each, that evaluate, sample, probe and save."""
+    return {
+        name: train(config, config.parent / name, *SETTINGS, WHOLE, *sets, steps=50, nproc=4)
+        for name, sets in STRATEGIES.items()
+    }
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_every_number_is_that_of_ddp(runs, strategy):
+    assert unequal(runs["ddp"], runs[strategy]) == []
+    assert read_rows(runs[strategy] / "metrics.jsonl")["train", 50]["gns/consistency"] > 0
+
+
+def test_samples_are_the_same(runs):
+    texts = {
+        name: [e for e in (path / "events.jsonl").read_text().splitlines() if '"sample"' in e]
+        for name, path in runs.items()
+    }
+    texts = {name: [line.partition('"text"')[2] for line in lines] for name, lines in texts.items()}
+    assert len(texts["ddp"]) == 5
+    assert texts["ddp"] == texts["fsdp"] == texts["hsdp"]
+
+
+def test_a_rank_writes_its_shards_and_of_replicas_the_first(runs):
+    files = {name: sorted(p.name for p in (path / "checkpoints/latest").glob("model_*")) for name, path in runs.items()}
+    assert [len(files[name]) for name in STRATEGIES] == [1, 4, 2]
+    sizes = [path.stat().st_size for path in (runs["fsdp"] / "checkpoints/latest").glob("model_*")]
+    assert max(sizes) < 0.5 * (runs["ddp"] / "checkpoints/latest/model_000.safetensors").stat().st_size
+
+
+def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> list[str]:
+    """Where the weights and the optimizer that were restored, from each checkpoint under each strategy, are not those saved."""
+    info, found = RankInfo(rank, rank, world), []
+    for strategy, sets in STRATEGIES.items():
+        loaded = load_config(config, [*SETTINGS, *sets, "train.steps=99"])
+        plan, mesh = make_plan(loaded, Path(config), world), run_mesh(loaded, info, CPU)
+        for name, path in saved.items():
+            state = make_state(plan, info, CPU, mesh)
+            _, state_json = checkpoint.find(Path(path).parent, path)
+            data = check_data(plan, state_json, info, DataPolicy())
+            restore(Path(path), state_json, state, loaded, info, CPU, data, groups_in_flight=0)
+            part = model_part(state.model, state.optimizer, state.scaler, rank=rank)
+            whole = model_content(Path(path))
+            rows = {} if part is None else part.rows
+            expected = {f"model.{key}": value for key, value in whole["model"].items()}
+            for parameter, values in whole["optimizer"].items():
+                expected.update({f"optimizer.{parameter}.{key}": value for key, value in values.items()})
+            for key, (own, start, shape) in rows.items():
+                tensor = expected[key] if not shape else expected[key][start : start + len(own)]
+                if tuple(expected[key].shape) != shape or not torch.equal(own, tensor):
+                    found.append(f"{strategy} from {name}: {key}")
+            if part is not None and not rows:
+                found.append(f"{strategy} from {name}: nothing")
+    return found
+
+
+def test_each_checkpoint_is_restored_bit_for_bit_under_each_strategy(config, runs):
+    saved = {name: str(path / "checkpoints/step_00000050") for name, path in runs.items()}
+    found = run_on_ranks(held_after, 4, str(config), saved, torch_keeps_group=True)
+    assert [line for each in found for line in each] == []
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "hsdp"), ("hsdp", "ddp"), ("fsdp", "fsdp")])
+def test_a_run_goes_on_under_another_strategy_as_it_would_have(config, runs, tmp_path, before, after):
+    path = tmp_path / "run"
+    checkpoints = path / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    kept = checkpoints / "step_00000040"
+    kept.symlink_to(runs[before] / "checkpoints" / "step_00000040")
+    train(config, path, *SETTINGS, WHOLE, *STRATEGIES[after], steps=50, nproc=4, more=("--resume", "auto"))
+    whole, again = losses(runs[after] / "metrics.jsonl"), losses(path / "metrics.jsonl")
+    assert sorted(again) == list(range(41, 51))
+    if before == after:
+        assert all(again[step] == whole[step] for step in again)
+        name = "checkpoints/step_00000050"
+        assert checkpoint_differences(runs[after] / name, path / name) == []
+    assert all(math.isclose(again[step], whole[step], rel_tol=1e-6) for step in again)
+
+
+def test_shards_of_four_ranks_go_on_whole_on_two(config, runs, tmp_path):
+    """The weights are those of the checkpoint, and every document is read once: the ledger misses no state."""
+    path = tmp_path / "run"
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "checkpoints/step_00000050").symlink_to(runs["fsdp"] / "checkpoints/step_00000050")
+    train(config, path, *SETTINGS, "ledger.capacity=64", steps=55, nproc=2, more=("--resume", "auto"))
+    rows = read_rows(path / "metrics.jsonl")
+    assert [rows["train", step]["ledger/cold_starts"] for step in range(51, 56)] == [0] * 5
+    assert rows["train", 51]["loss"] < 1.5 * read_rows(runs["fsdp"] / "metrics.jsonl")["train", 50]["loss"]
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_other_optimizers_step_the_same(config, tmp_path, name):
+    common = (*SETTINGS, f"optimizer.name={name}", "model.dim=24", "eval.every=0", "checkpoint.every=0")
+    paths = [train(config, tmp_path / key, *common, *STRATEGIES[key], steps=8, nproc=2) for key in ("ddp", "fsdp")]
+    # Newton-Schulz in bfloat16 makes of the last bits of a gradient the last of its own.
+    tolerance = 2e-3 if name == "muon" else 1e-5
+    one, other = (losses(path / "metrics.jsonl") for path in paths)
+    assert all(math.isclose(one[step], other[step], rel_tol=tolerance) for step in one), (one, other)
+    assert not math.isclose(one[8], one[1], rel_tol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("train.tbptt_cells=2", "data.max_group_cells=8", "train.activation_checkpointing=cell"),
+        ("objective.chunk_tokens=8", "train.activation_checkpointing=block"),
+        ("ledger.burn_in=4",),
+        ("model.family=lstm", "model.args={tie_embeddings=true}"),
+        ("distributed.reshard_after_forward=false",),
+        ("data.pack=true", "model.family=gated_delta"),
+    ],
+    ids=lambda sets: sets[0],
+)
+def test_what_a_step_can_do_it_does_on_shards(config, tmp_path, sets):
+    paths = [
+        train(config, tmp_path / key, *SETTINGS, WHOLE, *sets, *STRATEGIES[key], steps=10, nproc=2)
+        for key in ("ddp", "fsdp")
+    ]
+    # A forward inside the backward has FSDP reduce earlier than a rank's own sum is known.
+    assert unequal(*paths, but=("gns/consistency",) if "train.tbptt_cells=2" in sets else ()) == []
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_gradients_that_are_averaged_in_every_micro_batch_are_the_same(config, runs, tmp_path, strategy):
+    path = train(config, tmp_path / "run", *SETTINGS, *STRATEGIES[strategy], steps=10, nproc=4)
+    expected, found = losses(runs["ddp"] / "metrics.jsonl"), losses(path / "metrics.jsonl")
+    assert all(math.isclose(found[step], expected[step], rel_tol=1e-6) for step in found)
+    rows = [read_rows(each / "metrics.jsonl") for each in (runs["ddp"], path)]
+    assert math.isclose(rows[0]["train", 10]["gns/tr_sigma"], rows[1]["train", 10]["gns/tr_sigma"], rel_tol=1e-6)
+    assert "gns/consistency" not in rows[1]["train", 10]  # no rank has a sum of its own: absent, not wrong
+
+
+def test_bf16_parameters_train_as_autocast_does(config, tmp_path):
+    paths = [
+        train(config, tmp_path / key, *SETTINGS, "train.precision=bf16", *STRATEGIES[key], steps=10, nproc=2)
+        for key in ("ddp", "fsdp")
+    ]
+    one, other = (losses(path / "metrics.jsonl") for path in paths)
+    assert all(math.isclose(one[step], other[step], rel_tol=5e-3) for step in one), (one, other)
+    assert {value.dtype for value in weights(paths[1]).values()} == {torch.float32}
+
+
+def test_background_saves_of_shards_are_what_plain_ones_are(config, tmp_path):
+    paths = [
+        train(config, tmp_path / key, *SETTINGS, *STRATEGIES["fsdp"], f"checkpoint.background={key}", steps=20, nproc=2)
+        for key in ("true", "false")
+    ]
+    for step in (10, 20):
+        name = f"checkpoints/step_{step:08d}"
+        assert checkpoint_differences(*(path / name for path in paths)) == []
+    assert differences(*(content(path / "checkpoints/step_00000010") for path in paths)) == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (('distributed.strategy="fsdp"', "train.precision=fp16"), 'train.precision: "fp16" with strategy "fsdp"'),
+        (
+            ('distributed.strategy="fsdp"', "distributed.find_unused_parameters=true"),
+            "find_unused_parameters: does not go",
+        ),
+        (
+            ('distributed.strategy="hsdp"', "distributed.replicas=3"),
+            "distributed.replicas: 3 replicas do not divide 2 ranks",
+        ),
+        (("distributed.replicas=2",), 'distributed.replicas: 2 replicas, but the strategy is "ddp"'),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_written(config, tmp_path, sets, said):
+    words = [word for each in sets for word in ("--set", each)]
+    done = run("--config", config, "--run-dir", tmp_path / "run", *words, nproc=2)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+OWN = """
+import torch
+from types import SimpleNamespace
+from torch import nn
+
+
+class Own(nn.Module):
+    state_width = 8
+
+    def __init__(self, vocab_size, dim, num_layers, unused=False, scalar=False):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.recur = nn.GRUCell(dim, 8)
+        self.out = nn.Linear(8, vocab_size)
+        if unused:
+            self.extra = nn.Linear(3, 3)
+        if scalar:
+            self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens, state=None):
+        x = self.embed(tokens)
+        h = x.new_zeros(len(x), 8) if state is None else state
+        seen = []
+        for t in range(x.shape[1]):
+            h = self.recur(x[:, t], h)
+            seen.append(h)
+        return SimpleNamespace(logits=self.out(torch.stack(seen, 1)), state=h)
+
+
+def build(**settings):
+    return Own(**settings)
+"""
+
+
+def own(config: Path, folder: Path, args: str, strategy: str) -> Any:
+    (folder / "own_sharded.py").write_text(OWN)
+    sets = ("model.target=own_sharded:build", f"model.args={args}", *STRATEGIES[strategy])
+    words = [word for each in sets for word in ("--set", each)]
+    arguments = ("--config", config, "--run-dir", folder / f"run-{strategy}", "--steps", 6, *words)
+    return run(*arguments, nproc=2, extra={"PYTHONPATH": str(folder)})
+
+
+def test_a_model_of_ones_own_is_sharded_by_its_children_and_trains_the_same(config, tmp_path):
+    for strategy in ("ddp", "fsdp"):
+        done = own(config, tmp_path, "{}", strategy)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "has no blocks to be sharded one by one" in done.stderr
+    assert "using embed, recur, out" in done.stderr
+    assert unequal(*(tmp_path / f"run-{name}" for name in ("ddp", "fsdp")), but=("gns/consistency",)) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("{unused=true}", "2 parameters took no part in a step's last micro-batch"),
+        ("{scalar=true}", "scale: a scalar cannot be sharded"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(config, tmp_path, args, said):
+    done = own(config, tmp_path, args, "fsdp")
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

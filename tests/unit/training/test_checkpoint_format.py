@@ -1,0 +1,218 @@
+"""Files of a checkpoint: any nest of values comes back, rows of tensors are joined, and torch's own reader reads them."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from tests.support.checkpoints import file_content, former_content, model_content, weights
+from tests.support.ranks import checkpoint_differences, differences
+from tests.support.runs import ROOT, read_rows, run, write_tiny_config
+from trainer.errors import UserError
+from trainer.training.checkpointing import checkpoint as files
+from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
+from trainer.training.checkpointing.tree import pack, unpack
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+TENSORS = st.sampled_from(
+    [torch.zeros(()), torch.arange(3), torch.ones(2, 0), torch.tensor([True]), torch.tensor([math.nan]), torch.float16]
+)
+KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())
+NESTS = st.recursive(
+    PLAIN | TENSORS,
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(KEYS, inner)
+        | st.lists(inner).map(tuple)
+        | st.sets(st.integers() | st.text())
+        | st.dictionaries(st.sampled_from(["$tensor", "$dict", "$", "a.b", "a"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, of the same types, tensors bit for bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+        )
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@settings(max_examples=150, deadline=None)
+@given(value=NESTS)
+def test_any_nest_comes_back_from_a_file(tmp_path_factory, value):
+    path = tmp_path_factory.mktemp("nest") / "x.safetensors"
+    values, tensors = pack(value, "it")
+    write_tensors(path, {name: Rows.all_of(tensor) for name, tensor in tensors.items()}, values)
+    found = TensorFiles([path])
+    assert same(unpack(found.values, found.read), value)
+
+
+def test_two_tensors_never_get_one_name():
+    value = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), "1": torch.ones(2), 1: torch.zeros(2)}
+    values, tensors = pack(value)
+    assert len(tensors) == 4
+    assert same(unpack(values, tensors.__getitem__), value)
+
+
+def test_what_a_file_cannot_keep_is_refused_by_its_place():
+    with pytest.raises(UserError, match=r"data\.cursor\.1: is a pathlib\.\w+; a checkpoint keeps plain values"):
+        pack({"cursor": [1, Path("x")]}, "data")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_are_joined_from_any_cut_into_files(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("rows")
+    whole = torch.arange(data.draw(st.integers(1, 12)) * 3, dtype=torch.float64).view(-1, 3)
+    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=4))})
+    paths = []
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        paths.append(folder / f"{number}.safetensors")
+        rows = {"w": Rows(whole[start:stop], start, tuple(whole.shape))}
+        write_tensors(paths[-1], rows, shapes={"w": tuple(whole.shape)} if number == 0 else {})
+    first, *others = paths
+    found = TensorFiles([first, *data.draw(st.permutations(others))])
+    low = data.draw(st.integers(0, len(whole)))
+    high = data.draw(st.integers(low, len(whole)))
+    assert torch.equal(found.read("w", low, high), whole[low:high])
+    assert torch.equal(found.read("w"), whole)
+    if others:
+        with pytest.raises(DamagedFile, match=r"w: rows .* are in no file|do not fit together"):
+            TensorFiles([first]).read("w")
+
+
+@pytest.mark.parametrize("damage", ["cut", "no metadata", "a long header", "no header"])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {"w": Rows.all_of(torch.ones(100))}, {"a": 1})
+    data = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(data[:-10])
+    elif damage == "no metadata":
+        path.write_bytes(data.replace(b"__metadata__", b"__metadatx__"))
+    elif damage == "a long header":
+        path.write_bytes(struct.pack("<Q", 2**62) + data[8:])
+    else:
+        path.write_bytes(b"")
+    with pytest.raises(DamagedFile, match=r"x\.safetensors"):
+        TensorFiles([path]).read("w")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two ranks in shards, and the same in one piece."""
+    folder = tmp_path_factory.mktemp("format")
+    config = write_tiny_config(folder)
+    for name, sets in {"shards": ("--set", 'distributed.strategy="fsdp"'), "whole": ()}.items():
+        done = run("--config", config, "--run-dir", folder / name, "--steps", 4, *sets, nproc=2)
+        assert done.returncode == 0, done.stderr
+    return config, folder
+
+
+@pytest.mark.distributed
+def test_torchs_own_reader_reads_the_same_tensors(trained, tmp_path):
+    _, folder = trained
+    path = folder / "shards" / "checkpoints" / "latest"
+    beside = tmp_path / "model"  # the reader takes every .safetensors file of a directory
+    beside.mkdir()
+    for file in path.glob("model_*.safetensors"):
+        (beside / file.name).symlink_to(file.resolve())
+    expected = weights(path)
+    given = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(given, storage_reader=HuggingFaceStorageReader(str(beside)), no_dist=True)
+    assert all(torch.equal(given[f"model.{name}"], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_checkpoint_of_format_1_is_gone_on_with(trained, tmp_path, strategy):
+    """As earlier versions wrote it: model.pt and rank_000.pt, by torch.save."""
+    config, folder = trained
+    source = folder / "whole" / "checkpoints" / "step_00000004"
+    path = tmp_path / "old" / "checkpoints" / "step_00000004"
+    as_former(source, path)
+    assert files.verify(path)["step"] == 4
+    runs = {}
+    for name, start in (("old", path.parent.parent), ("new", folder / "whole")):
+        run_dir = tmp_path / f"on-{name}"
+        (run_dir / "checkpoints").mkdir(parents=True)
+        (run_dir / "checkpoints" / path.name).symlink_to((start / "checkpoints" / path.name).resolve())
+        options = ("--set", f'distributed.strategy="{strategy}"', "--resume", "auto", "--steps", 7)
+        done = run("--config", config, "--run-dir", run_dir, *options, nproc=2)
+        assert done.returncode == 0, done.stderr
+        runs[name] = run_dir
+    assert checkpoint_differences(*(each / "checkpoints" / "step_00000007" for each in runs.values())) == []
+    assert len(read_rows(runs["old"] / "metrics.jsonl")) == 3
+
+
+def as_former(source: Path, path: Path) -> None:
+    """Write a checkpoint again as format 1 had it."""
+    path.mkdir(parents=True)
+    names = list(model_content(source)["optimizer"])
+    vectors = [name for name in names if weights(source)[name].ndim < 2]
+    order = [*[name for name in names if name not in vectors], *vectors]
+    torch.save(former_content(source, parts={"": order}), path / "model.pt")
+    for rank in range(2):
+        own = file_content(source / files.rank_file(rank))
+        torch.save(own, path / f"rank_{rank:03d}.pt")
+        (path / files.rows_file(rank)).write_bytes((source / files.rows_file(rank)).read_bytes())
+    state = json.loads((source / files.STATE_FILE).read_text())
+    del state["model_files"]
+    (path / files.STATE_FILE).write_text(json.dumps({**state, "format_version": 1}))
+    listed = {file.name: files._fingerprint(file) for file in path.iterdir()}
+    (path / files.MARKER).write_text(json.dumps({"format_version": 1, "step": 4, "files": listed}))
+
+
+def test_nothing_but_the_former_format_reads_what_could_be_a_pickle():
+    """Every module of the package: no pickle is imported, and torch.load is called once, with weights_only."""
+    found = []
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {n.split(".")[0] for n in [*names, module]}:
+                found.append(f"{path.name}: imports {names}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "torch.load",
+                "np.load",
+                "numpy.load",
+                "dcp.load",
+            ):
+                keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                is_numpys = not ast.unparse(node.func).startswith(("torch", "dcp"))
+                safe = keywords.get("weights_only") == "True" or (
+                    is_numpys and keywords.get("allow_pickle", "False") != "True"
+                )
+                found.append(f"{path.name}: {'safe' if safe else 'unsafe'} {ast.unparse(node.func)}")
+    assert "former.py: safe torch.load" in found
+    assert all(": safe np.load" in each for each in found if not each.startswith("former.py"))
+
+
+def test_values_are_bit_for_bit_what_they_were(tmp_path):
+    value = {"pi": math.pi, "tiny": 5e-324, "big": 2**62, "nested": [{"x": (1, 2.5)}]}
+    values, _ = pack(value)
+    write_tensors(tmp_path / "x.safetensors", {}, values)
+    assert differences(unpack(TensorFiles([tmp_path / "x.safetensors"]).values, None), value) == []
