@@ -1072,7 +1072,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/muon.py",
-            "tensor.copy_(torch.where(is_bad, kept, tensor))",
+            "tensor.copy_(torch.where(self.found_inf > 0, kept, tensor))",
             "pass",
             "tests/unit/training/test_optimizer.py::test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been",
         ),
@@ -1084,14 +1084,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/optimizer.py",
-            'sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)',
+            'optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)',
             "pass",
             "tests/unit/training/test_optimizer.py::test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been",
         ),
         Mutant(
             "trainer/training/step/optimizer.py",
-            'optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})',
-            "optimizer.load_state_dict(dict(saved))",
+            "for number, name in enumerate(names[key]) if name in saved}",
+            "for number, name in enumerate(sorted(names[key])) if name in saved}",
             "tests/unit/training/test_optimizer.py::test_a_resume_restores_the_state_and_takes_the_settings_of_the_config",
         ),
         Mutant(
@@ -1174,9 +1174,39 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/step.py",
-            "if is_last or not isinstance(self._model, DistributedDataParallel):",
-            "if True:",
+            "with nullcontext() if is_last else self._no_sync():",
+            "with nullcontext():",
             "tests/distributed/test_collectives.py::test_a_step_has_one_gradient_sync_and_one_small_reduction_and_a_logged_one_more[False]",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "own_sq.reshape(1) / self._copies",
+            "own_sq.reshape(1)",
+            "tests/distributed/test_strategies.py::test_every_number_is_that_of_ddp[hsdp]",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/leaves.py",
+            "copies = mesh.size(0) if mesh.ndim == 2 else 1",
+            "copies = 1",
+            "tests/distributed/test_gns_fsdp.py::test_step_adds_up_the_shards",
+        ),
+        Mutant(
+            "trainer/distributed/strategy.py",
+            "return [unit for unit in units if all(uses[parameter] == n for parameter, n in _uses(unit).items())]",
+            "return units",
+            "tests/distributed/test_strategies.py::test_what_a_step_can_do_it_does_on_shards[model.family=lstm]",
+        ),
+        Mutant(
+            "trainer/training/step/muon.py",
+            'update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum',
+            "update = momentum",
+            "tests/distributed/test_strategies.py::test_other_optimizers_step_the_same[muon]",
+        ),
+        Mutant(
+            "trainer/training/evaluation/evaluator.py",
+            "if not is_counted:",
+            "if False:",
+            "tests/distributed/test_strategies.py::test_ranks_with_fewer_held_out_batches_evaluate_in_lockstep",
         ),
         Mutant(
             "trainer/training/step/step.py",
@@ -1338,8 +1368,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/checkpoint.py",
-            "needed = {MODEL_FILE, *map(rank_file, expected_ranks)}",
-            "needed = {MODEL_FILE}",
+            'needed = {*map(model_file, state["model_files"]), *map(rank_file, expected_ranks)}',
+            'needed = set(map(model_file, state["model_files"]))',
             "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_unlisted_shard]",
         ),
         Mutant(
@@ -1350,7 +1380,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/checkpoint.py",
-            "if version != FORMAT_VERSION:",
+            "if version not in (FORMER_VERSION, FORMAT_VERSION):",
             "if False:",
             "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_version]",
         ),
@@ -1367,7 +1397,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/training/test_run_files.py::test_auto_starts_anew_without_checkpoints_and_refuses_if_none_is_whole",
         ),
         Mutant(
-            "trainer/training/checkpointing/checkpoint.py",
+            "trainer/training/checkpointing/former.py",
             "weights_only=True)",
             "weights_only=False)",
             "tests/unit/training/test_run_files.py::test_a_pickle_in_a_checkpoint_is_not_run",
@@ -1427,10 +1457,34 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/training/test_run_files.py::test_changed_keys_are_named_and_breaking_ones_refused",
         ),
         Mutant(
-            "trainer/training/checkpointing/saver.py",
-            "storages[found.untyped_storage().data_ptr()]",
-            "storages[id(found)]",
+            "trainer/training/checkpointing/checkpoint.py",
+            "tensors = sum(part.tensor.nbytes for part in self.rows.values())",
+            "tensors = sum(part.tensor.numel() for part in self.rows.values())",
             "tests/unit/training/test_run_files.py::test_what_a_save_says_it_needs_is_about_what_its_file_takes",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/tensor_files.py",
+            "if at != stop:",
+            "if False:",
+            "tests/unit/training/test_checkpoint_format.py::test_rows_are_joined_from_any_cut_into_files",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/tensor_files.py",
+            "pieces.sort(key=lambda piece: piece[0])",
+            "pass",
+            "tests/unit/training/test_checkpoint_format.py::test_rows_are_joined_from_any_cut_into_files",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/tree.py",
+            'name += "+"',
+            "break",
+            "tests/unit/training/test_checkpoint_format.py::test_two_tensors_never_get_one_name",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/model_part.py",
+            "return as_shard(saved.read(name, *own_range(like)), like)",
+            "return as_shard(saved.read(name)[: like.to_local().shape[0]], like)",
+            "tests/distributed/test_strategies.py::test_each_checkpoint_is_restored_bit_for_bit_under_each_strategy",
         ),
         Mutant(
             "trainer/training/checkpointing/saver.py",
@@ -1452,7 +1506,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/restore.py",
-            'load_optimizer(state.optimizer, whole["optimizer"])',
+            "load_optimizer(state.optimizer, state.model, tensors)",
             "pass",
             "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
         ),

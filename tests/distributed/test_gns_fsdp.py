@@ -29,10 +29,13 @@ SHARED = (
 BF16_PARAMETERS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def sharded(case: Case, world_size: int, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+def sharded(case: Case, world_size: int, policy: MixedPrecisionPolicy | None = None, *, replicas: int = 1) -> nn.Module:
     """A net in two FSDP2 groups; rows of 90 and 24 do not divide by 4 or 7, so some shards are padded."""
     net = make_net(case)
+    names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (world_size,))
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=names)
     options = {} if policy is None else {"mp_policy": policy}
     fully_shard(net.body, mesh=mesh, **options)
     fully_shard(net, mesh=mesh, **options)
@@ -73,19 +76,20 @@ def window_with_bf16_parameters(rank: int, world_size: int) -> tuple[Window, boo
     return window, same
 
 
-def step_like_a_user(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
-    """`step` on the sharded model and on the same model in DDP."""
+def step_like_a_user(rank: int, world_size: int) -> list[dict[str, float]]:
+    """`step` on the sharded model, in replicas, and on the same model in DDP."""
     case = CASES["weighted rows, unequal micro-batches, one empty"]
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     results = []
-    for model in (sharded(case, world_size), nn.parallel.DistributedDataParallel(make_net(case))):
+    models = (sharded(case, world_size), sharded(case, world_size, replicas=2))
+    for model in (*models, nn.parallel.DistributedDataParallel(make_net(case))):
         gns = GradientNoiseScale(model)
         for _ in range(2):
             model.zero_grad()
             run_window(case, model, gns, scaler, rank, 4)
             metrics = gns.step()
         results.append(metrics)
-    return results[0], results[1]
+    return results
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
@@ -104,7 +108,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-Results = tuple[list[str], tuple[Window, bool], tuple[dict[str, float], dict[str, float]], list[str]]
+Results = tuple[list[str], tuple[Window, bool], list[dict[str, float]], list[str]]
 
 
 def everything(rank: int, world_size: int) -> Results:
@@ -141,8 +145,9 @@ def test_bf16_parameters_reduced_in_fp32_are_exact_but_have_no_middle(results: l
 
 
 def test_step_adds_up_the_shards(results: list[Results]) -> None:
-    for _, _, (of_fsdp, of_ddp), _ in results:
+    for _, _, (of_fsdp, of_hsdp, of_ddp), _ in results:
         assert of_fsdp == pytest.approx(of_ddp, rel=1e-4)
+        assert of_hsdp == pytest.approx(of_ddp, rel=1e-4)
         assert of_fsdp["gns/tr_sigma"] > 0.0
 
 

@@ -148,7 +148,15 @@ def test_each_checkpoint_is_restored_bit_for_bit_under_each_strategy(config, run
     assert [line for each in found for line in each] == []
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "hsdp"), ("hsdp", "ddp"), ("fsdp", "fsdp")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp", "fsdp"),
+        pytest.param("ddp", "fsdp", marks=pytest.mark.slow),
+        pytest.param("fsdp", "hsdp", marks=pytest.mark.slow),
+        pytest.param("hsdp", "ddp", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_under_another_strategy_as_it_would_have(config, runs, tmp_path, before, after):
     path = tmp_path / "run"
     checkpoints = path / "checkpoints"
@@ -190,12 +198,17 @@ def test_other_optimizers_step_the_same(config, tmp_path, name):
 @pytest.mark.parametrize(
     "sets",
     [
-        ("train.tbptt_cells=2", "data.max_group_cells=8", "train.activation_checkpointing=cell"),
         ("objective.chunk_tokens=8", "train.activation_checkpointing=block"),
-        ("ledger.burn_in=4",),
         ("model.family=lstm", "model.args={tie_embeddings=true}"),
-        ("distributed.reshard_after_forward=false",),
-        ("data.pack=true", "model.family=gated_delta"),
+        pytest.param(
+            ("train.tbptt_cells=2", "data.max_group_cells=8", "train.activation_checkpointing=cell"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("ledger.burn_in=4",), marks=pytest.mark.slow),
+        pytest.param(("distributed.reshard_after_forward=false",), marks=pytest.mark.slow),
+        pytest.param(("data.pack=true", "model.family=gated_delta"), marks=pytest.mark.slow),
+        pytest.param(("model.family=qwen3_next", "model.dim=64", "eval.every=0"), marks=pytest.mark.slow),
+        pytest.param(("train.compile=true", "eval.every=0", "sample.every=0"), marks=pytest.mark.slow),
     ],
     ids=lambda sets: sets[0],
 )
@@ -204,11 +217,12 @@ def test_what_a_step_can_do_it_does_on_shards(config, tmp_path, sets):
         train(config, tmp_path / key, *SETTINGS, WHOLE, *sets, *STRATEGIES[key], steps=10, nproc=2)
         for key in ("ddp", "fsdp")
     ]
-    # A forward inside the backward has FSDP reduce earlier than a rank's own sum is known.
-    assert unequal(*paths, but=("gns/consistency",) if "train.tbptt_cells=2" in sets else ()) == []
+    # Of a model that runs more than once before a backward, FSDP keeps the sum where no hook sees it: absent, not wrong.
+    runs_again = {"train.tbptt_cells=2", "ledger.burn_in=4"} & set(sets)
+    assert unequal(*paths, but=("gns/consistency",) if runs_again else ()) == []
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_gradients_that_are_averaged_in_every_micro_batch_are_the_same(config, runs, tmp_path, strategy):
     path = train(config, tmp_path / "run", *SETTINGS, *STRATEGIES[strategy], steps=10, nproc=4)
     expected, found = losses(runs["ddp"] / "metrics.jsonl"), losses(path / "metrics.jsonl")
@@ -237,6 +251,19 @@ def test_background_saves_of_shards_are_what_plain_ones_are(config, tmp_path):
         name = f"checkpoints/step_{step:08d}"
         assert checkpoint_differences(*(path / name for path in paths)) == []
     assert differences(*(content(path / "checkpoints/step_00000010") for path in paths)) == []
+
+
+def test_ranks_with_fewer_held_out_batches_evaluate_in_lockstep(config, tmp_path):
+    """All held-out documents, which the ranks do not have as many of, and of which one rank may have none."""
+    every = (*SETTINGS, "eval.batches=1000", "eval.every=2")
+    for number, few in enumerate(((), ("eval.holdout_fraction=0.02",))):
+        paths = [
+            train(config, tmp_path / f"{key}-{number}", *every, *few, *STRATEGIES[key], steps=2, nproc=3)
+            for key in ("ddp", "fsdp")
+        ]
+        rows = [read_rows(path / "metrics.jsonl")["eval", 2] for path in paths]
+        assert rows[0].keys() == rows[1].keys()
+        assert all(math.isclose(value, rows[1][key], rel_tol=1e-6) for key, value in rows[0].items())
 
 
 @pytest.mark.parametrize(

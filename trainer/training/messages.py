@@ -9,9 +9,9 @@ import sys
 import torch
 from torch import Tensor
 
-from trainer.distributed.strategy import num_parameters, own_part
+from trainer.distributed.strategy import num_parameters
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.leaves import is_dtensor
+from trainer.shards import is_dtensor, own_part
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.run import Run

@@ -8,20 +8,19 @@ micro-gradient, before the reduce-scatter.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.errors import UserError
+from trainer.shards import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,6 @@ class Leaves:
     def reduces_now(self) -> bool:
         """Whether DDP reduces after the current backward, i.e. it does not run under `no_sync`."""
         return self.ddp is not None and self.ddp.require_backward_grad_sync
-
-
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """As `isinstance`, without an import that takes a quarter of a run's start: who has a DTensor has imported it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:

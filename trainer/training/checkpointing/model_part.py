@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.strategy import as_shard, own_part, own_range
-from trainer.metrics.noise_scale.leaves import is_dtensor
+from trainer.shards import as_shard, is_dtensor, own_part, own_range
 from trainer.training.checkpointing import former
 from trainer.training.checkpointing.checkpoint import TensorPart, model_file
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles

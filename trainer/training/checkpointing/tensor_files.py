@@ -8,6 +8,7 @@ loading exchange plans between all ranks, which a thread that writes while train
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +155,10 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            opened: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
+            with path.open("rb") as file:
+                # A name that is no UTF-8 is refused, that of an open file is always plain.
+                name = str(path) if os.fsencode(path).isascii() else f"/dev/fd/{file.fileno()}"
+                opened: Any = safetensors.safe_open(name, framework="pt", device="cpu")
             self._file = opened
             self._names = set(opened.keys())
             self._metadata: dict[str, str] = opened.metadata() or {}

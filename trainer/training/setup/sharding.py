@@ -13,8 +13,6 @@ from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.strategy import (
     GradientAveraging,
     make_mesh,
-    own_part,
-    own_rows,
     shard_model,
     shard_units,
     sharded_averaging,
@@ -22,11 +20,11 @@ from trainer.distributed.strategy import (
 )
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.leaves import is_dtensor
 from trainer.model.deferred.build import record
 from trainer.model.deferred.steps import NotReplayable, replay
 from trainer.model.headless import output_layer
 from trainer.model.protocol import ModelOutput
+from trainer.shards import is_dtensor, own_part, own_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.distributed.strategy import gathered, own_part, own_rows
-from trainer.metrics.noise_scale.leaves import is_dtensor
+from trainer.shards import gathered, is_dtensor, own_part, own_rows
 
 
 class Skipping(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
-from trainer.metrics.noise_scale.leaves import is_dtensor
+from trainer.shards import is_dtensor
 from trainer.training.step.muon import MuonWithAdamW, SkippingSGD
 from trainer.training.step.schedule import LR_SCALE
 

@@ -34,9 +34,9 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.leaves import is_dtensor
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
+from trainer.shards import is_dtensor
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
