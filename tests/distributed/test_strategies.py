@@ -256,7 +256,7 @@ def test_background_saves_of_shards_are_what_plain_ones_are(config, tmp_path):
 def test_ranks_with_fewer_held_out_batches_evaluate_in_lockstep(config, tmp_path):
     """All held-out documents, which the ranks do not have as many of, and of which one rank may have none."""
     every = (*SETTINGS, "eval.batches=1000", "eval.every=2")
-    for number, few in enumerate(((), ("eval.holdout_fraction=0.02",))):
+    for number, few in enumerate(((), ("eval.holdout_fraction=0.08",))):
         paths = [
             train(config, tmp_path / f"{key}-{number}", *every, *few, *STRATEGIES[key], steps=2, nproc=3)
             for key in ("ddp", "fsdp")
@@ -352,3 +352,64 @@ def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(config, tmp_path,
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+WATCHED = """
+import torch
+from trainer.model.build import build as build_reference
+from trainer.training import loop
+from trainer.training.step.on_device import HostCopy
+
+is_forbidden, steps = [False], []
+
+
+def guard(name):
+    original = getattr(torch.Tensor, name)
+
+    def read(self, *args, **kwargs):
+        assert not is_forbidden[0], f"{name} in a step that does not log"
+        return original(self, *args, **kwargs)
+
+    setattr(torch.Tensor, name, read)
+
+
+def allowed(self):
+    before, is_forbidden[0] = is_forbidden[0], False
+    try:
+        return read_copy(self)
+    finally:
+        is_forbidden[0] = before
+
+
+def forbid(run, previous):
+    step = run.position.step + (1 if previous is None else 2)
+    # The first step makes FSDP's buffers.
+    is_forbidden[0] = step > 1 and not loop.is_read_at_once(run, step)
+    if is_forbidden[0]:
+        print("forbidden", step, file=__import__("sys").stderr)
+    try:
+        return take_step(run, previous)
+    finally:
+        is_forbidden[0] = False
+
+
+def build(vocab_size, dim, num_layers):
+    global take_step, read_copy
+    if loop.take_step is not forbid:
+        take_step, loop.take_step = loop.take_step, forbid
+        read_copy, HostCopy.read = HostCopy.read, allowed
+        for name in ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__"):
+            guard(name)
+    return build_reference(vocab_size, dim, num_layers)
+"""
+
+
+def test_shards_read_nothing_of_a_step_that_does_not_log(config, tmp_path):
+    (tmp_path / "watched.py").write_text(WATCHED)
+    sets = ("model.target=watched:build", "model.contract=false", "metrics.log_interval=5", "eval.every=0")
+    sets += ("sample.every=0", "checkpoint.every=0", *STRATEGIES["fsdp"])
+    words = [word for each in sets for word in ("--set", each)]
+    arguments = ("--config", config, "--run-dir", tmp_path / "run", "--steps", 12, *words)
+    done = run(*arguments, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("forbidden") == 2 * 8
