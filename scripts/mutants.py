@@ -1204,9 +1204,9 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/evaluation/evaluator.py",
-            "if not is_counted:",
-            "if False:",
-            "tests/distributed/test_strategies.py::test_ranks_with_fewer_held_out_batches_evaluate_in_lockstep",
+            "if not self._in_lockstep:",
+            "if True:",
+            "tests/distributed/test_strategies.py::test_a_stop_of_one_rank_ends_an_evaluation_of_shards_on_all",
         ),
         Mutant(
             "trainer/training/step/step.py",

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.checkpoints import content, model_content, weights
 from tests.support.gloo import run_on_ranks
-from tests.support.ranks import checkpoint_differences, differences
+from tests.support.ranks import Ranks, checkpoint_differences, differences, status
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
@@ -45,6 +45,7 @@ tokens = 20
 [checkpoint]
 every = 10
 """
+FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 SETTINGS = (
     "ledger.probe_every=5",
     "model.num_layers=3",
@@ -253,17 +254,16 @@ def test_background_saves_of_shards_are_what_plain_ones_are(config, tmp_path):
     assert differences(*(content(path / "checkpoints/step_00000010") for path in paths)) == []
 
 
-def test_ranks_with_fewer_held_out_batches_evaluate_in_lockstep(config, tmp_path):
-    """All held-out documents, which the ranks do not have as many of, and of which one rank may have none."""
-    every = (*SETTINGS, "eval.batches=1000", "eval.every=2")
-    for number, few in enumerate(((), ("eval.holdout_fraction=0.08",))):
-        paths = [
-            train(config, tmp_path / f"{key}-{number}", *every, *few, *STRATEGIES[key], steps=2, nproc=3)
-            for key in ("ddp", "fsdp")
-        ]
-        rows = [read_rows(path / "metrics.jsonl")["eval", 2] for path in paths]
-        assert rows[0].keys() == rows[1].keys()
-        assert all(math.isclose(value, rows[1][key], rel_tol=1e-6) for key, value in rows[0].items())
+def test_a_stop_of_one_rank_ends_an_evaluation_of_shards_on_all(config, tmp_path):
+    words = [word for each in (*SETTINGS, *STRATEGIES["fsdp"], *FAULTY) for word in ("--set", each)]
+    arguments = ("--config", config, "--run-dir", tmp_path / "run", "--steps", 8, *words)
+    fault = {"what": "signal", "rank": 1, "mode": "eval", "step": 1, "micro": 0}
+    with Ranks(arguments, logs=tmp_path / "logs", fault=fault) as ranks:
+        assert ranks.wait(60) == [0, 0], ranks.said()
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["last_step"]) == ("stopped", 5)
+    with Ranks((*arguments, "--resume", "auto"), logs=tmp_path / "again") as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+    assert ("eval", 5) in read_rows(tmp_path / "run" / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.objective.compose import Loss
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import masked_copy, split
-from trainer.training.step.window import row_to_mask
+from trainer.training.step.microbatch import split
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -27,13 +26,14 @@ class Evaluator:
 
     Args:
         model: the model itself, without DDP: evaluation reduces nothing but its sums.
-        batches: makes an iterator of this rank's held-out micro-batches, on the device, always the same ones.
+        batches: makes an iterator of this rank's held-out micro-batches, on the device, always the same ones, as many on every
+            rank.
         make_ledger: an empty ledger for one evaluation; None for a model without state.
         details: collects the sums.
         guard: of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run.
         autocast: the precision's context.
         is_bytes: the tokens are bytes, so that bits per byte are known.
-        in_lockstep: the ranks hold shards of the model, so that all of them must run as many forwards.
+        in_lockstep: the ranks hold shards of the model, so that all of them must run as many forwards, and stop together.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class Evaluator:
         was_training = self._model.training
         self._model.eval()
         try:
-            for step, (batch, is_own) in enumerate(self._in_turn(should_stop), start=1):
-                self._evaluate(step, batch, ledger if is_own else None, is_counted=is_own)
+            for step, batch in enumerate(self._batches(), start=1):
+                if self._stops(should_stop):
+                    break
+                self._evaluate(step, batch, ledger)
         finally:
             self._model.train(was_training)
         local = guard.run(details.drain_metrics) or {}
@@ -98,28 +100,13 @@ class Evaluator:
         )
         return self._named(reduced)
 
-    def _in_turn(self, should_stop: Callable[[], bool]) -> Iterator[tuple[dict[str, Any], bool]]:
-        """This rank's micro-batches, and whether each is its own: in lockstep, masked ones follow until every rank is done."""
-        batches = self._batches()
-        filler: dict[str, Any] = {}
-        while True:
-            batch, stops = next(batches, None), should_stop()
-            if not self._in_lockstep:
-                if batch is None or stops:
-                    return
-                yield batch, True
-                continue
-            votes = (int(batch is not None), int(batch is None and not filler), int(stops))
-            goes_on, lacks_filler, stop = most_of_ranks(*votes, device=self._device, world_size=self._world_size)
-            if stop or not goes_on:
-                return
-            if lacks_filler:  # a rank that has no micro-batch at all
-                filler = row_to_mask(batch, device=self._device, world_size=self._world_size)
-            if batch is not None:
-                filler = masked_copy(batch)
-            yield (filler, False) if batch is None else (batch, True)
+    def _stops(self, should_stop: Callable[[], bool]) -> bool:
+        """Whether to stop before the next micro-batch, of which every rank has as many."""
+        if not self._in_lockstep:
+            return should_stop()
+        return bool(most_of_ranks(int(should_stop()), device=self._device, world_size=self._world_size)[0])
 
-    def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None, *, is_counted: bool) -> None:
+    def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None) -> None:
         micro = split(batch, self._accepted)
         state = None
         if ledger is not None and micro.carry is not None:
@@ -127,8 +114,6 @@ class Evaluator:
             state = ledger.lookup(micro.carry.group_ids, micro.carry.cell_index)
         with self._autocast():
             output = self._model(**micro.inputs, state=state)
-            if not is_counted:
-                return
             result = self._objective(output.logits, micro.targets, meta=micro.meta)
         if ledger is not None and micro.carry is not None and output.state is not None:
             carry = micro.carry

@@ -20,7 +20,8 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
 HeldOut = Callable[[], Iterator[dict[str, Any]]]
-"""Makes an iterator of this rank's held-out micro-batches, always the same ones."""
+"""Makes an iterator of this rank's held-out micro-batches, always the same ones: as many on every rank, since `per_stream`
+batching masks the rows of a rank whose part of a stream has ended."""
 
 
 def make_dataset(plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool) -> StreamMixingDataset:

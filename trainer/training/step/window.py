@@ -115,17 +115,12 @@ class WindowReader:
             return False
         ranks = ", ".join(map(str, without))
         logger.warning("rank %s of %d has nothing to read, and runs fully masked batches", ranks, world_size)
-        row = row_to_mask(self._last_batch, device=self._device, world_size=world_size)
+        giver = has_data.index(True)
+        own = masked_copy(self._last_batch) if self._info.rank == giver and self._last_batch is not None else {}
+        row = gather_from_ranks(_moved(own, torch.device("cpu")), world_size=world_size)[giver]
         if first is None:
-            self._last_batch = row
+            self._last_batch = _moved(row, self._device)
         return True
-
-
-def row_to_mask(batch: Mapping[str, Any] | None, *, device: torch.device, world_size: int) -> dict[str, Any]:
-    """A masked row of the lowest rank that has a batch, on every rank; {} if none has. Every rank must call it."""
-    own = {} if batch is None else _moved(masked_copy(batch), torch.device("cpu"))
-    rows = gather_from_ranks(own, world_size=world_size)
-    return _moved(next((row for row in rows if row), {}), device)
 
 
 def _moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
