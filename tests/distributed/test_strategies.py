@@ -255,7 +255,9 @@ def test_background_saves_of_shards_are_what_plain_ones_are(config, tmp_path):
 
 
 def test_a_stop_of_one_rank_ends_an_evaluation_of_shards_on_all(config, tmp_path):
-    words = [word for each in (*SETTINGS, *STRATEGIES["fsdp"], *FAULTY) for word in ("--set", each)]
+    words = [
+        word for each in (*SETTINGS, *STRATEGIES["fsdp"], *FAULTY, "ledger.probe_every=0") for word in ("--set", each)
+    ]
     arguments = ("--config", config, "--run-dir", tmp_path / "run", "--steps", 8, *words)
     fault = {"what": "signal", "rank": 1, "mode": "eval", "step": 1, "micro": 0}
     with Ranks(arguments, logs=tmp_path / "logs", fault=fault) as ranks:
