@@ -17,13 +17,14 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 KILLS_A_CHAIN = 10
 RENDEZVOUS_SEC = 30
 CHAINS = {"plain": (), "background": ("--set", "checkpoint.background=true"), "often": ("--set", "checkpoint.every=1")}
+STRATEGIES = {"ddp": (), "fsdp": ("--set", 'distributed.strategy="fsdp"')}
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory):
+@pytest.fixture(scope="module", params=STRATEGIES)
+def untouched(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("untouched")
     config = make_config(directory)
-    return config, whole_run(config, directory / "run")
+    return config, whole_run(config, directory / "run", *STRATEGIES[request.param]), request.param
 
 
 def strike(ranks: Ranks, run_dir: Path, moment: str, chance: random.Random) -> str:
@@ -54,11 +55,12 @@ def strike(ranks: Ranks, run_dir: Path, moment: str, chance: random.Random) -> s
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_killed_ten_times_ends_as_the_one_nobody_touched(untouched, tmp_path, chain):
-    config, whole = untouched
+    config, whole, strategy = untouched
     run_dir = tmp_path / "run"
     arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, *CHAINS[chain])
+    arguments += STRATEGIES[strategy]
     arguments += ("--set", f"distributed.timeout_sec={RENDEZVOUS_SEC}")
-    chance = random.Random(f"kill {chain}")
+    chance = random.Random(f"kill {chain}" if strategy == "ddp" else f"kill {strategy} {chain}")
     hits: list[str] = []
     while len(hits) < KILLS_A_CHAIN:
         moment = chance.choices(["start", "step", "save"], weights=[1, 3, 4])[0]
@@ -86,8 +88,8 @@ def test_a_run_killed_ten_times_ends_as_the_one_nobody_touched(untouched, tmp_pa
         ranks_hit = "all ranks" if victims == "all" else "one rank of two"
         Injected(
             1,
-            f"SIGKILL of {ranks_hit}, {chain} checkpoints: {where}",
+            f"SIGKILL of {ranks_hit}, {chain} checkpoints{' of shards (fsdp)' if strategy == 'fsdp' else ''}: {where}",
             sum(count.values()),
             "0",
             "every resume succeeded; record, weights, optimizer, ledger, cursors equal bit for bit",
-        ).keep(f"sigkill_{chain}_{victims}")
+        ).keep(f"sigkill_{'' if strategy == 'ddp' else strategy + '_'}{chain}_{victims}")
