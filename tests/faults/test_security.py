@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import pickle
 import shutil
@@ -16,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.support.checkpoints import sign, write_former
 from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, make_config, whole_run
 from tests.support.ranks import Ranks
@@ -47,14 +46,6 @@ def as_zip_of_torch(file: Path, proof: Path) -> None:
             new.writestr(name, pickle.dumps({"model": Malicious(proof)}) if name.endswith("data.pkl") else data)
 
 
-def sign_again(checkpoint: Path, name: str) -> None:
-    """Make the marker agree with the changed file, as an attacker would."""
-    marker = json.loads((checkpoint / "COMPLETE").read_text())
-    data = (checkpoint / name).read_bytes()
-    marker["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (checkpoint / "COMPLETE").write_text(json.dumps(marker))
-
-
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory):
     directory = tmp_path_factory.mktemp("security")
@@ -62,13 +53,25 @@ def untouched(tmp_path_factory):
     return config, whole_run(config, directory / "run", "--steps", 5)
 
 
-@pytest.mark.parametrize("name", ["model.pt", "rank_001.pt"])
-@pytest.mark.parametrize("plant", [as_plain_pickle, as_zip_of_torch])
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (as_plain_pickle, "model.pt"),
+        (as_plain_pickle, "rank_001.pt"),
+        (as_zip_of_torch, "model.pt"),
+        (as_zip_of_torch, "rank_001.pt"),
+        (as_plain_pickle, "model_000.safetensors"),
+        (as_plain_pickle, "rank_001.safetensors"),
+    ],
+)
 def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, plant, name):
     config, whole = untouched
     run_dir, proof = tmp_path / "run", tmp_path / "proof"
-    shutil.copytree(whole, run_dir, symlinks=True)
     checkpoint = run_dir / "checkpoints" / "step_00000005"
+    if name.endswith(".pt"):  # format 1, which is still read
+        write_former(whole / "checkpoints" / "step_00000005", checkpoint)
+    else:
+        shutil.copytree(whole, run_dir, symlinks=True)
     plant(checkpoint / name, proof)
     # The plant works: plain unpickling runs it.
     data = (checkpoint / name).read_bytes()
@@ -78,7 +81,7 @@ def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, pl
     pickle.loads(data)
     assert proof.exists()
     proof.unlink()
-    sign_again(checkpoint, name)
+    sign(checkpoint)
     arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 8)
     with Ranks(arguments, logs=tmp_path / "logs") as ranks:
         codes = ranks.wait()
@@ -99,7 +102,7 @@ def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, pl
 
 
 def test_torch_distributed_checkpoint_runs_its_metadata(tmp_path):
-    """Why it is not used here (docs/reliability.md). When this fails, torch guards the file, and the choice is open again."""
+    """Why its default format is not used here (docs/reliability.md). When this fails, torch guards the file."""
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "proof")))
     with contextlib.suppress(Exception, CheckpointException):

@@ -18,7 +18,7 @@ from trainer.training.checkpointing.tree import pack, unpack
 
 def model_content(path: Path) -> dict[str, Any]:
     """Weights, optimizer by name, and loss scaling of a checkpoint of format 2."""
-    tensors = open_model(path, sorted(int(file.stem.rpartition("_")[2]) for file in path.glob("model_*.safetensors")))
+    tensors = open_model(path, json.loads((path / files.STATE_FILE).read_text()))
     values = {key: unpack(tensors.values[key], tensors.read) for key in ("optimizer", "scaler")}
     return {"model": whole_weights(tensors), **values}
 
@@ -53,6 +53,24 @@ def sign(path: Path) -> None:
     """Make the marker agree with the files that it lists."""
     marker = json.loads((path / files.MARKER).read_text())
     marker["files"] = {name: files._fingerprint(path / name) for name in marker["files"]}
+    (path / files.MARKER).write_text(json.dumps(marker))
+
+
+def write_former(source: Path, path: Path) -> None:
+    """Write a checkpoint with AdamW, without groups of its own, again as format 1 had it."""
+    path.mkdir(parents=True)
+    of_source = weights(source)
+    matrices = [name for name in model_content(source)["optimizer"] if of_source[name].ndim >= 2]
+    vectors = [name for name in model_content(source)["optimizer"] if of_source[name].ndim < 2]
+    torch.save(former_content(source, parts={"": [*matrices, *vectors]}), path / "model.pt")
+    state = json.loads((source / files.STATE_FILE).read_text())
+    for rank in range(state["world_size"]):
+        torch.save(file_content(source / files.rank_file(rank)), path / f"rank_{rank:03d}.pt")
+        (path / files.rows_file(rank)).write_bytes((source / files.rows_file(rank)).read_bytes())
+    del state["model_files"]
+    (path / files.STATE_FILE).write_text(json.dumps({**state, "format_version": 1}))
+    listed = {file.name: files._fingerprint(file) for file in path.iterdir()}
+    marker = {"format_version": 1, "step": state["step"], "files": listed}
     (path / files.MARKER).write_text(json.dumps(marker))
 
 

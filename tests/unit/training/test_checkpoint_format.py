@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
-import json
 import math
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from tests.support.checkpoints import file_content, former_content, model_content, weights
+from tests.support.checkpoints import weights, write_former
 from tests.support.ranks import checkpoint_differences, differences
 from tests.support.runs import ROOT, read_rows, run, write_tiny_config
 from trainer.errors import UserError
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_format_1_is_gone_on_with(trained, tmp_path, strategy):
     config, folder = trained
     source = folder / "whole" / "checkpoints" / "step_00000004"
     path = tmp_path / "old" / "checkpoints" / "step_00000004"
-    as_former(source, path)
+    write_former(source, path)
     assert files.verify(path)["step"] == 4
     runs = {}
     for name, start in (("old", path.parent.parent), ("new", folder / "whole")):
@@ -168,22 +168,17 @@ def test_a_checkpoint_of_format_1_is_gone_on_with(trained, tmp_path, strategy):
     assert len(read_rows(runs["old"] / "metrics.jsonl")) == 3
 
 
-def as_former(source: Path, path: Path) -> None:
-    """Write a checkpoint again as format 1 had it."""
-    path.mkdir(parents=True)
-    names = list(model_content(source)["optimizer"])
-    vectors = [name for name in names if weights(source)[name].ndim < 2]
-    order = [*[name for name in names if name not in vectors], *vectors]
-    torch.save(former_content(source, parts={"": order}), path / "model.pt")
-    for rank in range(2):
-        own = file_content(source / files.rank_file(rank))
-        torch.save(own, path / f"rank_{rank:03d}.pt")
-        (path / files.rows_file(rank)).write_bytes((source / files.rows_file(rank)).read_bytes())
-    state = json.loads((source / files.STATE_FILE).read_text())
-    del state["model_files"]
-    (path / files.STATE_FILE).write_text(json.dumps({**state, "format_version": 1}))
-    listed = {file.name: files._fingerprint(file) for file in path.iterdir()}
-    (path / files.MARKER).write_text(json.dumps({"format_version": 1, "step": 4, "files": listed}))
+@pytest.mark.distributed
+def test_a_file_of_format_1_beside_one_of_format_2_is_not_read(trained, tmp_path):
+    """Nobody vouches for it: the marker does not list it."""
+    _, folder = trained
+    path = tmp_path / "checkpoints" / "step_00000004"
+    shutil.copytree(folder / "whole" / "checkpoints" / "step_00000004", path)
+    before = weights(path)
+    for name in ("model.pt", "rank_000.pt"):
+        torch.save({"model": {key: value + 1 for key, value in before.items()}}, path / name)
+    assert all(torch.equal(value, before[name]) for name, value in weights(path).items())
+    assert "ledger" in files.read_rank(path, 0)
 
 
 def test_nothing_but_the_former_format_reads_what_could_be_a_pickle():

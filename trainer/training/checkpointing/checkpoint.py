@@ -108,14 +108,19 @@ def write_part(path: Path, part: Part) -> None:
             file.write(piece.view(torch.uint8).numpy().data)
 
 
-def read_rank(path: Path, rank: int) -> dict[str, Any]:
+def is_former(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint with this state.json is of format 1."""
+    return bool(state.get("format_version", FORMER_VERSION) == FORMER_VERSION)
+
+
+def read_rank(path: Path, rank: int, *, former_format: bool = False) -> dict[str, Any]:
     """What a rank of a checkpoint wrote; the states of its ledger are read when they are used.
 
     Raises:
         CheckpointError: a file is damaged; or there are not as many states as it says.
     """
     try:
-        if (path / former.rank_file(rank)).exists():
+        if former_format:
             part = former.read_former(path / former.rank_file(rank))
         else:
             files = TensorFiles([path / rank_file(rank)])
@@ -218,7 +223,7 @@ def verify(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no marker, another format, or a missing, truncated or changed file.
     """
-    files, version = _listed_files(path)
+    files, _ = _listed_files(path)
     for name, expected in files.items():
         try:
             found = _fingerprint(path / name)
@@ -230,7 +235,7 @@ def verify(path: Path) -> dict[str, Any]:
     world_size = state["world_size"]
     # No more names than there are files, whatever number the state holds.
     expected_ranks = range(min(world_size, len(files)))
-    if version == FORMER_VERSION:
+    if is_former(state):
         needed = {former.MODEL_FILE, *map(former.rank_file, expected_ranks)}
     else:
         needed = {*map(model_file, state["model_files"]), *map(rank_file, expected_ranks)}
@@ -248,7 +253,8 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, it is no JSON object, or it holds what cannot be.
     """
-    if STATE_FILE not in _listed_files(path)[0]:
+    files, version = _listed_files(path)
+    if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
@@ -260,6 +266,8 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged")
     if (problem := problem_of(state)) is not None:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}")
+    if is_former(state) != (version == FORMER_VERSION) or not (is_former(state) or state.get("model_files")):
+        raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of another format than {MARKER} says")
     return state
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.shards import as_shard, is_dtensor, own_part, own_range
 from trainer.training.checkpointing import former
-from trainer.training.checkpointing.checkpoint import TensorPart, model_file
+from trainer.training.checkpointing.checkpoint import TensorPart, is_former, model_file
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles
 from trainer.training.checkpointing.tree import pack, unpack
 from trainer.training.step.optimizer import load_named_state, named_state, parameters_by_part
@@ -82,19 +82,19 @@ def model_part(
     return TensorPart(rows, {**values, "shared": shared}, shapes)
 
 
-def open_model(path: Path, files: list[int], *, rank: int = 0) -> Tensors:
+def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> Tensors:
     """The tensors of a checkpoint.
 
     Args:
-        files: numbers of the ranks that wrote them.
+        state: its state.json, which says what ranks have written them.
         rank: whose own rows will probably be asked for.
 
     Raises:
         DamagedFile: they cannot be read.
     """
-    if not (path / former.MODEL_FILE).exists():
+    if not is_former(state):
         # The first has all names; of its own rows a rank then looks into its own file first.
-        order = sorted(files, key=lambda number: (number != 0, number != rank, number))
+        order = sorted(state["model_files"], key=lambda number: (number != 0, number != rank, number))
         return TensorFiles([path / model_file(number) for number in order])
     whole = former.read_former(path / former.MODEL_FILE)
     values, tensors = pack({"model": whole["model"]})

@@ -59,8 +59,8 @@ def restore(
     saved_world_size = saved["world_size"]
     with loading(path, "files"):
         try:
-            tensors = open_model(path, saved.get("model_files", [0]), rank=info.rank)
-            parts = _read_parts(path, saved_world_size, state, info, needs_all=bool(data.change))
+            tensors = open_model(path, saved, rank=info.rank)
+            parts = _read_parts(path, saved, state, info, needs_all=bool(data.change))
         except (CheckpointError, DamagedFile) as error:
             raise UserError("--resume", str(error), "use auto, which falls back to a complete one") from None
     with loading(path, "weights"):
@@ -108,11 +108,12 @@ def restore(
 
 
 def _read_parts(
-    path: Path, saved_world_size: int, state: TrainState, info: RankInfo, *, needs_all: bool
+    path: Path, saved: Mapping[str, Any], state: TrainState, info: RankInfo, *, needs_all: bool
 ) -> list[dict[str, Any]]:
     """The parts of all saving ranks; where this rank needs its own alone, that one in every place."""
-    if saved_world_size == info.world_size and not needs_all:
-        own = files.read_rank(path, info.rank)
+    world_size, former_format = saved["world_size"], files.is_former(saved)
+    if world_size == info.world_size and not needs_all:
+        own = files.read_rank(path, info.rank, former_format=former_format)
         if state.ledger is None or own["ledger"]["ownership"] == state.ledger.ownership:
-            return [own] * saved_world_size
-    return [files.read_rank(path, rank) for rank in range(saved_world_size)]
+            return [own] * world_size
+    return [files.read_rank(path, rank, former_format=former_format) for rank in range(world_size)]

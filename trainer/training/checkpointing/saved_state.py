@@ -42,6 +42,7 @@ class _SavedState(_Part):
 
     step: Count
     world_size: Annotated[int, Field(ge=1, le=MOST)]
+    format_version: int = 1
     model_files: list[Count] = [0]
     evaluation_is_due: bool = False
     tracker: _Tracker | None = None

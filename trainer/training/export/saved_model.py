@@ -67,7 +67,7 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     assert found is not None
     path, state = found
     try:
-        weights = whole_weights(open_model(path, state.get("model_files", [0])))
+        weights = whole_weights(open_model(path, state))
         state["config"]["ledger"].pop("index", None)  # a former key, which changed no number
         config = RunConfig.model_validate(state["config"])
     except (DamagedFile, KeyError) as error:
