@@ -29,7 +29,8 @@ class SequenceModel(Protocol):
     Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state` by name and returns
     an object with `.logits` and `.state`. Without `state_width`, `carry_flat` of `trainer.model.state_layout` finds it and
     lets a state be any nest of tensors; `[model] target` and `family` do. Optional: `flops_per_token` (without it no MFU is
-    logged), and `resets`, which is passed only with `data.pack = true`. `train check` runs one forward pass.
+    logged), `resets`, which is passed only with `data.pack = true`, and `shard_units()`, the modules that FSDP gathers one by
+    one. `train check` runs one forward pass.
     """
 
     state_width: int
