@@ -15,6 +15,7 @@ from tests.support.ranks import Ranks, checkpoint_differences, differences, stat
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
+from trainer.model.weights import read_weights
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.model_part import model_part
@@ -183,6 +184,24 @@ def test_shards_of_four_ranks_go_on_whole_on_two(config, runs, tmp_path):
     rows = read_rows(path / "metrics.jsonl")
     assert [rows["train", step]["ledger/cold_starts"] for step in range(51, 56)] == [0] * 5
     assert rows["train", 51]["loss"] < 1.5 * read_rows(runs["fsdp"] / "metrics.jsonl")["train", 50]["loss"]
+
+
+def test_shards_are_exported_whole_and_another_run_begins_with_them(config, runs, tmp_path):
+    exported = tmp_path / "exported"
+    assert run("export", runs["hsdp"], "--format", "safetensors", "--out", exported).returncode == 0
+    tensors, _ = read_weights(exported)
+    expected = weights(runs["hsdp"])
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+    sampled = run("sample", runs["hsdp"], "--prompt", "the", "--bytes", 10)
+    assert sampled.returncode == 0, sampled.stderr
+    begun = ("eval.every=0", "sample.every=0", "checkpoint.every=0", f'model.weights="{exported}"')
+    paths = [
+        train(config, tmp_path / key, *SETTINGS, WHOLE, *begun, *STRATEGIES[key], steps=4, nproc=2)
+        for key in ("ddp", "fsdp")
+    ]
+    assert unequal(*paths) == []
+    first = losses(paths[1] / "metrics.jsonl")[1]
+    assert first < 0.8 * losses(runs["ddp"] / "metrics.jsonl")[1], "it began with other weights"
 
 
 @pytest.mark.parametrize("name", ["muon", "sgd"])

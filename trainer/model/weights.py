@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.files import replacing_path
+from trainer.shards import as_shard, is_dtensor, own_rows
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"  # metadata: JSON, name of an omitted tensor -> name of the tensor that it shares memory with
@@ -79,7 +80,8 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_weights(model: nn.Module, path: str | Path, *, key: str = "model.weights") -> dict[str, str]:
-    """Load the weights of a file into `model`, all or none; returns the file's metadata.
+    """Load the weights of a file into `model`, all or none; returns the file's metadata. Of a sharded model each rank loads its
+    rows.
 
     Args:
         key: the subject of error messages.
@@ -89,7 +91,13 @@ def load_weights(model: nn.Module, path: str | Path, *, key: str = "model.weight
     """
     tensors, metadata = read_weights(path)
     check_fit(model, tensors, key=key, path=path)
-    model.load_state_dict(tensors)
+    own = model.state_dict()
+    model.load_state_dict(
+        {
+            name: as_shard(own_rows(tensor, like), like) if is_dtensor(like := own[name]) else tensor
+            for name, tensor in tensors.items()
+        }
+    )
     return metadata
 
 

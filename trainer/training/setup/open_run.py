@@ -23,6 +23,7 @@ from trainer.metrics.sinks.stdout import Output
 from trainer.objective.compose import Loss
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.checkpointing.tree import pack
 from trainer.training.evaluation.evaluator import Evaluator
 from trainer.training.evaluation.sampler import Sampler
 from trainer.training.messages import announce
@@ -107,6 +108,7 @@ def open_run(
     cell_model, loss = model_and_loss(state.model, config, device)
     row_model = in_cells(cell_model, config)
     train_step = _train_step(plan, state, row_model, loss, info, device, diagnostics, mesh)
+    pack(position.data_state, "data")  # one that a checkpoint cannot keep is refused before the first step
     saver = Saver(
         directory=run_dir.checkpoints,
         table=config.checkpoint,
