@@ -1,4 +1,4 @@
-"""Teardown never aborts: eight gloo ranks, from rendezvous over DDP steps to the end, twenty times in a row."""
+"""Teardown never aborts: eight gloo ranks, from rendezvous over steps to the end, twenty times in a row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 TIMES = 20
 
 
-def test_eight_ranks_end_in_peace_twenty_times_in_a_row(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_eight_ranks_end_in_peace_twenty_times_in_a_row(tmp_path, strategy):
     config = make_config(tmp_path, "")
     for time in range(TIMES):
         arguments = ("--config", config, "--run-dir", tmp_path / f"run{time}", *ARGUMENTS, "--steps", 2)
+        arguments += ("--set", f'distributed.strategy="{strategy}"')
         with Ranks(arguments, logs=tmp_path / f"logs{time}", world_size=8) as ranks:
             codes = ranks.wait()
             assert codes == [0] * 8, (time, ranks.said())
-    Injected(5, "teardown of 8 gloo ranks in a row", TIMES, "0", "every rank exited with 0, no abort").keep("teardown")
+    shards = "" if strategy == "ddp" else " with shards (fsdp)"
+    outcome = "every rank exited with 0, no abort"
+    Injected(5, f"teardown of 8 gloo ranks in a row{shards}", TIMES, "0", outcome).keep(
+        f"teardown{shards[:12].rstrip()}"
+    )
