@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LARGE_SHARE = 0.5  # of the parameters: what is whole at once beside a unit
+LARGE_SHARE = 0.5  # of a model's parameters: a list of modules that holds more is its layers
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ def sharded_averaging(model: nn.Module, mesh: DeviceMesh, *, keeps_whole: bool) 
     """The averaging of a model that `shard_model` has sharded.
 
     Args:
+        model: with all its parameters in shards.
         keeps_whole: keep the sum of a window's gradients whole on each rank until its last backward, which averages them once;
             otherwise every backward averages, and only shards are kept.
     """
@@ -179,17 +180,17 @@ def sharded_averaging(model: nn.Module, mesh: DeviceMesh, *, keeps_whole: bool) 
             defer(True)
 
     is_deferred = keeps_whole or replicas > 1
-    return GradientAveraging(no_sync if is_deferred else nullcontext, partial(_refuse_unused, model), replicas)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return GradientAveraging(no_sync if is_deferred else nullcontext, partial(_refuse_unused, trained), replicas)
 
 
-def _refuse_unused(model: nn.Module) -> None:
+def _refuse_unused(trained: Mapping[str, nn.Parameter]) -> None:
     """Refuse a window that gave a parameter no gradient.
 
     Raises:
         UserError: naming the parameters.
     """
-    names = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if names:
+    if names := [name for name, parameter in trained.items() if parameter.grad is None]:
         raise _unused(names, "use them in every micro-batch, or freeze them with requires_grad_(False)")
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import UserError
 from trainer.shards import as_shard, is_dtensor, own_part, own_range
 from trainer.training.checkpointing import former
 from trainer.training.checkpointing.checkpoint import TensorPart, is_former, model_file
@@ -60,7 +61,11 @@ def model_ranks(model: nn.Module) -> list[int]:
 def model_part(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, rank: int
 ) -> TensorPart | None:
-    """What this rank writes; None: nothing."""
+    """What this rank writes; None: nothing.
+
+    Raises:
+        UserError: an optimizer of the user's own keeps what is no shard, and may differ by rank.
+    """
     if rank not in model_ranks(model):
         return None
     state = model.state_dict()
@@ -74,7 +79,13 @@ def model_part(
             start, stop = own_range(tensor)
             if start < stop:
                 rows[name] = Rows(own_part(tensor), start, tuple(tensor.shape))
-        elif rank == 0:
+            continue
+        if tensor.numel() > 1 and name.startswith("optimizer.") and _mesh(model) is not None:
+            problem = f"keeps {name.removeprefix('optimizer.')}, which is not sharded as its parameter is"
+            raise UserError(
+                "optimizer.target", problem, "make it with torch.zeros_like(parameter), which gives a shard"
+            )
+        if rank == 0:
             rows[name] = Rows.all_of(tensor)
     if rank != 0:
         return TensorPart(rows, shapes={})

@@ -150,9 +150,8 @@ def average_over_ranks(
     if info.world_size == 1:
         return row_model, None
     table = config.distributed
-    if mesh is not None:
-        root: Any = model
-        root.reshard()  # a forward without a backward leaves the root's own parameters whole
-    else:
+    if mesh is None:
         return with_ddp(row_model, world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
+    root: Any = model
+    root.reshard()  # a forward without a backward leaves the root's own parameters whole
     return row_model, sharded_averaging(model, mesh, keeps_whole=table.accumulate == "whole")
