@@ -38,6 +38,7 @@ class Saver:
         shared: further values that are the same on all ranks and fit JSON (config, versions, the wandb run).
         diagnostics: guards what is counted about saving.
         last_saved: step of the checkpoint that the run continues from; -1 without one.
+        on_published: called with a complete checkpoint, in place of retention (rank 0).
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Saver:
         shared: Mapping[str, Any],
         diagnostics: Diagnostics,
         last_saved: int = -1,
+        on_published: Callable[[Path], None] | None = None,
     ) -> None:
         self._directory = directory
         self._table = table
@@ -59,6 +61,7 @@ class Saver:
         self._device = device
         self._shared = shared
         self._diagnostics = diagnostics
+        self._on_published = on_published
         self._writer = BackgroundWriter()
         self._pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
@@ -163,8 +166,11 @@ class Saver:
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
         path = files.finish(self._directory, step, shared)
-        files.prune(self._directory, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
         logger.info("saved %s", path)
+        if self._on_published is not None:
+            self._on_published(path)
+        else:
+            files.prune(self._directory, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
 
     def _together(self, action: Callable[[], object], needed: int) -> None:
         """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all ranks raise."""
