@@ -91,13 +91,13 @@ class Storage:
             self._fs.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
         return {
-            name.removeprefix(f"{path}/"): StoredFile(int(info.get("size") or 0), _version(info))
+            name.removeprefix(f"{path}/"): _stored(info)
             for name, info in sorted(found.items())
             if name.startswith(f"{path}/")
         }
 
-    def match(self, pattern: str) -> list[str]:
-        """Names of the files that a glob matches, sorted.
+    def match(self, pattern: str) -> dict[str, StoredFile]:
+        """The files that a glob matches.
 
         Raises:
             StorageError: it cannot be listed.
@@ -105,9 +105,24 @@ class Storage:
         with self._translating(pattern):
             self._fs.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._fs.glob(self._path(pattern), detail=True)
-        return sorted(
-            name.removeprefix(f"{self._root}/") for name, info in found.items() if info.get("type") != "directory"
-        )
+        return {
+            name.removeprefix(f"{self._root}/"): _stored(info)
+            for name, info in sorted(found.items())
+            if info.get("type") != "directory"
+        }
+
+    def info(self, name: str) -> StoredFile:
+        """One file.
+
+        Raises:
+            StorageError: the store cannot say; MissingError: there is no such file.
+        """
+        with self._translating(name):
+            self._fs.invalidate_cache()
+            found: dict[str, Any] = self._fs.info(self._path(name))
+        if found.get("type") == "directory":
+            raise MissingError(f"{self.url}/{name}: is a directory")
+        return _stored(found)
 
     def read(self, name: str) -> bytes:
         """The content of a small file.
@@ -175,16 +190,6 @@ class Storage:
             report(len(piece))
         return digest.hexdigest()
 
-    def size(self, name: str) -> int:
-        """Bytes of a file.
-
-        Raises:
-            StorageError: the store cannot say; MissingError: there is no such file.
-        """
-        with self._translating(name):
-            self._fs.invalidate_cache()
-            return int(self._fs.info(self._path(name))["size"] or 0)
-
     def remove(self, names: Sequence[str]) -> None:
         """Delete files; those that are gone already do not matter.
 
@@ -225,5 +230,6 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _version(info: dict[str, Any]) -> str:
-    return next((str(info[key]).strip('"') for key in VERSIONS if info.get(key)), "")
+def _stored(info: dict[str, Any]) -> StoredFile:
+    version = next((str(info[key]).strip('"') for key in VERSIONS if info.get(key)), "")
+    return StoredFile(int(info.get("size") or 0), version)

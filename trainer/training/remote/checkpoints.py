@@ -128,7 +128,7 @@ class RemoteCheckpoints:
         Raises:
             StorageError: it cannot be read, or differs.
         """
-        size = self.storage.size(name)
+        size = self.storage.info(name).size
         if size != expected["bytes"]:
             raise StorageError(f"{self.url}/{name}: has {size} bytes, not {expected['bytes']}")
         if self.storage.sha256(name, size, report=report) != expected["sha256"]:
