@@ -58,12 +58,14 @@ class Storage:
     """
 
     def __init__(self, url: str, *, key: str) -> None:
-        self.url = url.rstrip("/")
+        protocol, _, rest = url.partition("://")
+        self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
         if urlsplit(url).password is not None:
             problem = "has a password in its URL, which every run would copy into its config"
             raise UserError(key, problem, "take it out, and set the credentials in the environment")
-        protocol = url.partition("://")[0]
         self._is_object_store = protocol in OBJECT_STORES
+        if self._is_object_store and not rest.strip("/"):
+            raise UserError(key, f"{url} names no bucket", "s3://BUCKET/PREFIX")
         try:
             core = importlib.import_module("fsspec.core")
             # A cached listing would show what this process itself has seen, not what the store has.
@@ -76,8 +78,6 @@ class Storage:
         except Exception as error:  # noqa: BLE001 - backends raise anything
             raise UserError(key, f"{self.url} cannot be opened: {reason_of(error)}", "check the URL") from None
         self._root = str(root).rstrip("/")
-        if self._is_object_store and protocol != "memory" and not self._root.strip("/"):
-            raise UserError(key, f"{self.url} names no bucket", "s3://BUCKET/PREFIX")
 
     def files(self, directory: str = "") -> dict[str, StoredFile]:
         """Every file below a directory, also in directories below it, by its name relative to that directory; none if there

@@ -53,6 +53,7 @@ class S3Server:
         """Start the process, and wait until it answers."""
         line = [rclone(), "serve", "s3", str(self.root), "--addr", f"127.0.0.1:{self.port}"]
         line += ["--auth-key", f"{KEY},{SECRET}", "--config", "", "--log-level", "ERROR"]
+        line += ["--no-cleanup"]  # with it, deleting the last file of a directory may be answered with an error
         log = (self.root.parent / "rclone.log").open("ab")
         self._process = subprocess.Popen(line, stdout=log, stderr=log, preexec_fn=_die_with_parent)
         log.close()
@@ -71,6 +72,11 @@ class S3Server:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def restart(self) -> None:
+        """Have it see what was changed in its directory behind its back: it keeps listings."""
+        self.kill()
+        self.start()
 
     def environment(self, port: int | None = None) -> dict[str, str]:
         """What a client needs in its environment.

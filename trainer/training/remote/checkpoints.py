@@ -257,6 +257,6 @@ def listed_files(marker: bytes, where: str) -> dict[str, dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{where}: is damaged") from None
     for name in listed:
-        if Path(name).name != name or name == MARKER:
+        if Path(name).name != name or name in ("", "..", MARKER):
             raise CheckpointError(f"{where}: lists {name!r}, which is no file of the checkpoint")
     return listed
