@@ -40,6 +40,44 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, list[Mutant]] = {
+    "stores": [
+        Mutant(
+            "trainer/training/remote/checkpoints.py",
+            '            self._check(f"{name}/{file}", expected, report)\n',
+            "",
+            "tests/unit/remote/test_mirror.py::test_a_file_that_reads_back_differently_is_uploaded_again",
+        ),
+        Mutant(
+            "trainer/training/remote/checkpoints.py",
+            '        name = checkpoint_name(step)\n        self.storage.remove([f"{name}/{MARKER}"])\n',
+            "        name = checkpoint_name(step)\n",
+            "tests/unit/remote/test_mirror.py::test_a_deletion_begins_with_the_marker",
+        ),
+        Mutant(
+            "trainer/training/remote/checkpoints.py",
+            ' and digest == expected["sha256"])',
+            ")",
+            "tests/unit/remote/test_mirror.py::test_a_download_leaves_nothing_of_a_damaged_checkpoint",
+        ),
+        Mutant(
+            "trainer/training/remote/mirror.py",
+            "**keep, spared=self._busy)",
+            "**keep)",
+            "tests/unit/remote/test_mirror.py::test_publishing_waits_for_no_store_and_what_is_being_uploaded_is_not_deleted",
+        ),
+        Mutant(
+            "trainer/training/remote/claim.py",
+            "(not resumes or found is None or found.id != own)",
+            "(found is None or found.id != own)",
+            "tests/unit/remote/test_mirror.py::test_two_runs_cannot_share_a_prefix",
+        ),
+        Mutant(
+            "trainer/data/stored/cache.py",
+            "            if not _try(lock, fcntl.LOCK_EX):\n                return False\n",
+            "",
+            "tests/unit/data/test_stored.py::test_the_least_recently_used_copy_makes_room_but_none_that_is_in_use",
+        ),
+    ],
     "rows in pieces": [
         Mutant(
             "trainer/model/cellwise.py",

@@ -24,6 +24,7 @@ from tests.support.runs import free_port
 BUCKET = "bucket"
 KEY, SECRET = "AKIATEST", "not a secret"
 START_SEC = 20
+OF_THE_CONNECTION = ("content-length", "connection", "transfer-encoding")
 
 
 def rclone() -> str:
@@ -125,7 +126,7 @@ class FaultyProxy:
                     return self._answer(503, [], b"")
                 finally:
                     connection.close()
-                headers = [(n, v) for n, v in answer.getheaders() if n.lower() not in ("content-length", "connection")]
+                headers = [(n, v) for n, v in answer.getheaders() if n.lower() not in OF_THE_CONNECTION]
                 if self.command == "HEAD":
                     headers.append(("Content-Length", answer.getheader("Content-Length") or "0"))
                 return self._answer(answer.status, headers, content)
@@ -145,7 +146,7 @@ class FaultyProxy:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _QuietServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -154,6 +155,11 @@ class FaultyProxy:
         """End it."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _QuietServer(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that was killed is no news."""
 
 
 def _die_with_parent() -> None:

@@ -209,16 +209,32 @@ def test_a_marker_that_lists_a_path_is_damage(name):
         listed_files(marker, "x")
 
 
-def test_a_download_leaves_nothing_of_a_damaged_checkpoint(checkpoints, url):
+@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b"!" + content[1:]])
+def test_a_download_leaves_nothing_of_a_damaged_checkpoint(checkpoints, url, damage):
     remote = RemoteCheckpoints(url)
     remote.upload(make_checkpoint(checkpoints.parent / "other", 1), set(), lambda n: None)
     path = remote.download(1, checkpoints)
     assert [step_of(p) for p in complete_checkpoints(checkpoints)] == [1]
     assert (path / "model.pt").read_bytes() == (checkpoints.parent / "other" / path.name / "model.pt").read_bytes()
-    remote.storage.write("step_00000001/model.pt", b"short")
+    remote.storage.write("step_00000001/model.pt", damage(remote.storage.read("step_00000001/model.pt")))
     with pytest.raises(CheckpointError, match="is damaged"):
         remote.download(1, checkpoints.parent / "new")
     assert list((checkpoints.parent / "new").iterdir()) == []
+
+
+def test_a_deletion_begins_with_the_marker(checkpoints, url):
+    remote, order = RemoteCheckpoints(url), []
+    remote.upload(make_checkpoint(checkpoints, 1), set(), lambda n: None)
+    real = remote.storage.remove
+
+    def remove(names):
+        order.extend(names)
+        real(names)
+
+    remote.storage.remove = remove
+    remote.remove(1)
+    assert order[0] == f"step_00000001/{MARKER}"
+    assert remote.files() == {}
 
 
 def test_retention_keeps_the_newest_and_the_multiples():
