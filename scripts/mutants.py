@@ -49,8 +49,9 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/remote/checkpoints.py",
-            '        name = checkpoint_name(step)\n        self.storage.remove([f"{name}/{MARKER}"])\n',
-            "        name = checkpoint_name(step)\n",
+            '        self.storage.remove([f"{name}/{MARKER}"])\n'
+            '        self.storage.remove([f"{name}/{file}" for file in self.storage.files(name)])\n',
+            '        self.storage.remove(sorted((f"{name}/{file}" for file in self.storage.files(name)), reverse=True))\n',
             "tests/unit/remote/test_mirror.py::test_a_deletion_begins_with_the_marker",
         ),
         Mutant(

@@ -206,6 +206,23 @@ class Storage:
             with suppress(StorageError), self._translating(directory):
                 self._fs.rmdir(self._path(directory))
 
+    def abort_uploads(self) -> int:
+        """Abort the multipart uploads below the URL that nobody has finished; returns how many there were.
+
+        S3 shows them in no listing and charges for them. Other stores have none, or end them on their own.
+
+        Raises:
+            StorageError: the store does not allow it.
+        """
+        if not hasattr(self._fs, "list_multipart_uploads"):
+            return 0
+        bucket, _, prefix = self._root.partition("/")
+        with self._translating(""):
+            found = [each for each in self._fs.list_multipart_uploads(bucket) if each["Key"].startswith(f"{prefix}/")]
+            for each in found:
+                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+        return len(found)
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 

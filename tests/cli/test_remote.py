@@ -11,6 +11,7 @@ from tests.support.fault_runs import row_differences
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import read_rows, run, write_tiny_config
 from tests.support.s3 import S3Server
+from trainer.storage import Storage
 
 CHECKPOINTS = """
 [checkpoint]
@@ -100,6 +101,17 @@ def test_a_corpus_by_url_gives_the_run_of_the_local_corpus(server, tmp_path):
     changed = run("--config", config, "--run-dir", tmp_path / "stored", *resumed, **ranks)
     assert changed.returncode == 2
     assert "source first: 1 changed (a/stream1.jsonl)" in changed.stderr
+
+
+def test_unfinished_multipart_uploads_below_the_url_are_aborted_and_no_others(server, monkeypatch):
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    storage = Storage("s3://bucket/multi", key="k")
+    for key in ("multi/step_00000001/model.pt", "other/model.pt"):
+        storage._fs.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    assert storage.abort_uploads() == 1
+    assert storage.abort_uploads() == 0
+    assert Storage("s3://bucket/other", key="k").abort_uploads() == 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,6 +222,8 @@ class RemoteCheckpoints:
         left = [step for step, files in self.files().items() if not files.keys() & {MARKER, ABANDONED}]
         for step in left:
             self.remove(step)
+        with suppress(StorageError):  # a right of its own, which not everybody has who may write
+            self.storage.abort_uploads()
         return left
 
     def set_aside_after(self, step: int) -> list[int]:
