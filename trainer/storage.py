@@ -20,6 +20,8 @@ from trainer.errors import UserError
 # Stores that have keys, not directories: nothing is to be made before a file, and nothing is left after it.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"}
 READ_BYTES = 16_000_000  # of a file that is hashed, per request
+# Of an upload to S3: s3fs itself would hold ten parts of 50 MB, and say nothing before one of them has arrived.
+S3_PART_BYTES, S3_PARTS_AT_ONCE, S3_MOST_PARTS = 8 * 2**20, 8, 10_000
 # What backends call the thing that changes with an object's content, the best first.
 VERSIONS = ("ETag", "etag", "md5Hash", "content_hash", "LastModified", "last_modified", "updated", "mtime", "created")
 
@@ -64,6 +66,7 @@ class Storage:
             problem = "has a password in its URL, which every run would copy into its config"
             raise UserError(key, problem, "take it out, and set the credentials in the environment")
         self._is_object_store = protocol in OBJECT_STORES
+        self._is_s3 = protocol in ("s3", "s3a")
         if self._is_object_store and not rest.strip("/"):
             raise UserError(key, f"{url} names no bucket", "s3://BUCKET/PREFIX")
         try:
@@ -161,8 +164,15 @@ class Storage:
 
         with self._translating(name):
             self._make_parent(name)
-            callbacks = importlib.import_module("fsspec.callbacks")
-            self._fs.put_file(str(local), self._path(name), callback=callbacks.Callback(hooks={"report": hook}))
+            callback = importlib.import_module("fsspec.callbacks").Callback(hooks={"report": hook})
+            self._fs.put_file(str(local), self._path(name), callback=callback, **self._in_parts(local))
+
+    def _in_parts(self, local: Path) -> dict[str, int]:
+        """Options of an upload: how it is cut."""
+        if not self._is_s3:
+            return {}
+        part = max(S3_PART_BYTES, -(-local.stat().st_size // S3_MOST_PARTS))
+        return {"chunksize": part, "max_concurrency": S3_PARTS_AT_ONCE}
 
     def get(self, name: str, local: Path) -> None:
         """Download a file; what is there of a download that failed is up to the caller.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import shutil
 
 import pytest
@@ -112,6 +114,18 @@ def test_unfinished_multipart_uploads_below_the_url_are_aborted_and_no_others(se
     assert storage.abort_uploads() == 1
     assert storage.abort_uploads() == 0
     assert Storage("s3://bucket/other", key="k").abort_uploads() == 1
+
+
+def test_a_file_of_several_parts_arrives_whole_and_each_part_is_reported(server, monkeypatch, tmp_path):
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    content = random.Random(0).randbytes(20_000_000)
+    (tmp_path / "large").write_bytes(content)
+    storage, sent = Storage("s3://bucket/large", key="k"), []
+    storage.put(tmp_path / "large", "file", report=sent.append)
+    assert sum(sent) == len(content)
+    assert sum(1 for num_bytes in sent if num_bytes) == 3
+    assert storage.sha256("file", len(content)) == hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize(

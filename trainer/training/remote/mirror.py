@@ -65,7 +65,7 @@ class Mirror:
         on_event: EventCallback,
         first_wait_sec: float = 1.0,
         longest_wait_sec: float = 300.0,
-        stall_sec: float = 30.0,
+        stall_sec: float = 60.0,
         longest_close_sec: float = 3600.0,
     ) -> None:
         self._remote = remote
