@@ -73,6 +73,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/remote/test_mirror.py::test_two_runs_cannot_share_a_prefix",
         ),
         Mutant(
+            "trainer/training/remote/resume.py",
+            "        return left == remote.marker(step)\n",
+            "        return False\n",
+            "tests/unit/remote/test_resume.py::test_a_branch_that_was_left_is_not_taken_from_the_store",
+        ),
+        Mutant(
             "trainer/data/stored/cache.py",
             "            if not _try(lock, fcntl.LOCK_EX):\n                return False\n",
             "",

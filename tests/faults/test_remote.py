@@ -19,6 +19,7 @@ import pytest
 from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, EXTRA, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
+from tests.support.runs import run
 from tests.support.s3 import FaultyProxy, S3Server
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -262,3 +263,28 @@ def test_a_run_that_is_killed_in_uploads_and_loses_its_directory_comes_back_from
     Injected(9, "SIGKILL of all ranks in an upload, and the run directory lost", losses, "0", outcome).keep(
         "remote_sigkill"
     )
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_store_that_hangs_at_the_end_is_waited_for_a_bounded_time(tmp_path, server, is_stopped):
+    run_dir = tmp_path / "run"
+    with started(tmp_path, server, run_dir) as ranks:
+        assert ranks.until(lambda: complete(server.bucket / "run") != []), ranks.said()
+        server.signal(signal.SIGSTOP)
+        assert main_until(ranks, lambda: '"done"' in (run_dir / "status.json").read_text())
+        since = time.monotonic()
+        if is_stopped:
+            time.sleep(1.0)
+            ranks.signal(signal.SIGTERM, [0])
+        assert ranks.wait() == [0, 0], ranks.said()
+        said, seconds = ranks.said(0), time.monotonic() - since
+    server.signal(signal.SIGCONT)
+    assert f"does not have the last checkpoint, step_{STEPS:08d}" in said
+    assert f"train checkpoint push {run_dir}" in said
+    assert seconds < (15 if is_stopped else 100)
+    result = run("checkpoint", "push", run_dir, extra=server.environment())
+    assert result.returncode == 0, result.stderr
+    assert complete(server.bucket / "run") == complete(run_dir / "checkpoints")
+    what = "a store that stops answering (SIGSTOP), until the run ends" + (" and gets a SIGTERM" if is_stopped else "")
+    outcome = "the end did not wait for longer than it should, and said what uploads the rest; that did"
+    Injected(9, what, 1, "0", outcome).keep(f"remote_hangs_{is_stopped}")

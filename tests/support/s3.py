@@ -74,6 +74,11 @@ class S3Server:
             self._process.wait()
             self._process = None
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def restart(self) -> None:
         """Have it see what was changed in its directory behind its back: it keeps listings."""
         self.kill()

@@ -135,7 +135,7 @@ class Mirror:
             logger.info("%s has the last checkpoint, %s", self._remote.url, last.name)
             return True
         text = "%s does not have the last checkpoint, %s (%s); to upload it: train checkpoint push %s"
-        problem = self._problem or "the upload takes too long"
+        problem = self._problem or "it was not uploaded in time"
         logger.warning(text, self._remote.url, last.name, problem, self._checkpoints.parent)
         return False
 
