@@ -288,3 +288,22 @@ def test_a_store_that_hangs_at_the_end_is_waited_for_a_bounded_time(tmp_path, se
     what = "a store that stops answering (SIGSTOP), until the run ends" + (" and gets a SIGTERM" if is_stopped else "")
     outcome = "the end did not wait for longer than it should, and said what uploads the rest; that did"
     Injected(9, what, 1, "0", outcome).keep(f"remote_hangs_{is_stopped}")
+
+
+def test_a_run_resumes_from_its_directory_while_the_store_is_down(untouched, tmp_path, server):
+    run_dir = tmp_path / "run"
+    with started(tmp_path, server, run_dir) as ranks:
+        assert ranks.until(lambda: len(complete(run_dir / "checkpoints")) >= 2), ranks.said()
+        ranks.signal(signal.SIGKILL)
+        ranks.wait()
+    server.kill()
+    with started(tmp_path, server, run_dir, "--resume", "auto") as ranks:
+        assert main_until(ranks, lambda: "resuming after step" in ranks.said(0)), ranks.said()
+        assert main_until(ranks, lambda: bool(events_of(run_dir, "remote_failed"))), ranks.said()
+        server.start()
+        assert ranks.wait() == [0, 0], ranks.said()
+        said = ranks.said(0)
+    assert "resuming without the store, and mirroring is tried again during the run" in said
+    same_as(untouched, run_dir, server)
+    outcome = "resumed from the run directory with one warning; the store got the last checkpoints when it was back"
+    Injected(9, "a store that is down when a killed run resumes", 1, "0", outcome).keep("remote_down")

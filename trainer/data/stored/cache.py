@@ -1,7 +1,7 @@
 """Local copies of files in a store, for sources that are URLs: whole, never changed, within a limit of size.
 
     CACHE/<key>/entry.json      URL, and size and version of every file; written last, and what makes the copy whole
-    CACHE/<key>/<name>/...      the files; <name> is the last part of the URL
+    CACHE/<key>/files/<name>/   the files; <name> is the last part of the URL
     CACHE/<key>.lock            held shared by every process that uses the copy, exclusively by the one that makes or deletes it
 
 The key is a hash of the URL and of all names, sizes and versions. An object that changes in the store gives another copy, which
@@ -77,7 +77,8 @@ class Cache:
         listing = {name: [file.size, file.version] for name, file in sorted(files.items())}
         key = hashlib.sha256(json.dumps([storage.url, listing]).encode()).hexdigest()[:24]
         place = self.directory / key
-        target = place / (storage.url.rpartition("/")[2] or "files")
+        last = storage.url.rpartition("/")[2]
+        target = place / "files" / (last if last not in ("", ".", "..") else "root")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = (self.directory / f"{key}.lock").open("ab")
@@ -139,7 +140,7 @@ class Cache:
     def _link_unchanged(self, url: str, listing: Mapping[str, Any], target: Path) -> list[str]:
         """Take files from other copies of the URL; returns the names that are still missing."""
         missing = {name for name, (size, _) in listing.items() if not _has_size(target / name, size)}
-        for place in self._others(target.parent):
+        for place in self._others(target.parents[1]):
             entry = _read(place / ENTRY)
             if entry.get("url") != url:
                 continue
@@ -147,7 +148,7 @@ class Cache:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 with suppress(OSError):  # a file system without links: it is downloaded
                     (target / name).unlink(missing_ok=True)
-                    os.link(place / target.name / name, target / name)
+                    os.link(place / "files" / target.name / name, target / name)
                     missing.discard(name)
         return sorted(missing)
 
