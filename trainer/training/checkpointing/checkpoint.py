@@ -182,7 +182,9 @@ def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | N
     """Delete all but the newest `keep_last` checkpoints, those at multiples of `keep_every` (0: none), and step `spared`."""
     for path in complete_checkpoints(checkpoints)[keep_last:]:
         step = step_of(path)
-        if step != spared and (not keep_every or step % keep_every):
+        if step == spared:
+            continue
+        if not keep_every or step % keep_every:
             remove_tree(path)
 
 
