@@ -60,6 +60,51 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/model/test_deferred.py::test_what_cannot_be_replayed_is_refused",
         ),
     ],
+    "stores": [
+        Mutant(
+            "trainer/training/remote/checkpoints.py",
+            '            self._check(f"{name}/{file}", expected, report)\n',
+            "",
+            "tests/unit/remote/test_mirror.py::test_a_file_that_reads_back_differently_is_uploaded_again",
+        ),
+        Mutant(
+            "trainer/training/remote/checkpoints.py",
+            '        self.storage.remove([f"{name}/{MARKER}"])\n'
+            '        self.storage.remove([f"{name}/{file}" for file in self.storage.files(name)])\n',
+            '        self.storage.remove(sorted((f"{name}/{file}" for file in self.storage.files(name)), reverse=True))\n',
+            "tests/unit/remote/test_mirror.py::test_a_deletion_begins_with_the_marker",
+        ),
+        Mutant(
+            "trainer/training/remote/checkpoints.py",
+            ' and digest == expected["sha256"])',
+            ")",
+            "tests/unit/remote/test_mirror.py::test_a_download_leaves_nothing_of_a_damaged_checkpoint",
+        ),
+        Mutant(
+            "trainer/training/remote/mirror.py",
+            "**keep, spared=self._busy)",
+            "**keep)",
+            "tests/unit/remote/test_mirror.py::test_publishing_waits_for_no_store_and_what_is_being_uploaded_is_not_deleted",
+        ),
+        Mutant(
+            "trainer/training/remote/claim.py",
+            "(not resumes or found is None or found.id != own)",
+            "(found is None or found.id != own)",
+            "tests/unit/remote/test_mirror.py::test_two_runs_cannot_share_a_prefix",
+        ),
+        Mutant(
+            "trainer/training/remote/resume.py",
+            "        return left == remote.marker(step)\n",
+            "        return False\n",
+            "tests/unit/remote/test_resume.py::test_a_branch_that_was_left_is_not_taken_from_the_store",
+        ),
+        Mutant(
+            "trainer/data/stored/cache.py",
+            "            if not _try(lock, fcntl.LOCK_EX):\n                return False\n",
+            "",
+            "tests/unit/data/test_stored.py::test_the_least_recently_used_copy_makes_room_but_none_that_is_in_use",
+        ),
+    ],
     "rows in pieces": [
         Mutant(
             "trainer/model/cellwise.py",

@@ -70,7 +70,8 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps (train.steps).")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Run directory.", metavar="DIR")] = None,
     resume: Annotated[
-        str | None, typer.Option(help="off, auto, or a checkpoint's path (checkpoint.resume).", metavar="off|auto|PATH")
+        str | None,
+        typer.Option(help="off, auto, or a checkpoint's path or URL (checkpoint.resume).", metavar="off|auto|PATH"),
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Number of ranks to start on this machine.")] = None,
     stdout: Annotated[

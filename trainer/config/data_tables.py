@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import SOURCE_NAME, Count, Table, Text, Weight, WholeNumber
+from trainer.config.base import SOURCE_NAME, Count, NonNegative, Table, Text, Weight, WholeNumber
 
 PickMode = Literal["weighted", "uniform", "round_robin"]
 BatchingMode = Literal["per_stream", "device_per_stream"]
@@ -54,9 +54,9 @@ class SourceTable(Table):
     """nested: `root/<modality>/.../<stream file>`; direct: the files of `paths`, each with its directory's name as the
     modality. Absent: follows from root or paths."""
     root: str | None = None
-    """Directory of a nested layout, relative to the working directory."""
+    """Directory of a nested layout, relative to the working directory; or its URL in a store, `s3://bucket/corpus`."""
     paths: list[str] | None = None
-    """Files or globs of a direct layout, relative to the working directory."""
+    """Files or globs of a direct layout, relative to the working directory; or their URLs."""
     modalities: list[str] | None = None
     """Modalities to read below root; absent: all."""
     include: str | None = None
@@ -119,6 +119,12 @@ class DataTable(Table):
     """Pack documents shorter than a cell into shared rows; they carry no state across rows."""
     prefetch: WholeNumber = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
+    cache_dir: Text | None = None
+    """Where each node keeps copies of sources that are URLs; absent: `trainer/data` in the user's cache directory
+    (XDG_CACHE_HOME, ~/.cache)."""
+    cache_gb: NonNegative = 100.0
+    """Size that the copies may have together, in GB (1e9 bytes): the least recently used make room, a source that does not fit
+    is refused. 0: no limit."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 

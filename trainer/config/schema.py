@@ -314,9 +314,12 @@ class CheckpointTable(Table):
     """Also keep checkpoints at multiples of this step; 0: none."""
     background: bool = False
     """Write the files in a background thread while training continues."""
+    remote: Text | None = None
+    """URL of a store, such as "s3://bucket/prefix", that completed checkpoints are mirrored to in the background: one prefix
+    per run. Needs the extra `remote`; endpoint and credentials come from the environment (docs/reliability.md)."""
     resume: Text = "off"
-    """off: start a new run; auto: the latest complete checkpoint of the run directory, if there is one; or the path of a
-    checkpoint."""
+    """off: start a new run; auto: the latest complete checkpoint of the run directory or of remote, if there is one; or the
+    path or URL of a checkpoint."""
 
 
 class DistributedTable(Table):

@@ -8,6 +8,7 @@ import shutil
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.finish import NonFiniteError, write_spikes
 from trainer.training.loop import run_loop
 from trainer.training.messages import summarize
+from trainer.training.remote.claim import Claimed
+from trainer.training.remote.mirror import start_mirror, wait_for_mirror
+from trainer.training.remote.resume import find_checkpoint
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
 from trainer.training.setup.contract import check_before_run
@@ -84,17 +88,28 @@ def train(
         refuse_unmet(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
         backend = pick_backend(config.distributed.backend, device)
         timeout = config.distributed.timeout_sec
-        try:
-            with process_group(info, backend=backend, timeout_sec=timeout, device=device):
-                try:
-                    return _train_in_group(
-                        plan, config_path, given_run_dir, info, device, stop, stdout, verdict_of, data_policy
-                    )
-                except UserError:
-                    stop.mute()
-                    raise
-        except RunFailed:
-            return EXIT_FAILED
+        # The last upload is waited for when the other ranks are done with their collectives.
+        with ExitStack() as after_group:
+            try:
+                with process_group(info, backend=backend, timeout_sec=timeout, device=device):
+                    try:
+                        return _train_in_group(
+                            plan,
+                            config_path,
+                            given_run_dir,
+                            info,
+                            device,
+                            stop,
+                            stdout,
+                            verdict_of,
+                            data_policy,
+                            after_group,
+                        )
+                    except UserError:
+                        stop.mute()
+                        raise
+            except RunFailed:
+                return EXIT_FAILED
 
 
 def _train_in_group(
@@ -107,10 +122,11 @@ def _train_in_group(
     stdout: Output,
     verdict_of: VerdictMaker | None,
     data_policy: DataPolicy,
+    after_group: ExitStack,
 ) -> int:
     config = plan.config
     with ExitStack() as stack:
-        run_dir, found = _place(config, given, info, stack)
+        run_dir, found, claimed = _place(config, given, info, stack)
         data = check_data(plan, found[1] if found is not None else None, info, data_policy)
         mesh = run_mesh(config, info, device)
         with raise_on_all_ranks(world_size=info.world_size):
@@ -145,9 +161,7 @@ def _train_in_group(
                 contract = check_before_run(plan, model, device, step=position.step)
         with raise_on_all_ranks(world_size=info.world_size):
             if info.is_main:
-                if not run_dir.is_locked:
-                    run_dir.claim()
-                    stack.enter_context(run_dir.lock())
+                _make_ready(run_dir, stack)
                 run_dir.create()
                 run_dir.describe(config, config_path, info, state_width=width_of(state.model))
                 checkpoint.discard_staging(run_dir.checkpoints)
@@ -157,6 +171,10 @@ def _train_in_group(
         run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
         handler = add_log_file(run_dir.log_file(info.rank))
         stack.callback(remove_log_file, handler)
+        mirror = None
+        if claimed is not None:
+            mirror = start_mirror(claimed, run_dir, config.checkpoint, position.step, state.tracker.diagnostics)
+            after_group.callback(wait_for_mirror, mirror, stop)
         run = open_run(
             plan,
             state,
@@ -173,6 +191,7 @@ def _train_in_group(
             stdout=stdout,
             verdict=verdict_of(run_dir.path) if verdict_of is not None else None,
             stack=stack,
+            on_published=mirror.publish if mirror is not None else None,
         )
         if contract is not None:
             run.event(contract)
@@ -181,13 +200,14 @@ def _train_in_group(
 
 def _place(
     config: RunConfig, given: str | None, info: RankInfo, stack: ExitStack
-) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None]:
-    """The run's directory and the checkpoint to resume from: rank 0 decides.
+) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None, Claimed | None]:
+    """The run's directory, the checkpoint to resume from, and (on rank 0) the store of its checkpoints: rank 0 decides.
 
     A directory that exists is locked first: what another run is writing there looks like damage.
     """
     answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
     run_dir: RunDir | None = None
+    claimed: Claimed | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             resume = effective_resume(config.checkpoint.resume)
@@ -195,7 +215,7 @@ def _place(
                 run_dir = choose_run_dir(config, given, resume)
                 if run_dir.path.exists() and not run_dir.is_new:
                     stack.enter_context(run_dir.lock())
-                found = checkpoint.find(run_dir.checkpoints, resume)
+                found, claimed = find_checkpoint(config, run_dir, resume, partial(_make_ready, run_dir, stack))
             except OSError as error:  # a name that is too long, a directory that may not be read
                 place = printable(str(error.filename or given or config.run.dir))
                 raise UserError(
@@ -207,7 +227,14 @@ def _place(
     answer = from_main_rank(answer, world_size=info.world_size)
     assert answer is not None
     path, found_path = answer
-    return run_dir or RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None
+    return run_dir or RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None, claimed
+
+
+def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
+    """Make and lock the run's directory."""
+    if not run_dir.is_locked:
+        run_dir.claim()
+        stack.enter_context(run_dir.lock())
 
 
 def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -24,6 +24,7 @@ from trainer.errors import UserError
 from trainer.files import remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
+from trainer.storage import is_url
 
 logger = get_logger(__name__)
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
@@ -212,7 +213,8 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
     """The run's directory (rank 0 decides, the others are told).
 
     `given` (--run-dir) wins. With `resume = auto` and none given, it is the newest run of this name that has a checkpoint
-    and is not done. A checkpoint's path continues the run that it belongs to. Otherwise a new one, named by the time.
+    and is not done. A checkpoint's path continues the run that it belongs to. Otherwise (also for a checkpoint's URL, which is
+    downloaded) a new one, named by the time.
 
     Raises:
         UserError: the directory given holds a corpus; or a run that has logged or saved something, or still runs, and it
@@ -234,7 +236,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
         open_runs = [r for r in earlier if any(r.checkpoints.glob("step_*")) and r.status().get("state") != FINISHED]
         if open_runs:
             return max(open_runs, key=lambda run: run.path.name)
-    elif resume != "off":
+    elif resume != "off" and not is_url(resume):
         return RunDir(Path(resume).absolute().parent.parent)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return RunDir(parent / f"{config.run.name}-{stamp}", is_new=True)

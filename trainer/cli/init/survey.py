@@ -12,15 +12,19 @@ import numpy as np
 
 from trainer.cli.init.starter import Starter
 from trainer.cli.terminal import progress_bar
+from trainer.config.data_tables import DataTable
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.own_format import is_import_path
 from trainer.data.formats.registry import takes_option
 from trainer.data.inspection.guess import Guess, Look, guess, look
 from trainer.data.inspection.sizing import Sizes, choose_sizes
 from trainer.data.inspection.survey import Survey, survey
+from trainer.data.stored.cache import Cache
+from trainer.data.stored.streams import discover_stored
 from trainer.data.streams.layout import Discovery, Stream, discover, refuse_empty
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
+from trainer.storage import is_url
 from trainer.wording import counted
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
@@ -35,8 +39,11 @@ def make_starter(
     Raises:
         UserError: there is nothing to train on.
     """
-    paths = [str(Path(path).expanduser()) for path in paths]
-    at = discover(paths, format=format)
+    paths = [path if is_url(path) else str(Path(path).expanduser()) for path in paths]
+    if any(map(is_url, paths)):
+        at = discover_stored(paths, format=format, cache=Cache.of(None, DataTable.model_fields["cache_gb"].default))
+    else:
+        at = discover(paths, format=format)
     refuse_empty(at.streams)
     kind = guess(at.streams, format=format, dtype=dtype)
     if is_import_path(format) and tokenizer == "ids":  # what a format of the user's own yields is not visible here

@@ -1,4 +1,4 @@
-"""`train checkpoint list` and `verify`: the checkpoints a run can resume from, and whether they are complete."""
+"""`train checkpoint list`, `verify` and `push`: the checkpoints a run can resume from, whether they are complete, and where."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from trainer.cli.options import JsonOption
 from trainer.cli.terminal import output
 from trainer.errors import UserError, UserErrors
 
+PlaceArgument = Annotated[
+    str, typer.Argument(help="A run directory, or the URL of a store (checkpoint.remote).", metavar="RUN_DIR|URL")
+]
 RunDirArgument = Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")]
 
 app = typer.Typer(help="Checkpoints of a run.", no_args_is_help=True)
@@ -28,7 +31,7 @@ class CheckpointEntry:
     step: int
     path: str
     saved: str
-    """Local time, ISO 8601; that of the directory if there is no marker."""
+    """Local time, ISO 8601; that of the directory if there is no marker. `?` in a store."""
     num_bytes: int
     world_size: int | None
     """None if unknown."""
@@ -38,23 +41,94 @@ class CheckpointEntry:
 
 
 @app.command("list")
-def list_(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
+def list_(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     """List the checkpoints a run can resume from, newest first, without reading their tensors."""
-    _print(run_dir, [_entry_of(path, is_deep=False) for path in _paths(run_dir)], as_json=as_json)
+    _print(run_dir, _entries(run_dir, is_deep=False), as_json=as_json)
 
 
 @app.command()
-def verify(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
+def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     """Compare every file of every checkpoint with its hash; exit with 2 if any differs."""
-    paths = _paths(run_dir)
-    if not paths:
+    entries = _entries(run_dir, is_deep=True)
+    if not entries:
         raise UserError(run_dir, "has no checkpoint", "set checkpoint.every, or let the run finish")
-    entries = [_entry_of(path, is_deep=True) for path in paths]
     _print(run_dir, entries, as_json=as_json)
     fix = "resume from an older one: --resume auto does so by itself"
     damaged = [UserError("checkpoint", entry.problem, fix) for entry in entries if entry.problem is not None]
     if damaged:
         raise UserErrors(damaged)
+
+
+@app.command()
+def push(
+    run_dir: RunDirArgument,
+    to: Annotated[
+        str | None, typer.Option(help="Where to; default: checkpoint.remote of the run.", metavar="URL")
+    ] = None,
+) -> None:
+    """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if that fails."""
+    from trainer.config.load import load_config
+    from trainer.metrics.best_effort import Diagnostics
+    from trainer.storage import StorageError
+    from trainer.training.remote.checkpoints import RemoteCheckpoints
+    from trainer.training.remote.claim import Claimed, claim
+    from trainer.training.remote.mirror import start_mirror
+    from trainer.training.run_dir import RunDir
+
+    run = RunDir(Path(run_dir))
+    if not _paths(run_dir):
+        raise UserError(run_dir, "has no checkpoint", "set checkpoint.every, or let the run finish")
+    config = load_config(run.resolved_config)
+    url = to or config.checkpoint.remote
+    if url is None:
+        raise UserError(run_dir, "the run was not given a store", "name one with --to")
+    with run.lock():
+        remote = RemoteCheckpoints(url, key="--to" if to else "checkpoint.remote")
+        try:
+            owner = claim(remote, run.path, config.run.name, resumes=True, may_adopt=False)
+        except StorageError as error:
+            raise UserError(
+                url, f"cannot be used: {error}", "check the URL, the endpoint and the credentials"
+            ) from None
+        mirror = start_mirror(Claimed(remote, owner, lambda: owner), run, config.checkpoint, -1, Diagnostics())
+        if not mirror.wait():
+            raise typer.Exit(1)
+
+
+def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
+    """Of a run directory or a store, newest first."""
+    from trainer.storage import is_url
+
+    if is_url(place):
+        return _stored_entries(place, is_deep=is_deep)
+    return [_entry_of(path, is_deep=is_deep) for path in _paths(place)]
+
+
+def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
+    from trainer.storage import StorageError
+    from trainer.training.checkpointing.checkpoint import MARKER, STATE_FILE, CheckpointError, checkpoint_name
+    from trainer.training.remote.checkpoints import RemoteCheckpoints
+
+    remote, entries = RemoteCheckpoints(url, key="URL"), []
+    try:
+        steps = sorted(remote.files().items(), reverse=True)
+        newest = next((step for step, files in steps if MARKER in files), None)
+        for step, files in steps:
+            path = f"{remote.url}/{checkpoint_name(step)}"
+            problem, world_size = None if MARKER in files else f"{path}: is not complete (no {MARKER})", None
+            try:
+                world_size = int(json.loads(remote.storage.read(f"{checkpoint_name(step)}/{STATE_FILE}"))["world_size"])
+                if is_deep and problem is None:
+                    remote.verify(step)
+            except CheckpointError as error:
+                problem = str(error)
+            except (StorageError, ValueError, KeyError, TypeError):
+                problem = problem or f"{path}: its {STATE_FILE} is missing or damaged"
+            num_bytes = sum(file.size for file in files.values())
+            entries.append(CheckpointEntry(step, path, "?", num_bytes, world_size, step == newest, problem))
+    except StorageError as error:
+        raise UserError(url, f"cannot be read: {error}", "check the URL, the endpoint and the credentials") from None
+    return entries
 
 
 def _paths(run_dir: str) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,6 +47,18 @@ def _is_data_file(path: Path, format: str) -> bool:
     if path.name == "manifest.json" or path.suffix in index_suffixes():
         return False
     return format != "auto" or path.suffix in suffixes()
+
+
+def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
+    """Of names below a root, those that a layout reads and the index files beside them.
+
+    Args:
+        where: warns of others that are named like data there; None: does not.
+    """
+    listed = [(name, Path(name)) for name in names]
+    if where is not None:
+        _warn_unread(where, [name for name, path in listed if _looks_like_data(path, format)])
+    return [n for n, path in listed if _is_stream_file(path, format) or path.suffix in index_suffixes()]
 
 
 def refuse_empty(streams: Sequence[Stream]) -> None:
@@ -208,6 +220,8 @@ class Discovery:
     paths: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     """Files with a known extension in the root itself, which NESTED does not read."""
+    copies: tuple[object, ...] = ()
+    """Local copies of what URLs name; they stay while this exists."""
 
 
 def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:

@@ -198,10 +198,12 @@ def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
     return moved
 
 
-def prune(checkpoints: Path, *, keep_last: int, keep_every: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints and those at multiples of `keep_every` (0: none)."""
+def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
+    """Delete all but the newest `keep_last` checkpoints, those at multiples of `keep_every` (0: none), and step `spared`."""
     for path in complete_checkpoints(checkpoints)[keep_last:]:
         step = step_of(path)
+        if step == spared:
+            continue
         if not keep_every or step % keep_every:
             remove_tree(path)
 

@@ -69,7 +69,12 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     Raises:
         UserError: a file cannot be read, or is empty; or the data changed, and that is not accepted.
     """
+    # Each node has copies of its own of what URLs name.
+    copies = gather_from_ranks([copy.key for s in plan.sources for copy in s.copies], world_size=info.world_size)
     with raise_on_all_ranks(world_size=info.world_size):
+        if any(keys != copies[0] for keys in copies):
+            problem = "the objects of a source that is a URL changed while the ranks started"
+            raise UserError("data.source", problem, "start again, once nobody writes there")
         before = _saved_fingerprint(saved)
         names, files = _data_files(plan)
         blocks = blocks_per_file(len(files)) if before is None else before.blocks

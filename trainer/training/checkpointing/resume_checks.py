@@ -9,6 +9,7 @@ from trainer.config.compare import flatten
 from trainer.config.schema import FORMER_REFERENCE, RunConfig
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
+from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 
 logger = get_logger(__name__)
@@ -30,17 +31,29 @@ BREAKING = (
 # The checkpoint has weights of its own; trust and contract decide which models are refused, not what they compute.
 HARMLESS = ("model.weights", "model.trust", "model.contract")
 # These say where and how a run is executed, not what it computes.
-SILENT = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device", "ledger.probe_", *HARMLESS)
+SILENT = (
+    "run.",
+    "metrics.",
+    "sample.",
+    "checkpoint.",
+    "distributed.",
+    "train.device",
+    "ledger.probe_",
+    "data.cache_",
+    *HARMLESS,
+)
 
 
 def check_resume(config: RunConfig) -> None:
     """Refuse a checkpoint named by `checkpoint.resume` that a run could not resume from; no file is hashed.
 
+    A URL is left to the run, which downloads it.
+
     Raises:
         UserError: it is not there, not whole, or was made with another config.
     """
     resume = config.checkpoint.resume
-    if resume not in ("off", "auto"):
+    if resume not in ("off", "auto") and not is_url(resume):
         check_config(checkpoint.named(resume, checkpoint.read_state).get("config", {}), config)
 
 

@@ -42,6 +42,7 @@ class Saver:
         shared: further values that are the same on all ranks and fit JSON (config, versions, the wandb run).
         diagnostics: guards what is counted about saving.
         last_saved: step of the checkpoint that the run continues from; -1 without one.
+        on_published: called with a complete checkpoint, in place of retention (rank 0).
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Saver:
         shared: Mapping[str, Any],
         diagnostics: Diagnostics,
         last_saved: int = -1,
+        on_published: Callable[[Path], None] | None = None,
     ) -> None:
         self._directory = directory
         self._table = table
@@ -63,6 +65,7 @@ class Saver:
         self._device = device
         self._shared = shared
         self._diagnostics = diagnostics
+        self._on_published = on_published
         self._writer = BackgroundWriter()
         self._staging = Staging(is_pinned=device.type == "cuda")
         self._pending: tuple[int, dict[str, Any], int] | None = None
@@ -166,8 +169,11 @@ class Saver:
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
         path = files.finish(self._directory, step, shared)
-        files.prune(self._directory, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
         logger.info("saved %s", path)
+        if self._on_published is not None:
+            self._on_published(path)
+        else:
+            files.prune(self._directory, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
 
     def _together(self, action: Callable[[], object], needed: int) -> None:
         """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all ranks raise."""

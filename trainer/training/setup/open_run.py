@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +71,7 @@ def open_run(
     source: str | None = None,
     wandb_run_id: str | None = None,
     verdict: Callable[[], str] | None = None,
+    on_published: Callable[[Path], None] | None = None,
 ) -> Run:
     """The run, ready for its first step. Every rank must call it: wrapping the model communicates.
 
@@ -82,6 +84,7 @@ def open_run(
         source: name of the checkpoint that it continues from; None without one.
         wandb_run_id: of the wandb run that is continued; None for a new one.
         verdict: gives the words on the run's health that stand beside the progress bar.
+        on_published: see `Saver`.
     """
     config = plan.config
     events: EventWriter | None = None
@@ -123,6 +126,7 @@ def open_run(
         },
         last_saved=position.step if source is not None else -1,
         diagnostics=diagnostics,
+        on_published=on_published,
     )
     watchdog = start_watchdog(
         info,

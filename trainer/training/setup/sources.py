@@ -11,8 +11,11 @@ from trainer.config.load import load_dataset_file
 from trainer.config.rules import least_steps, tokens_per_step
 from trainer.config.schema import RunConfig
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
+from trainer.data.stored.cache import Cache, Snapshot
+from trainer.data.stored.streams import stored_direct, stored_nested
 from trainer.data.streams.layout import Stream, discover_direct, discover_nested
 from trainer.errors import UserError
+from trainer.storage import is_url
 
 MAX_INCLUDE_DEPTH = 16
 
@@ -27,6 +30,8 @@ class Source:
     weight: WeightSpec
     streams: list[Stream]
     """Empty for a target."""
+    copies: tuple[Snapshot, ...] = ()
+    """Local copies of what URLs name; they stay while this exists."""
 
 
 def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> list[Source]:
@@ -37,7 +42,8 @@ def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> li
             streams, or all weights are zero at some time of the run.
     """
     leaves: list[Source] = []
-    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),))
+    cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
+    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), cache)
     full_step = tokens_per_step(config, leaf_tables(leaves), world_size)
     num_batches = least_steps(config, full_step) * config.train.micro_batches
     gap = first_all_zero(
@@ -63,19 +69,20 @@ def _collect(
     outer: WeightSpec,
     leaves: list[Source],
     including: tuple[Path, ...],
+    cache: Cache,
 ) -> None:
     for table in tables:
         name = f"{prefix}{table.name}"
         own = weight_spec(table.weight, f"{name}.weight")
         weight = compose_weights(outer, own, path_a=f"the weight of {prefix.rstrip('.')}", path_b=f"{name}.weight")
         if table.include is None:
-            leaves.append(Source(name, table, weight, _streams(table, name, path)))
+            leaves.append(Source(name, table, weight, *_streams(table, name, path, cache)))
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
             raise UserError(f"{name}.include", f"{table.include} includes itself", "break the circle", where=str(path))
         nested = load_dataset_file(included).source
-        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()))
+        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()), cache)
 
 
 def weight_spec(weight: Weight, path: str) -> WeightSpec:
@@ -85,15 +92,21 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
     return ConstantWeight(float(weight), path)
 
 
-def _streams(table: SourceTable, name: str, path: Path) -> list[Stream]:
+def _streams(table: SourceTable, name: str, path: Path, cache: Cache) -> tuple[list[Stream], tuple[Snapshot, ...]]:
+    """The streams of a source, and the local copies of what URLs name."""
     try:
+        if table.root is not None and is_url(table.root):
+            streams, copy = stored_nested(table.root, table.modalities, format=table.format, cache=cache)
+            return streams, (copy,)
         if table.root is not None:
-            return discover_nested(table.root, table.modalities, format=table.format)
+            return discover_nested(table.root, table.modalities, format=table.format), ()
+        if table.paths is not None and any(map(is_url, table.paths)):
+            return stored_direct(table.paths, format=table.format, cache=cache)
         if table.paths is not None:
-            return discover_direct(table.paths, format=table.format)
+            return discover_direct(table.paths, format=table.format), ()
     except UserError as error:
         fix = error.fix
-        if table.root is not None and not Path(table.root).exists():
+        if table.root is not None and not is_url(table.root) and not Path(table.root).exists():
             fix = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
         raise UserError(f"source {name}: {error.key}", error.problem, fix, where=str(path)) from None
-    return []
+    return [], ()

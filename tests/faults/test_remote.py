@@ -1,0 +1,309 @@
+"""A store that is killed, fails, is slow or loses bytes, under real runs: the run goes on, and the store has only complete
+checkpoints at every moment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_record import Injected
+from tests.support.fault_runs import ARGUMENTS, EXTRA, make_config, row_differences, whole_run
+from tests.support.ranks import Ranks, checkpoint_differences, last_logged
+from tests.support.runs import run
+from tests.support.s3 import FaultyProxy, S3Server
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+STEPS = 60
+SHORT = (*ARGUMENTS, "--steps", STEPS)
+REMOTE = f'{EXTRA}remote = "s3://bucket/run"\n'
+LAST = f"checkpoints/step_{STEPS:08d}"
+
+
+class Watch:
+    """Looks into the server's directory again and again: what is marked as complete must be."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.polls, self.seen = 0, set()
+        self.violations: list[str] = []
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.005):
+            self.polls += 1
+            for marker in self._directory.glob("step_*/COMPLETE"):
+                self._look(marker)
+
+    def _look(self, marker: Path) -> None:
+        try:
+            content = marker.read_bytes()
+            files = json.loads(content)["files"]
+        except (FileNotFoundError, ValueError):
+            return
+        self.seen.add(marker.parent.name)
+        for name, expected in files.items():
+            try:
+                is_right = hashlib.sha256((marker.parent / name).read_bytes()).hexdigest() == expected["sha256"]
+            except FileNotFoundError:
+                is_right = False
+            # Deleted meanwhile: the marker goes first.
+            if not is_right and marker.exists() and marker.read_bytes() == content:
+                self.violations.append(f"{marker.parent.name}/{name}")
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        assert self.polls > 10
+        assert self.violations == []
+
+
+def complete(directory: Path) -> list[str]:
+    return sorted(path.parent.name for path in directory.glob("step_*/COMPLETE"))
+
+
+def events_of(run_dir: Path, name: str) -> list[dict]:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def num_puts(proxy: FaultyProxy) -> int:
+    return sum(method == "PUT" and "/step_" in path for method, path in proxy.requests)
+
+
+def main_until(ranks: Ranks, happens: Callable[[], bool]) -> bool:
+    """Wait until it happens (True), or until rank 0 has ended; the others end while it uploads."""
+    while ranks.processes[0].poll() is None:
+        if happens():
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def has_more_puts(proxy: FaultyProxy, before: int) -> bool:
+    return num_puts(proxy) > before
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("remote")
+    return whole_run(make_config(directory), directory / "run", "--steps", STEPS)
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = S3Server(tmp_path / "s3" / "root")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def proxy(server):
+    proxy = FaultyProxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+def started(tmp_path: Path, server: S3Server, run_dir: Path, *more: object, port: int | None = None) -> Ranks:
+    config = make_config(tmp_path, REMOTE)
+    line = ("--config", config, "--run-dir", run_dir, *SHORT, *more)
+    logs = tmp_path / f"logs{len(list(tmp_path.glob('logs*')))}"
+    return Ranks(line, logs=logs, extra=server.environment(port))
+
+
+def same_as(untouched: Path, run_dir: Path, server: S3Server) -> None:
+    """The run is the one without a store, and the store has what the directory has."""
+    assert row_differences(untouched, run_dir) == []
+    assert checkpoint_differences(untouched / LAST, run_dir / LAST) == []
+    assert complete(server.bucket / "run") == complete(run_dir / "checkpoints")
+    assert checkpoint_differences(untouched / LAST, server.bucket / "run" / Path(LAST).name) == []
+
+
+def test_a_server_that_is_killed_in_uploads_gets_every_checkpoint_that_stays(untouched, tmp_path, server, proxy):
+    proxy.fault = lambda method, path: 0.1 if method == "PUT" else None  # longer uploads are easier to hit
+    run_dir, kills = tmp_path / "run", 0
+    watch = Watch(server.bucket / "run")
+    with started(tmp_path, server, run_dir, port=proxy.port) as ranks:
+        while kills < 5 and main_until(ranks, partial(has_more_puts, proxy, num_puts(proxy))):
+            server.kill()
+            kills += 1
+            if kills == 2:  # so long that the client's own attempts do not suffice
+                assert main_until(ranks, lambda: bool(events_of(run_dir, "remote_failed")))
+            time.sleep(0.2)
+            server.start()
+        assert ranks.wait() == [0, 0], ranks.said()
+        said = ranks.said()
+    watch.end()
+    assert kills >= 2
+    assert "checkpoints cannot be mirrored now" in said
+    assert f"s3://bucket/run has the last checkpoint, step_{STEPS:08d}" in said
+    assert events_of(run_dir, "remote_failed")
+    same_as(untouched, run_dir, server)
+    outcome = (
+        f"the run went on, equal bit for bit; {watch.polls:,} looks into the store found only complete checkpoints"
+    )
+    Injected(9, "S3 server killed in an upload and started again", kills, "0", outcome).keep("remote_killed")
+
+
+def test_a_store_that_answers_500_for_a_while_changes_nothing(untouched, tmp_path, server, proxy):
+    run_dir = tmp_path / "run"
+    answered = []
+
+    def fault(method, path):
+        if "/step_" not in path or len(events_of(run_dir, "remote_failed")) >= 2:
+            return None
+        answered.append(path)
+        return 500
+
+    proxy.fault = fault
+    watch = Watch(server.bucket / "run")
+    with started(tmp_path, server, run_dir, port=proxy.port) as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+        said = ranks.said()
+    watch.end()
+    assert answered
+    assert said.count("checkpoints cannot be mirrored now") == 1
+    same_as(untouched, run_dir, server)
+    outcome = "one warning; the run went on, equal bit for bit; the store got the last checkpoints"
+    Injected(
+        9, "every request for a checkpoint answered with 500 until two attempts have failed", 1, "0", outcome
+    ).keep("remote_500")
+
+
+def test_a_slow_store_does_not_slow_the_steps(untouched, tmp_path, server, proxy):
+    run_dir, delay = tmp_path / "run", 1.5
+    proxy.fault = lambda method, path: delay if method == "PUT" and "/step_" in path else None
+    began = time.monotonic()
+    with started(tmp_path, server, run_dir, port=proxy.port) as ranks:
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") == STEPS), ranks.said()
+        seconds = time.monotonic() - began
+        assert ranks.wait() == [0, 0], ranks.said()
+    waits = num_puts(proxy)
+    blocking = STEPS / 5 * 7 * delay  # twelve checkpoints of seven files
+    assert seconds < blocking / 3, seconds
+    assert waits * delay > seconds / 2
+    same_as(untouched, run_dir, server)
+    skipped = events_of(run_dir, "remote_superseded")
+    assert len(list((run_dir / "checkpoints").glob("step_*"))) == 3
+    outcome = (
+        f"the steps did not wait; {len(skipped)} checkpoints were superseded by newer ones, the last ones uploaded"
+    )
+    Injected(9, "a store that takes 1.5 s for each file", waits, "0", outcome).keep("remote_slow")
+
+
+def test_a_truncated_object_is_noticed_and_the_checkpoint_before_is_used(untouched, tmp_path, server):
+    run_dir = tmp_path / "run"
+    with started(tmp_path, server, run_dir) as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+    shutil.copy(run_dir / "metrics.jsonl", tmp_path / "before.jsonl")
+    shutil.rmtree(run_dir)
+    damaged = server.bucket / "run" / Path(LAST).name / "model_000.safetensors"
+    os.truncate(damaged, damaged.stat().st_size - 1000)
+    server.restart()
+    with started(tmp_path, server, run_dir, "--resume", "auto") as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+        said = ranks.said()
+    assert f"{Path(LAST).name}/model_000.safetensors: is damaged" in said
+    assert f"resuming after step {STEPS - 5}" in said
+    assert checkpoint_differences(untouched / LAST, run_dir / LAST) == []
+    assert complete(server.bucket / "run") == [f"step_{step:08d}" for step in (STEPS - 10, STEPS - 5, STEPS)]
+    assert checkpoint_differences(untouched / LAST, damaged.parent) == []
+    outcome = "`auto` took the checkpoint before it, and ended equal bit for bit; the damaged one was replaced"
+    what = "run directory lost, and an object of the newest checkpoint truncated"
+    Injected(9, what, 1, "5 steps, trained again", outcome).keep("remote_truncated")
+
+
+def test_a_run_that_is_killed_in_uploads_and_loses_its_directory_comes_back_from_the_store(
+    untouched, tmp_path, server, proxy
+):
+    proxy.fault = lambda method, path: 0.05 if method == "PUT" else None
+    watch, losses, resumed = Watch(server.bucket / "run"), 0, []
+    for attempt in range(4):
+        run_dir = tmp_path / f"run{attempt}"
+        before = len(complete(server.bucket / "run"))
+        with started(tmp_path, server, run_dir, "--resume", "auto", port=proxy.port) as ranks:
+
+            def is_in_an_upload(run_dir=run_dir) -> bool:
+                if last_logged(run_dir / "metrics.jsonl") % 5 != 2 or not complete(server.bucket / "run"):
+                    return False
+                steps = [path for path in (server.bucket / "run").glob("step_*") if any(path.iterdir())]
+                return any(not (path / "COMPLETE").exists() for path in steps)
+
+            if ranks.until(is_in_an_upload):
+                ranks.signal(signal.SIGKILL)
+                losses += 1
+            ranks.wait()
+            resumed += [line for line in ranks.said(0).splitlines() if "resuming after step" in line]
+            assert before == 0 or len(resumed) == attempt, ranks.said(0)
+        if not losses > attempt:
+            break
+    run_dir = tmp_path / "last"
+    with started(tmp_path, server, run_dir, "--resume", "auto") as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+    watch.end()
+    assert losses >= 2
+    assert checkpoint_differences(untouched / LAST, run_dir / LAST) == []
+    assert set(complete(server.bucket / "run")) >= set(complete(run_dir / "checkpoints"))
+    leftovers = [
+        p.name for p in (server.bucket / "run").glob("step_*") if any(p.iterdir()) and not (p / "COMPLETE").exists()
+    ]
+    assert leftovers == []
+    outcome = "resumed from the store in a new directory each time; the last one ended equal bit for bit, nothing half was left"
+    Injected(9, "SIGKILL of all ranks in an upload, and the run directory lost", losses, "0", outcome).keep(
+        "remote_sigkill"
+    )
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_store_that_hangs_at_the_end_is_waited_for_a_bounded_time(tmp_path, server, is_stopped):
+    run_dir = tmp_path / "run"
+    with started(tmp_path, server, run_dir) as ranks:
+        assert ranks.until(lambda: complete(server.bucket / "run") != []), ranks.said()
+        server.signal(signal.SIGSTOP)
+        assert main_until(ranks, lambda: '"done"' in (run_dir / "status.json").read_text())
+        since = time.monotonic()
+        if is_stopped:
+            time.sleep(1.0)
+            ranks.signal(signal.SIGTERM, [0])
+        assert ranks.wait() == [0, 0], ranks.said()
+        said, seconds = ranks.said(0), time.monotonic() - since
+    server.signal(signal.SIGCONT)
+    assert f"does not have the last checkpoint, step_{STEPS:08d}" in said
+    assert f"train checkpoint push {run_dir}" in said
+    assert seconds < (15 if is_stopped else 100)
+    result = run("checkpoint", "push", run_dir, extra=server.environment())
+    assert result.returncode == 0, result.stderr
+    assert complete(server.bucket / "run") == complete(run_dir / "checkpoints")
+    what = "a store that stops answering (SIGSTOP), until the run ends" + (" and gets a SIGTERM" if is_stopped else "")
+    outcome = "the end did not wait for longer than it should, and said what uploads the rest; that did"
+    Injected(9, what, 1, "0", outcome).keep(f"remote_hangs_{is_stopped}")
+
+
+def test_a_run_resumes_from_its_directory_while_the_store_is_down(untouched, tmp_path, server):
+    run_dir = tmp_path / "run"
+    with started(tmp_path, server, run_dir) as ranks:
+        assert ranks.until(lambda: len(complete(run_dir / "checkpoints")) >= 2), ranks.said()
+        ranks.signal(signal.SIGKILL)
+        ranks.wait()
+    server.kill()
+    with started(tmp_path, server, run_dir, "--resume", "auto") as ranks:
+        assert main_until(ranks, lambda: "resuming after step" in ranks.said(0)), ranks.said()
+        assert main_until(ranks, lambda: bool(events_of(run_dir, "remote_failed"))), ranks.said()
+        server.start()
+        assert ranks.wait() == [0, 0], ranks.said()
+        said = ranks.said(0)
+    assert "resuming without the store, and mirroring is tried again during the run" in said
+    same_as(untouched, run_dir, server)
+    outcome = "resumed from the run directory with one warning; the store got the last checkpoints when it was back"
+    Injected(9, "a store that is down when a killed run resumes", 1, "0", outcome).keep("remote_down")

@@ -1,0 +1,106 @@
+"""Which of the local and the stored checkpoints a run resumes from."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.unit.remote.conftest import make_checkpoint
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError
+from trainer.training.remote.checkpoints import RemoteCheckpoints, listed_files
+from trainer.training.remote.claim import claim, save_id
+from trainer.training.remote.resume import find_checkpoint
+from trainer.training.run_dir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def sizes_alone(monkeypatch):
+    """These checkpoints have no state of a run: the sizes of their files are verified, and no more."""
+
+    def verify(path):
+        for name, expected in listed_files((path / MARKER).read_bytes(), str(path)).items():
+            if (path / name).stat().st_size != expected["bytes"]:
+                raise CheckpointError(f"{path / name}: is damaged")
+        return {}
+
+    monkeypatch.setattr(checkpoint, "verify", verify)
+
+
+@pytest.fixture
+def stored(checkpoints, url):
+    """The checkpoints 1, 2 and 3 of a run, here and in the store."""
+    remote, run_dir = RemoteCheckpoints(url), checkpoints.parent
+    owner = claim(remote, run_dir, "run", resumes=False, may_adopt=False)
+    save_id(run_dir, owner, url)
+    for step in (1, 2, 3):
+        remote.upload(make_checkpoint(checkpoints, step), set(), lambda n: None)
+    return remote
+
+
+def found_by(url, run_dir, resume="auto"):
+    config = RunConfig.model_validate(
+        {"train": {"steps": 1}, "data": {"source": [{"name": "s", "root": "x"}]}, "checkpoint": {"remote": url}}
+    )
+    found, claimed = find_checkpoint(config, RunDir(run_dir), resume, lambda: None)
+    return (None if found is None else found[0]), claimed
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_of_the_same_step_the_local_one_is_taken(stored, checkpoints, url, caplog):
+    with caplog.at_level("INFO", logger="trainer"):
+        assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000003"
+    assert "downloaded" not in caplog.text
+
+
+def test_a_newer_one_of_the_store_is_taken(stored, checkpoints, url):
+    shutil.rmtree(checkpoints / "step_00000003")
+    assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000003"
+
+
+def test_a_damaged_local_one_is_replaced_by_that_of_the_store(stored, checkpoints, url, caplog):
+    cut(checkpoints / "step_00000003" / "model_000.safetensors")
+    assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000003"
+    assert "is damaged; taking that of the store" in caplog.text
+    assert checkpoint.verify(checkpoints / "step_00000003") == {}
+
+
+def test_where_both_are_damaged_the_one_before_is_taken(stored, checkpoints, url, caplog):
+    cut(checkpoints / "step_00000003" / "model_000.safetensors")
+    stored.storage.write("step_00000003/model_000.safetensors", b"short")
+    assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000002"
+    assert "falling back to the checkpoint before it" in caplog.text
+
+
+def test_a_branch_that_was_left_is_not_taken_from_the_store(stored, checkpoints, url):
+    checkpoint.set_aside_after(checkpoints, 1)  # and the store was not told
+    assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000001"
+
+
+def test_a_new_directory_adopts_the_run_that_the_store_has(stored, tmp_path, checkpoints, url):
+    path, claimed = found_by(url, tmp_path / "new")
+    assert path == tmp_path / "new" / "checkpoints" / "step_00000003"
+    assert claimed.owner.id == stored.owner().id
+    with pytest.raises(UserError, match="holds the checkpoints of another run"):
+        found_by(url, tmp_path / "other", "off")
+
+
+def test_one_is_taken_by_its_url(stored, tmp_path, checkpoints, url):
+    assert found_by(url, tmp_path / "new", f"{url}/step_00000002")[0] == tmp_path / "new/checkpoints/step_00000002"
+    assert found_by(url, checkpoints.parent, f"{url}/step_00000002")[0] == checkpoints / "step_00000002"
+    for name, problem in (("step_00000009", "is not there"), ("typo", "is no checkpoint")):
+        with pytest.raises(UserError, match=problem):
+            found_by(url, checkpoints.parent, f"{url}/{name}")
+
+
+def test_where_none_is_whole_nothing_begins_anew(stored, tmp_path, url):
+    for step in (1, 2, 3):
+        stored.storage.write(f"step_{step:08d}/model_000.safetensors", b"short")
+    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is whole"):
+        found_by(url, tmp_path / "new")

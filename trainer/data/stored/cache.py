@@ -1,0 +1,269 @@
+"""Local copies of files in a store, for sources that are URLs: whole, never changed, within a limit of size.
+
+    CACHE/<key>/entry.json      URL, and size and version of every file; written last, and what makes the copy whole
+    CACHE/<key>/files/<name>/   the files; <name> is the last part of the URL
+    CACHE/<key>.lock            held shared by every process that uses the copy, exclusively by the one that makes or deletes it
+
+The key is a hash of the URL and of all names, sizes and versions. An object that changes in the store gives another copy, which
+shares the unchanged files with the old one (hard links), so that a run that still reads the old one is not disturbed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.errors import UserError
+from trainer.files import write_json
+from trainer.metrics.logger import get_logger
+from trainer.storage import MissingError, Storage, StorageError, StoredFile
+from trainer.wording import counted
+
+logger = get_logger(__name__)
+ENTRY = "entry.json"
+THREADS, ATTEMPTS, FIRST_WAIT_SEC = 8, 5, 1.0
+POLL_SEC = 0.2
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A local copy. It is not deleted while this object, or another process's like it, exists."""
+
+    key: str
+    directory: Path
+    is_new: bool
+    """Whether this process has just made it."""
+    lock: BinaryIO
+
+
+class Cache:
+    """The copies below a directory.
+
+    Args:
+        directory: absolute.
+        limit: bytes of all copies together; 0: none.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.directory = directory
+        self.limit = limit
+
+    @classmethod
+    def of(cls, directory: str | None, limit_gb: float) -> Cache:
+        """The cache that `[data] cache_dir` and `cache_gb` name."""
+        default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
+        return cls(Path(directory or default).expanduser().resolve(), round(limit_gb * 1e9))
+
+    def copy(self, storage: Storage, files: Mapping[str, StoredFile]) -> Snapshot:
+        """The copy of these files, made unless there is one: one process makes it, others wait for that.
+
+        Raises:
+            UserError: they do not fit; the store cannot be read; the directory cannot be written.
+        """
+        for name in files:
+            if any(part in ("", ".", "..") for part in name.split("/")):
+                raise UserError(storage.url, f"has the key {name!r}, which cannot be a file", "rename it")
+        listing = {name: [file.size, file.version] for name, file in sorted(files.items())}
+        key = hashlib.sha256(json.dumps([storage.url, listing]).encode()).hexdigest()[:24]
+        place = self.directory / key
+        last = storage.url.rpartition("/")[2]
+        target = place / "files" / (last if last not in ("", ".", "..") else "root")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = (self.directory / f"{key}.lock").open("ab")
+            is_new = has_said = False
+            # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost in between.
+            while not (_try(lock, fcntl.LOCK_SH) and _is_whole(place, target, listing)):
+                if _try(lock, fcntl.LOCK_EX):
+                    if not _is_whole(place, target, listing):
+                        self._make(storage, files, listing, place, target)
+                        is_new = True
+                    continue
+                fcntl.flock(lock, fcntl.LOCK_UN)  # two that both have it shared would wait for each other
+                if not has_said:
+                    logger.info("waiting for another process that downloads %s", storage.url)
+                has_said = True
+                time.sleep(POLL_SEC * random.uniform(0.5, 1.5))
+            os.utime(place / ENTRY)
+        except OSError as error:
+            where = str(error.filename or self.directory)
+            raise UserError(
+                where, f"cannot be used: {error.strerror}", "name another directory: data.cache_dir"
+            ) from None
+        return Snapshot(key, target, is_new, lock)
+
+    def _make(
+        self, storage: Storage, files: Mapping[str, StoredFile], listing: Mapping[str, Any], place: Path, target: Path
+    ) -> None:
+        """Download what is not there yet; the lock is held."""
+        size = sum(file.size for file in files.values())
+        if self.limit and size > self.limit:
+            raise _too_large(storage.url, size, f"data.cache_gb = {self.limit / 1e9:g}")
+        (place / ENTRY).unlink(missing_ok=True)
+        shutil.rmtree(place / ".parts", ignore_errors=True)
+        (place / ".parts").mkdir(parents=True)
+        with self._alone():
+            write_json(place / "plan.json", {"url": storage.url, "bytes": size})
+            missing = self._link_unchanged(storage.url, listing, target)
+            self._make_room(storage.url, size, sum(files[name].size for name in missing), place)
+        started = time.monotonic()
+        num_bytes = sum(files[name].size for name in missing)
+        if missing:
+            logger.info("downloading %s of %s (%.1f MB)", counted(len(missing), "file"), storage.url, num_bytes / 1e6)
+
+        def fetch(numbered: tuple[int, str]) -> None:
+            number, name = numbered
+            part = place / ".parts" / str(number)
+            _fetch(storage, name, part, files[name].size)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            part.replace(target / name)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(fetch, enumerate(missing)):
+                pass
+        shutil.rmtree(place / ".parts")
+        write_json(place / ENTRY, {"url": storage.url, "files": listing})
+        if missing:
+            logger.info("downloaded %s in %.1f s", storage.url, time.monotonic() - started)
+
+    def _link_unchanged(self, url: str, listing: Mapping[str, Any], target: Path) -> list[str]:
+        """Take files from other copies of the URL; returns the names that are still missing."""
+        missing = {name for name, (size, _) in listing.items() if not _has_size(target / name, size)}
+        for place in self._others(target.parents[1]):
+            entry = _read(place / ENTRY)
+            if entry.get("url") != url:
+                continue
+            for name in [n for n in missing if listing[n][1] and entry.get("files", {}).get(n) == listing[n]]:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                with suppress(OSError):  # a file system without links: it is downloaded
+                    (target / name).unlink(missing_ok=True)
+                    os.link(place / "files" / target.name / name, target / name)
+                    missing.discard(name)
+        return sorted(missing)
+
+    def _make_room(self, url: str, size: int, to_download: int, place: Path) -> None:
+        """Delete the least recently used copies that nobody uses, as far as needed.
+
+        Raises:
+            UserError: what is left is not enough.
+        """
+        others = {other: int(_read(other / "plan.json").get("bytes", 0)) for other in self._others(place)}
+        used = sum(others.values())
+
+        def is_enough() -> bool:
+            has_disk = shutil.disk_usage(self.directory).free >= to_download
+            return has_disk and (not self.limit or used + size <= self.limit)
+
+        for other, num_bytes in others.items():
+            if is_enough():
+                return
+            if self._delete(other):
+                used -= num_bytes
+        if is_enough():
+            return
+        shutil.rmtree(place)
+        if self.limit and used + size > self.limit:
+            raise _too_large(
+                url, size, f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
+            )
+        free = shutil.disk_usage(self.directory).free
+        raise _too_large(url, to_download, f"{free / 1e9:.3g} GB are free in {self.directory}")
+
+    def _others(self, place: Path) -> list[Path]:
+        """The other copies, the least recently used first."""
+        others = [path.parent for path in self.directory.glob("*/plan.json") if path.parent != place]
+
+        def used_at(path: Path) -> float:
+            with suppress(OSError):
+                return (path / ENTRY).stat().st_mtime
+            return 0.0
+
+        return sorted(others, key=used_at)
+
+    def _delete(self, place: Path) -> bool:
+        """Delete a copy, unless a process uses it."""
+        with (self.directory / f"{place.name}.lock").open("ab") as lock:
+            if not _try(lock, fcntl.LOCK_EX):
+                return False
+            url = _read(place / "plan.json").get("url")
+            (place / ENTRY).unlink(missing_ok=True)
+            shutil.rmtree(place)
+        logger.info("deleted the local copy of %s to make room", url)
+        return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Held while room is counted and made."""
+        with (self.directory / "room.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _fetch(storage: Storage, name: str, part: Path, size: int) -> None:
+    """Download one file, of which the listing gave the size.
+
+    Raises:
+        UserError: the store cannot be read, or the file is another one than it was.
+    """
+    problem = ""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(FIRST_WAIT_SEC * 2.0 ** (attempt - 1) * random.uniform(0.5, 1.5))
+        try:
+            storage.get(name, part)
+        except MissingError as error:
+            raise UserError(storage.url, f"changed while it was downloaded: {error}", "start again") from None
+        except StorageError as error:
+            problem = str(error)
+            continue
+        if (found := part.stat().st_size) == size:
+            return
+        problem = f"{name} has {found:,} bytes, not the {size:,} of the listing"
+    raise UserError(storage.url, f"cannot be downloaded: {problem}", "try again")
+
+
+def _too_large(url: str, size: int, limit: str) -> UserError:
+    problem = f"takes {size / 1e9:.3g} GB as a local copy; {limit}"
+    return UserError(url, problem, "raise data.cache_gb, name another data.cache_dir, or read fewer modalities")
+
+
+def _try(lock: BinaryIO, kind: int) -> bool:
+    """Take a lock, unless another process has one that it excludes."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_whole(place: Path, target: Path, listing: Mapping[str, Any]) -> bool:
+    """Whether the copy is finished, and no file of it was cut or removed since."""
+    if _read(place / ENTRY).get("files") != listing:
+        return False
+    return all(_has_size(target / name, size) for name, (size, _) in listing.items())
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,262 @@
+"""Files of a store that an fsspec URL names (`s3://bucket/prefix`): what the trainer needs of one, behind one kind of error.
+
+Credentials and endpoints are those that the backend reads from its own environment and files (AWS_ENDPOINT_URL,
+AWS_ACCESS_KEY_ID, ~/.aws for s3): none stand in a config, which is copied into every run and checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainer.errors import UserError
+
+# Stores that have keys, not directories: nothing is to be made before a file, and nothing is left after it.
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"}
+READ_BYTES = 16_000_000  # of a file that is hashed, per request
+# Of an upload to S3: s3fs itself would hold ten parts of 50 MB, and say nothing before one of them has arrived.
+S3_PART_BYTES, S3_PARTS_AT_ONCE, S3_MOST_PARTS = 8 * 2**20, 8, 10_000
+# What backends call the thing that changes with an object's content, the best first.
+VERSIONS = ("ETag", "etag", "md5Hash", "content_hash", "LastModified", "last_modified", "updated", "mtime", "created")
+
+
+class StorageError(Exception):
+    """A store did not do what it was asked; one line with the URL and the reason."""
+
+
+class MissingError(StorageError):
+    """There is no such file or bucket."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as a listing shows it."""
+
+    size: int
+    version: str
+    """Changes with the content: an ETag, or a time."""
+
+
+def is_url(text: str) -> bool:
+    """Whether a path in a config or on the command line names a store."""
+    return "://" in text
+
+
+class Storage:
+    """The files below a URL. Names are relative to it, with `/` between their parts.
+
+    Args:
+        url: any that fsspec knows.
+        key: config key or option that the URL comes from.
+
+    Raises:
+        UserError: the URL has a password, its protocol is unknown, or a package is missing.
+    """
+
+    def __init__(self, url: str, *, key: str) -> None:
+        protocol, _, rest = url.partition("://")
+        self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
+        if urlsplit(url).password is not None:
+            problem = "has a password in its URL, which every run would copy into its config"
+            raise UserError(key, problem, "take it out, and set the credentials in the environment")
+        self._is_object_store = protocol in OBJECT_STORES
+        self._is_s3 = protocol in ("s3", "s3a")
+        if self._is_object_store and not rest.strip("/"):
+            raise UserError(key, f"{url} names no bucket", "s3://BUCKET/PREFIX")
+        try:
+            core = importlib.import_module("fsspec.core")
+            # A cached listing would show what this process itself has seen, not what the store has.
+            self._fs, root = core.url_to_fs(self.url, use_listings_cache=False)
+        except ImportError as error:
+            problem = f"{self.url} needs a package that is not installed ({error})"
+            raise UserError(key, problem, "pip install 'trainer[remote]', or the package that is named") from None
+        except ValueError as error:
+            raise UserError(key, f"{self.url} is no URL of a store: {error}", "s3://BUCKET/PREFIX") from None
+        except Exception as error:  # noqa: BLE001 - backends raise anything
+            raise UserError(key, f"{self.url} cannot be opened: {reason_of(error)}", "check the URL") from None
+        self._root = str(root).rstrip("/")
+
+    def files(self, directory: str = "") -> dict[str, StoredFile]:
+        """Every file below a directory, also in directories below it, by its name relative to that directory; none if there
+        is no such directory.
+
+        Raises:
+            StorageError: it cannot be listed; MissingError: there is no such bucket.
+        """
+        path = self._path(directory)
+        with self._translating(directory):
+            self._fs.invalidate_cache()
+            found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
+        return {
+            name.removeprefix(f"{path}/"): _stored(info)
+            for name, info in sorted(found.items())
+            if name.startswith(f"{path}/")
+        }
+
+    def match(self, pattern: str) -> dict[str, StoredFile]:
+        """The files that a glob matches.
+
+        Raises:
+            StorageError: it cannot be listed.
+        """
+        with self._translating(pattern):
+            self._fs.invalidate_cache()
+            found: dict[str, dict[str, Any]] = self._fs.glob(self._path(pattern), detail=True)
+        return {
+            name.removeprefix(f"{self._root}/"): _stored(info)
+            for name, info in sorted(found.items())
+            if info.get("type") != "directory"
+        }
+
+    def info(self, name: str) -> StoredFile:
+        """One file.
+
+        Raises:
+            StorageError: the store cannot say; MissingError: there is no such file.
+        """
+        with self._translating(name):
+            self._fs.invalidate_cache()
+            found: dict[str, Any] = self._fs.info(self._path(name))
+        if found.get("type") == "directory":
+            raise MissingError(f"{self.url}/{name}: is a directory")
+        return _stored(found)
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file.
+
+        Raises:
+            StorageError: it cannot be read; MissingError: there is none.
+        """
+        with self._translating(name):
+            return bytes(self._fs.cat_file(self._path(name)))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        with self._translating(name):
+            self._make_parent(name)
+            self._fs.pipe_file(self._path(name), content)
+
+    def put(self, local: Path, name: str, *, report: Callable[[int], None] = lambda sent: None) -> None:
+        """Upload a file.
+
+        Args:
+            report: called with the number of bytes of each piece that was sent, if the backend says.
+
+        Raises:
+            StorageError: it cannot be read or uploaded.
+        """
+        sent = 0
+
+        def hook(size: int | None, value: int, **_: Any) -> None:
+            nonlocal sent
+            report(value - sent)
+            sent = value
+
+        with self._translating(name):
+            self._make_parent(name)
+            callback = importlib.import_module("fsspec.callbacks").Callback(hooks={"report": hook})
+            self._fs.put_file(str(local), self._path(name), callback=callback, **self._in_parts(local))
+
+    def _in_parts(self, local: Path) -> dict[str, int]:
+        """Options of an upload: how it is cut."""
+        if not self._is_s3:
+            return {}
+        part = max(S3_PART_BYTES, -(-local.stat().st_size // S3_MOST_PARTS))
+        return {"chunksize": part, "max_concurrency": S3_PARTS_AT_ONCE}
+
+    def get(self, name: str, local: Path) -> None:
+        """Download a file; what is there of a download that failed is up to the caller.
+
+        Raises:
+            StorageError: it cannot be downloaded or written; MissingError: there is none.
+        """
+        with self._translating(name):
+            self._fs.get_file(self._path(name), str(local))
+
+    def sha256(self, name: str, size: int, *, report: Callable[[int], None] = lambda read: None) -> str:
+        """The hash of the first `size` bytes of a file, read back from the store.
+
+        Args:
+            report: called with the number of bytes of each piece that was read.
+
+        Raises:
+            StorageError: it cannot be read; MissingError: there is none.
+        """
+        digest = hashlib.sha256()
+        for start in range(0, size, READ_BYTES):
+            with self._translating(name):
+                piece = bytes(self._fs.cat_file(self._path(name), start=start, end=min(start + READ_BYTES, size)))
+            digest.update(piece)
+            report(len(piece))
+        return digest.hexdigest()
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete files; those that are gone already do not matter.
+
+        Raises:
+            StorageError: some cannot be deleted.
+        """
+        for name in names:
+            with suppress(MissingError), self._translating(name):
+                self._fs.rm_file(self._path(name))
+
+    def remove_directory(self, directory: str) -> None:
+        """Delete the directory that is left when its files are deleted, where the store has directories."""
+        if not self._is_object_store:
+            with suppress(StorageError), self._translating(directory):
+                self._fs.rmdir(self._path(directory))
+
+    def abort_uploads(self) -> int:
+        """Abort the multipart uploads below the URL that nobody has finished; returns how many there were.
+
+        S3 shows them in no listing and charges for them. Other stores have none, or end them on their own.
+
+        Raises:
+            StorageError: the store does not allow it.
+        """
+        if not hasattr(self._fs, "list_multipart_uploads"):
+            return 0
+        bucket, _, prefix = self._root.partition("/")
+        with self._translating(""):
+            found = [each for each in self._fs.list_multipart_uploads(bucket) if each["Key"].startswith(f"{prefix}/")]
+            for each in found:
+                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+        return len(found)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _make_parent(self, name: str) -> None:
+        # s3fs would make a bucket that does not exist.
+        if not self._is_object_store:
+            self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+
+    @contextmanager
+    def _translating(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise MissingError(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
+        except Exception as error:  # noqa: BLE001 - backends raise anything: botocore's errors, aiohttp's, OSError
+            raise StorageError(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
+
+
+def reason_of(error: Exception) -> str:
+    """An error of a backend in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _stored(info: dict[str, Any]) -> StoredFile:
+    version = next((str(info[key]).strip('"') for key in VERSIONS if info.get(key)), "")
+    return StoredFile(int(info.get("size") or 0), version)
