@@ -209,7 +209,7 @@ def test_other_optimizers_step_the_same(config, tmp_path, name):
     common = (*SETTINGS, f"optimizer.name={name}", "model.dim=24", "eval.every=0", "checkpoint.every=0")
     paths = [train(config, tmp_path / key, *common, *STRATEGIES[key], steps=8, nproc=2) for key in ("ddp", "fsdp")]
     # Newton-Schulz in bfloat16 makes of the last bits of a gradient the last of its own.
-    tolerance = 2e-3 if name == "muon" else 1e-5
+    tolerance = 1e-4 if name == "muon" else 1e-5
     one, other = (losses(path / "metrics.jsonl") for path in paths)
     assert all(math.isclose(one[step], other[step], rel_tol=tolerance) for step in one), (one, other)
     assert not math.isclose(one[8], one[1], rel_tol=1e-2)

@@ -215,8 +215,12 @@ def test_a_download_leaves_nothing_of_a_damaged_checkpoint(checkpoints, url, dam
     remote.upload(make_checkpoint(checkpoints.parent / "other", 1), set(), lambda n: None)
     path = remote.download(1, checkpoints)
     assert [step_of(p) for p in complete_checkpoints(checkpoints)] == [1]
-    assert (path / "model_000.safetensors").read_bytes() == (checkpoints.parent / "other" / path.name / "model_000.safetensors").read_bytes()
-    remote.storage.write("step_00000001/model_000.safetensors", damage(remote.storage.read("step_00000001/model_000.safetensors")))
+    assert (path / "model_000.safetensors").read_bytes() == (
+        checkpoints.parent / "other" / path.name / "model_000.safetensors"
+    ).read_bytes()
+    remote.storage.write(
+        "step_00000001/model_000.safetensors", damage(remote.storage.read("step_00000001/model_000.safetensors"))
+    )
     with pytest.raises(CheckpointError, match="is damaged"):
         remote.download(1, checkpoints.parent / "new")
     assert list((checkpoints.parent / "new").iterdir()) == []
