@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +69,10 @@ def write_tensors(
         try:
             safetensors.torch.save_file(tensors, str(temporary), metadata)
         except safetensors.SafetensorError as error:
-            raise RuntimeError(f"{path.name}: {error}") from None
+            number = re.search(r"\(os error (\d+)\)", str(error))  # the system's, as a text
+            if number is None:
+                raise RuntimeError(f"{path.name}: {error}") from None
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
