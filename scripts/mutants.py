@@ -40,6 +40,44 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, list[Mutant]] = {
+    "scale": [
+        Mutant(
+            "trainer/training/setup/live_bytes.py",
+            "            if storage._cdata in self._seen:\n",
+            "            if False:\n",
+            "tests/unit/training/test_memory.py::test_what_makes_a_sharded_step_smaller_or_larger_shows",
+        ),
+        Mutant(
+            "trainer/training/setup/memory.py",
+            "                window *= 2  #",
+            "                pass  #",
+            "tests/unit/training/test_memory.py::test_what_makes_a_sharded_step_smaller_or_larger_shows",
+        ),
+        Mutant(
+            "trainer/training/setup/memory.py",
+            "    finally:\n        dist.destroy_process_group()\n",
+            "    finally:\n        pass\n",
+            "tests/unit/training/test_memory.py::test_no_process_group_is_left_behind",
+        ),
+        Mutant(
+            "trainer/training/setup/plausible.py",
+            "-(-num_parameters // shape[1])",
+            "num_parameters",
+            "tests/unit/training/test_plausible.py::test_of_a_sharded_model_a_rank_needs_memory_for_its_shards_alone",
+        ),
+        Mutant(
+            "trainer/distributed/strategy.py",
+            "root.set_requires_gradient_sync if keeps_whole else root.set_requires_all_reduce",
+            "root.set_requires_gradient_sync",
+            "tests/distributed/test_collectives.py::test_the_collectives_of_a_sharded_step_follow_from_its_units[hsdp]",
+        ),
+        Mutant(
+            "trainer/distributed/strategy.py",
+            "is_deferred = keeps_whole or replicas > 1",
+            "is_deferred = replicas > 1",
+            "tests/distributed/test_collectives.py::test_the_collectives_of_a_sharded_step_follow_from_its_units[fsdp whole]",
+        ),
+    ],
     "deferred initialization": [
         Mutant(
             "trainer/model/deferred/steps.py",

@@ -1,126 +1,42 @@
 """Scaling of cost with the number of ranks, streams, groups, active readers and metric keys.
 
-For ranks, collectives and their elements are counted with torch's profiler in real runs, since there are fewer cores than
-processes to time. Everything else is timed per batch or per step; growth is the slope between the ends of the range on a
-log-log scale: 0 is flat, 1 is linear.
+For ranks and strategies, collectives and their elements are counted with torch's profiler in real runs, since there are fewer
+cores than processes to time; elements of a gathering are those that a rank has after it. Everything else is timed per batch or
+per step; growth is the slope between the ends of the range on a log-log scale: 0 is flat, 1 is linear.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from bench_loop import write_corpus
 from bench_metrics import make_tracker
 from bench_table import Figure, print_figures
+from collectives import MICRO_BATCHES, count_collectives
 
 from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.streams.layout import discover_direct
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
 
-PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
 SEQ_LEN, ROWS, VOCAB = 64, 8, 50_000
 MAX_SLOPE, MAX_FLAT = 1.1, 0.25
-MICRO_BATCHES, LOG_INTERVAL, STEPS = 2, 4, 8
 Points = list[tuple[int, float]]
-
-# A model for `[model] target` that records the collectives of its process and their sizes, step by step.
-COUNTED_MODEL = """
-import atexit, json, os
-from pathlib import Path
-from torch.profiler import ProfilerActivity, profile, record_function
-from trainer.model.build import build as build_reference
-
-profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-
-def mark(module, inputs):
-    with record_function("a forward"):
-        pass
-
-def report():
-    profiler.stop()
-    found = sorted((e.time_range.start, e.name, e.input_shapes) for e in profiler.events()
-                   if e.name == "a forward" or "gloo:" in e.name)
-    Path(__file__).with_name("events" + os.environ.get("RANK", "0")).write_text(json.dumps([e[1:] for e in found]))
-
-def build(vocab_size, dim, num_layers):
-    model = build_reference(vocab_size, dim, num_layers)
-    model.register_forward_pre_hook(mark)
-    profiler.start()
-    atexit.register(report)
-    return model
-"""
-
-CONFIG = """\
-[run]
-name = "growth"
-dir = "{folder}/runs"
-[train]
-steps = {steps}
-micro_batches = {micro_batches}
-device = "cpu"
-[data]
-seq_len = 32
-[data.mixing]
-num_streams_mixed = 2
-batch_size = 2
-[[data.source]]
-name = "words"
-layout = "nested"
-root = "{folder}/corpus"
-modalities = ["a", "b"]
-[model]
-target = "counted_model:build"
-contract = false  # whose calls would be counted too
-dim = 16
-num_layers = 1
-[metrics]
-log_interval = {log_interval}
-wandb = {{ mode = "disabled" }}
-[checkpoint]
-every = 0
-"""
-
-
-def count_collectives(world_size: int) -> tuple[int, int, int, int]:
-    """(collectives, elements) of one rank in a step that does not log, and in one that does."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_corpus(folder / "corpus")
-        (folder / "counted_model.py").write_text(COUNTED_MODEL, encoding="utf-8")
-        config = folder / "growth.toml"
-        sizes = {"steps": STEPS, "micro_batches": MICRO_BATCHES, "log_interval": LOG_INTERVAL}
-        config.write_text(CONFIG.format(folder=folder, **sizes), encoding="utf-8")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-        subprocess.run(
-            [*launcher, PROGRAM, "--config", str(config)],
-            env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"},
-            check=True,
-            capture_output=True,
-        )
-        events = json.loads((folder / "events0").read_text(encoding="utf-8"))
-    steps: list[list[int]] = []
-    num_forwards = 0
-    for what, shapes in events:
-        if what == "a forward":
-            if num_forwards % MICRO_BATCHES == 0:
-                steps.append([])
-            num_forwards += 1
-        elif steps:
-            steps[-1].append(sum(math.prod(shape) for shape in shapes))
-    silent, logged = steps[LOG_INTERVAL], steps[LOG_INTERVAL - 1]
-    return len(silent), sum(silent), len(logged), sum(logged)
+STRATEGIES = {
+    "ddp": (2, ["strategy=ddp"]),
+    "fsdp": (2, ["strategy=fsdp"]),
+    "fsdp, accumulate whole": (2, ["strategy=fsdp", "accumulate=whole"]),
+    "fsdp, no resharding": (2, ["strategy=fsdp", "reshard_after_forward=false"]),
+    "hsdp, 2 x 2": (4, ["strategy=hsdp", "replicas=2"]),
+    "hsdp, 2 x 2, accumulate whole": (4, ["strategy=hsdp", "replicas=2", "accumulate=whole"]),
+}
+BLOCKS = 3
 
 
 def dataset(paths: Sequence[Path], num_mixed: int) -> StreamMixingDataset:
@@ -233,16 +149,21 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     """All figures; `args.plot` also writes a plot."""
     found: list[Figure] = []
     for world_size in args.ranks:
-        silent, silent_elements, logged, logged_elements = count_collectives(world_size)
+        silent, logged = count_collectives(world_size)
+        number = sum(silent.calls.values())
+        added = logged.elements["all-gather"] // world_size
         found += [
-            Figure(f"collectives per step, {world_size} ranks", silent),
-            Figure(f"collectives per logged step, {world_size} ranks", logged, at_most=silent + 1),
-            Figure(f"elements sent per rank, {world_size} ranks: gradients and sums", silent_elements),
-            Figure(
-                f"elements sent per rank, {world_size} ranks: additional on a logged step",
-                logged_elements - silent_elements,
-            ),
+            Figure(f"collectives per step, {world_size} ranks", number),
+            Figure(f"collectives per logged step, {world_size} ranks", sum(logged.calls.values()), at_most=number + 1),
+            Figure(f"elements sent per rank, {world_size} ranks: gradients and sums", silent.elements["all-reduce"]),
+            Figure(f"elements sent per rank, {world_size} ranks: additional on a logged step", added),
         ]
+    for name, (world_size, sets) in STRATEGIES.items() if args.ranks else ():
+        of_strategy = [f"distributed.{each}" for each in sets]
+        silent, _ = count_collectives(world_size, f"model.num_layers={BLOCKS}", *of_strategy)
+        for kind, number in sorted(silent.calls.items()):
+            found.append(Figure(f"{name}: {kind}s per step of {BLOCKS} blocks, {MICRO_BATCHES} micro-batches", number))
+            found.append(Figure(f"{name}: elements of its {kind}s", silent.elements[kind]))
     measured: list[tuple[str, str, Callable[[], Points], float]] = [
         ("groups", "us per batch", lambda: over_groups(args.groups, args.batches), MAX_FLAT),
         ("active readers", "us per batch", lambda: over_pool(args.pool, args.batches), MAX_SLOPE),

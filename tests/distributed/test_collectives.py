@@ -10,9 +10,14 @@ import pytest
 
 from tests.support.runs import run, write_tiny_config
 
-MICRO_BATCHES, STEPS, LOG_INTERVAL = 2, 8, 4
+pytestmark = pytest.mark.distributed
+MICRO_BATCHES, STEPS, LOG_INTERVAL, BLOCKS = 2, 8, 4, 3
+UNITS = BLOCKS + 1  # with what is in no block: embedding, last norm, output layer
+MATRICES = 8 * BLOCKS  # of the reference model
 
-# The config names this module's builder. Every forward leaves a mark, so that the collectives can be told apart by step.
+# The config names this module's builder. Every forward leaves a mark, so that the collectives can be told apart by step. The
+# mark is a hook, which stays when the model is sharded; the first one starts the profiler. Names are those of what torch is
+# asked for: gloo carries a reduce-scatter out as an all-reduce.
 MODULE = """
 import atexit, json, os
 from pathlib import Path
@@ -21,21 +26,26 @@ from trainer.model.build import build as build_reference
 
 profiler = profile(activities=[ProfilerActivity.CPU])
 
+is_recording = False
+
 def mark(module, inputs):
+    global is_recording
+    if not is_recording:
+        is_recording = True
+        profiler.start()
+        atexit.register(report)
     with record_function("a forward"):
         pass
 
 def report():
     profiler.stop()
-    marks = [(e.time_range.start, e.name) for e in profiler.events() if e.name == "a forward" or "gloo:" in e.name]
+    marks = [(e.time_range.start, e.name) for e in profiler.events() if e.name == "a forward" or e.name[:6] == "c10d::"]
     names = [name for _, name in sorted(marks)]
     Path(__file__).with_name("names" + os.environ["RANK"]).write_text(json.dumps(names))
 
 def build(vocab_size, dim, num_layers):
     model = build_reference(vocab_size, dim, num_layers)
     model.register_forward_pre_hook(mark)
-    profiler.start()
-    atexit.register(report)
     return model
 """
 
@@ -54,21 +64,69 @@ def collectives_by_step(names: list[str]) -> list[Counter[str]]:
     return steps
 
 
-@pytest.mark.distributed
+def count(folder: Path, world_size: int, *sets: str, gns: bool = True) -> list[list[Counter[str]]]:
+    """By rank, the collectives of each step."""
+    (folder / "profiled.py").write_text(MODULE, encoding="utf-8")
+    config = write_tiny_config(folder, f"\n[gns]\nenabled = {str(gns).lower()}\n\n[checkpoint]\nevery = 0\n")
+    text = config.read_text(encoding="utf-8").replace("[model]", '[model]\ntarget = "profiled:build"\ncontract = false')
+    config.write_text(text.replace("log_interval = 1", f"log_interval = {LOG_INTERVAL}"), encoding="utf-8")
+    words = [word for each in (f"model.num_layers={BLOCKS}", *sets) for word in ("--set", each)]
+    done = run("--config", config, "--steps", STEPS, *words, nproc=world_size, extra={"PYTHONPATH": str(folder)})
+    assert done.returncode == 0, done.stderr
+    found = [collectives_by_step(json.loads((folder / f"names{rank}").read_text())) for rank in range(world_size)]
+    assert {len(steps) for steps in found} == {STEPS}
+    return found
+
+
+def check(found: list[list[Counter[str]]], expected: dict[str, int]) -> None:
+    """The same in every step; a logged one has one gathering more, of all that is logged."""
+    for steps in found:
+        for number, step in enumerate(steps[1:-1], start=2):  # the set-up and the run's end are in the outer ones
+            logged = {"c10d::allgather_": 1} if number % LOG_INTERVAL == 0 else {}
+            assert step == {**expected, **logged}, (number, step)
+
+
 @pytest.mark.parametrize("has_gns", [True, False])
 def test_a_step_has_one_gradient_sync_and_one_small_reduction_and_a_logged_one_more(
     tmp_path: Path, has_gns: bool
 ) -> None:
-    (tmp_path / "profiled.py").write_text(MODULE, encoding="utf-8")
-    config = write_tiny_config(tmp_path, f"\n[gns]\nenabled = {str(has_gns).lower()}\n\n[checkpoint]\nevery = 0\n")
-    text = config.read_text(encoding="utf-8").replace("[model]", '[model]\ntarget = "profiled:build"\ncontract = false')
-    config.write_text(text.replace("log_interval = 1", f"log_interval = {LOG_INTERVAL}"), encoding="utf-8")
-    done = run("--config", config, "--steps", STEPS, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        steps = collectives_by_step(json.loads((tmp_path / f"names{rank}").read_text()))
-        assert len(steps) == STEPS
-        for number, found in enumerate(steps[1:-1], start=2):  # DDP's set-up and the run's end are in the outer ones
-            # DDP's one bucket, and the step's own sums; a logged step adds one gathering of all that is logged.
-            expected = {"gloo:all_reduce": 2, **({"gloo:all_gather": 1} if number % LOG_INTERVAL == 0 else {})}
-            assert found == expected, (number, found)
+    # DDP's one bucket, and the step's own sums.
+    check(count(tmp_path, 2, gns=has_gns), {"c10d::allreduce_": 2})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sets", "gathers", "scatters", "reduces"),
+    [
+        # Every unit is gathered for the forward, and the blocks, which are freed after it, for the backward again. Every
+        # micro-batch averages. The one all-reduce is the step's own sums.
+        (2, ["strategy=fsdp"], MICRO_BATCHES * (2 * BLOCKS + 1), MICRO_BATCHES * UNITS, 1),
+        pytest.param(
+            4, ["strategy=fsdp"], MICRO_BATCHES * (2 * BLOCKS + 1), MICRO_BATCHES * UNITS, 1, marks=pytest.mark.slow
+        ),
+        # The last micro-batch alone averages.
+        (2, ["strategy=fsdp", "accumulate=whole"], MICRO_BATCHES * (2 * BLOCKS + 1), UNITS, 1),
+        # Blocks stay whole from the forward to the backward.
+        (2, ["strategy=fsdp", "reshard_after_forward=false"], MICRO_BATCHES * UNITS, MICRO_BATCHES * UNITS, 1),
+        # The last micro-batch averages the shards of each unit over the replicas too.
+        (4, ["strategy=hsdp", "replicas=2"], MICRO_BATCHES * (2 * BLOCKS + 1), MICRO_BATCHES * UNITS, 1 + UNITS),
+        (4, ["strategy=hsdp", "replicas=2", "accumulate=whole"], MICRO_BATCHES * (2 * BLOCKS + 1), UNITS, 1 + UNITS),
+    ],
+    ids=["fsdp", "fsdp of 4", "fsdp whole", "fsdp without resharding", "hsdp", "hsdp whole"],
+)
+def test_the_collectives_of_a_sharded_step_follow_from_its_units(
+    tmp_path: Path, world_size: int, sets: list[str], gathers: int, scatters: int, reduces: int
+) -> None:
+    found = count(tmp_path, world_size, *(f"distributed.{each}" for each in sets))
+    expected = {"_allgather_base_": gathers, "_reduce_scatter_base_": scatters, "allreduce_": reduces}
+    check(found, {f"c10d::{name}": number for name, number in expected.items()})
+
+
+def test_muon_gathers_the_update_of_each_matrix_in_shards_once_a_step(tmp_path: Path) -> None:
+    found = count(tmp_path, 2, "distributed.strategy=fsdp", "optimizer.name=muon")
+    expected = {
+        "_allgather_base_": MICRO_BATCHES * (2 * BLOCKS + 1),
+        "_reduce_scatter_base_": MICRO_BATCHES * UNITS,
+        "allreduce_": 1,
+        "allgather_into_tensor_coalesced_": MATRICES,
+    }
+    check(found, {f"c10d::{name}": number for name, number in expected.items()})

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,17 +24,37 @@ STEPS = 200
 SETTINGS = ["--set", "checkpoint.every=20", "--set", f"train.steps={STEPS}"]
 
 
-class Node:
-    """One agent with one rank, in a process group of its own, as on a machine of its own."""
+class Strategy(NamedTuple):
+    """How the ranks share the model."""
 
-    def __init__(self, folder: Path, name: str, port: int) -> None:
+    name: str
+    ranks_per_node: int = 1
+
+    def settings(self, *more: str) -> list[str]:
+        words = [f"distributed.strategy={self.name}", *more]
+        return [*SETTINGS, *(word for each in words for word in ("--set", each))]
+
+
+DDP, FSDP, HSDP = Strategy("ddp"), Strategy("fsdp"), Strategy("hsdp", ranks_per_node=2)  # one replica per node
+
+
+class Node:
+    """One agent with its ranks, in a process group of its own, as on a machine of its own."""
+
+    def __init__(self, folder: Path, name: str, port: int, strategy: Strategy) -> None:
         self.log = folder / f"{name}.log"
-        options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        ranks = strategy.ranks_per_node
+        options = [
+            "--nnodes=2",
+            f"--nproc-per-node={ranks}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+        ]
         options += ["--rdzv-id=two-nodes", "--local-addr=127.0.0.1", "--max-restarts=3", "--monitor-interval=0.2"]
         # The host of the store is told by its address; on one machine both agents would match it.
         options += [f"--rdzv-conf=is_host={int(name == 'first')},join_timeout={TIMEOUT_SEC}"]
         line = [sys.executable, "-m", "torch.distributed.run", *options, str(PROGRAM)]
-        arguments = ["--config", "tiny.toml", "--run-dir", "run", "--resume", "auto", *SETTINGS]
+        arguments = ["--config", "tiny.toml", "--run-dir", "run", "--resume", "auto", *strategy.settings()]
         env = environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"})
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -41,7 +62,7 @@ class Node:
             )
 
     def lose(self) -> None:
-        """End the agent and its rank at once, without a word to the others."""
+        """End the agent and its ranks at once, without a word to the others."""
         for pid in (self.process.pid, *children_of(self.process.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -81,14 +102,19 @@ def wait_for(condition: Callable[[], bool], nodes: list[Node]) -> None:
         time.sleep(0.1)
 
 
+@pytest.fixture(params=[DDP], ids=lambda strategy: strategy.name)
+def strategy(request) -> Strategy:
+    return request.param
+
+
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[[str], Node]]:
+def start(tmp_path, strategy) -> Iterator[Callable[[str], Node]]:
     write_tiny_config(tmp_path)
     nodes: list[Node] = []
     port = free_port()
 
     def start_one(name: str) -> Node:
-        nodes.append(Node(tmp_path, name, port))
+        nodes.append(Node(tmp_path, name, port, strategy))
         return nodes[-1]
 
     yield start_one
@@ -97,12 +123,14 @@ def start(tmp_path) -> Iterator[Callable[[str], Node]]:
             node.lose()
 
 
-@pytest.fixture(scope="module")
-def uncut_losses(tmp_path_factory) -> dict[int, float]:
-    """Of the same run on two ranks of one machine, that nothing happened to."""
+@pytest.fixture
+def uncut_losses(tmp_path_factory, strategy) -> dict[int, float]:
+    """Of the same run with all ranks on one machine, that nothing happened to."""
     folder = tmp_path_factory.mktemp("uncut")
     config = write_tiny_config(folder)
-    whole = run("--config", config.name, "--run-dir", "run", *SETTINGS, nproc=2, cwd=folder)
+    settings = strategy.settings("distributed.replicas=2") if strategy == HSDP else strategy.settings()
+    ranks = 2 * strategy.ranks_per_node
+    whole = run("--config", config.name, "--run-dir", "run", *settings, nproc=ranks, cwd=folder)
     assert whole.returncode == 0, whole.stderr
     return losses(folder / "run" / "metrics.jsonl")
 
@@ -113,30 +141,33 @@ def train_until_saved(start, folder: Path) -> tuple[Node, Node]:
     return first, second
 
 
-def check_end(nodes: list[Node], folder: Path, uncut: dict[int, float]) -> None:
+def check_end(nodes: list[Node], folder: Path, uncut: dict[int, float], strategy: Strategy) -> None:
     for node in nodes:
         assert node.process.wait(timeout=TIMEOUT_SEC) == 0, node.said()[-3000:]
     status = json.loads((folder / "run" / "status.json").read_text())
     assert (status["state"], status["last_step"]) == ("done", STEPS)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("event") == "restart" for line in lines) == 1
-    assert json.loads((folder / "run" / "env.json").read_text())["world_size"] == 2
+    assert json.loads((folder / "run" / "env.json").read_text())["world_size"] == 2 * strategy.ranks_per_node
+    if strategy == HSDP:
+        assert "hsdp: 2 replicas of 2 shards" in nodes[0].said() + nodes[1].said()
     assert losses(folder / "run" / "metrics.jsonl") == uncut
 
 
-def test_a_lost_node_comes_back_and_the_run_is_the_one_that_was_never_cut(start, tmp_path, uncut_losses):
+@pytest.mark.parametrize("strategy", [DDP, FSDP, HSDP], ids=lambda strategy: strategy.name, indirect=True)
+def test_a_lost_node_comes_back_and_the_run_is_the_one_that_was_never_cut(start, tmp_path, uncut_losses, strategy):
     first, second = train_until_saved(start, tmp_path)
     second.lose()
     assert max(losses(tmp_path / "run" / "metrics.jsonl")) < STEPS, "it was lost too late"
     # The agent that is left restarts its rank, which waits at the rendezvous for a second node.
     wait_for(lambda: "failed (exitcode" in first.said(), [first])
-    check_end([first, start("second")], tmp_path, uncut_losses)
+    check_end([first, start("second")], tmp_path, uncut_losses, strategy)
 
 
-def test_losing_the_node_of_the_rendezvous_ends_the_other_and_both_come_back(start, tmp_path, uncut_losses):
+def test_losing_the_node_of_the_rendezvous_ends_the_other_and_both_come_back(start, tmp_path, uncut_losses, strategy):
     first, second = train_until_saved(start, tmp_path)
     first.lose()
     assert max(losses(tmp_path / "run" / "metrics.jsonl")) < STEPS, "it was lost too late"
     # Without the store there is nothing to wait at: the scheduler (restartPolicy, requeue) starts both again.
     assert second.process.wait(timeout=TIMEOUT_SEC) != 0
-    check_end([start("first"), start("second")], tmp_path, uncut_losses)
+    check_end([start("first"), start("second")], tmp_path, uncut_losses, strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from trainer.model.protocol import ModelOutput
@@ -42,3 +43,19 @@ class NoHead(DropoutModel):
 def no_head(vocab_size: int, dim: int, num_layers: int) -> NoHead:
     """For `[model] target`."""
     return NoHead(vocab_size, dim)
+
+
+class Scaled(DropoutModel):
+    """With a parameter that has no rows."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        return ModelOutput(self.scale * self.head(self.embedding(tokens)), None)
+
+
+def scaled(vocab_size: int, dim: int, num_layers: int) -> Scaled:
+    """For `[model] target`."""
+    return Scaled(vocab_size, dim)

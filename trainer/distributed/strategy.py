@@ -93,12 +93,21 @@ def shard_model(
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise UserError("distributed.strategy", f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
+    refuse_scalars(model)
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
+
+
+def refuse_scalars(model: nn.Module) -> None:
+    """Refuse a model with a parameter that has no rows to be sharded.
+
+    Raises:
+        UserError: naming the parameters.
+    """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise UserError("distributed.strategy", f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:

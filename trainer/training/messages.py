@@ -18,6 +18,7 @@ from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import MOMENTS, ledger_bytes
+from trainer.training.setup.sharding import describe_shape
 from trainer.wording import counted
 
 logger = get_logger(__name__)
@@ -55,11 +56,7 @@ def _shares(plan: Plan, state: TrainState) -> str:
     held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
     if mesh is None:
         return f"ddp: each rank holds the whole model: {held}"
-    shape = (
-        f"{mesh.size(0)} replicas of {counted(mesh.size(1), 'shard')}"
-        if mesh.ndim == 2
-        else counted(mesh.size(), "shard")
-    )
+    shape = describe_shape(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size(mesh.ndim - 1))
     return f"{plan.config.distributed.strategy}: {shape} of {weights / 1e6:,.1f} MB of weights; a rank holds: {held}"
 
 

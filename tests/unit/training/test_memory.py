@@ -14,10 +14,12 @@ import torch
 
 from tests.support.runs import ROOT, write_tiny_config
 from trainer.config.load import load_config
-from trainer.training.setup.memory import LiveBytes, average_into_buckets, predict_memory
+from trainer.training.setup.live_bytes import LiveBytes
+from trainer.training.setup.memory import average_into_buckets, predict_memory
 from trainer.training.setup.plan import Plan, make_plan
 
 MB = 1e6
+MOSTLY_WEIGHTS = ("model.dim=512", "data.seq_len=64", "data.mixing.batch_size=4")
 
 
 def plan_of(tmp_path: Path, *sets: str, world_size: int = 1) -> Plan:
@@ -41,6 +43,21 @@ def test_storages_are_counted_once_and_until_they_go():
     del two
 
 
+def test_a_storage_that_is_resized_counts_with_its_new_size():
+    torch_resize = torch.UntypedStorage.resize_
+    with LiveBytes() as live:
+        whole = torch.zeros(1000)
+        whole.untyped_storage().resize_(0)
+        assert (live.now, live.peak) == (0, 4000)
+        other = torch.zeros(500)
+        whole.untyped_storage().resize_(4000)
+        assert (live.now, live.peak) == (6000, 6000)
+        del whole
+        assert live.now == 2000
+    assert torch.UntypedStorage.resize_ is torch_resize
+    del other
+
+
 def test_parts_are_what_they_are_by_count(tmp_path):
     plan = plan_of(tmp_path, "ledger.capacity=100", "model.dim=32")
     memory = predict_memory(plan)
@@ -53,6 +70,53 @@ def test_parts_are_what_they_are_by_count(tmp_path):
     sgd = predict_memory(plan_of(tmp_path, "model.dim=32", "optimizer.name=sgd", "optimizer.momentum=0"))
     assert sgd.optimizer < 0.01 * weights
     assert predict_memory(plan_of(tmp_path, 'ledger.placement="host"')).ledger == 0
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sets", "shards"),
+    [
+        (2, ("strategy=fsdp",), 2),
+        (4, ("strategy=fsdp",), 4),
+        (4, ("strategy=hsdp", "replicas=2"), 2),
+        (64, ("strategy=fsdp",), 64),
+        (1, ("strategy=fsdp",), 1),
+    ],
+)
+def test_a_rank_of_several_holds_its_share_of_the_model(tmp_path, world_size, sets, shards):
+    """Rows do not divide by 64 everywhere: a share is rounded up to whole rows."""
+    distributed = [f"distributed.{each}" for each in sets]
+    sizes = ("model.dim=128", "train.micro_batches=2")
+    plan = plan_of(tmp_path, *sizes, *distributed, world_size=world_size)
+    memory = predict_memory(plan)
+    share = pytest.approx(4 * plan.num_parameters() / shards, rel=0.12 if shards == 64 else 0.02)
+    assert (memory.weights, memory.optimizer / 2, memory.gradients) == (share, share, share)
+    assert memory.buckets == 0
+    held = memory.weights + memory.optimizer + memory.gradients + memory.ledger
+    assert memory.peak > held
+
+
+def test_what_makes_a_sharded_step_smaller_or_larger_shows(tmp_path):
+    sizes = ("data.seq_len=8", "model.dim=128", "model.num_layers=6", "train.micro_batches=2")
+
+    def peak(*sets: str, world_size: int = 4) -> int:
+        overrides = [*sizes, *(f"distributed.{each}" for each in sets)]
+        return predict_memory(plan_of(tmp_path, *overrides, world_size=world_size)).peak
+
+    fsdp = peak("strategy=fsdp")
+    assert fsdp < 0.9 * peak("strategy=fsdp", world_size=2) < 0.8 * peak("strategy=ddp")
+    assert fsdp < 0.9 * peak("strategy=hsdp", "replicas=2")
+    assert peak("strategy=fsdp", "reshard_after_forward=false") > 1.1 * fsdp
+    assert peak("strategy=fsdp", "accumulate=whole") > 1.1 * fsdp
+
+
+def test_no_process_group_is_left_behind(tmp_path):
+    plan = plan_of(tmp_path, "distributed.strategy=fsdp", world_size=4)
+    before = predict_memory(plan)
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(TimeoutError):
+        predict_memory(plan, most_seconds=0.01)
+    assert not torch.distributed.is_initialized()
+    assert predict_memory(plan) == before
 
 
 def test_what_makes_a_step_smaller_or_larger_shows(tmp_path):
@@ -111,6 +175,14 @@ def test_a_model_that_takes_long_is_given_up(tmp_path):
         (2, ("objective.chunk_tokens=256", "train.activation_checkpointing=block")),
         (1, ("train.precision=bf16", "model.family=transformer")),
         (1, ("model.family=gated_delta", "optimizer.name=muon")),
+        (2, ("distributed.strategy=fsdp", *MOSTLY_WEIGHTS)),
+        (4, ("distributed.strategy=fsdp", *MOSTLY_WEIGHTS)),
+        (2, ("distributed.strategy=fsdp", "distributed.reshard_after_forward=false", *MOSTLY_WEIGHTS)),
+        (4, ("distributed.strategy=fsdp", "distributed.accumulate=whole", "train.micro_batches=2", *MOSTLY_WEIGHTS)),
+        (4, ("distributed.strategy=hsdp", "distributed.replicas=2", "train.micro_batches=2", *MOSTLY_WEIGHTS)),
+        (2, ("distributed.strategy=fsdp", "train.precision=bf16", *MOSTLY_WEIGHTS)),
+        (2, ("distributed.strategy=fsdp", "optimizer.name=muon", *MOSTLY_WEIGHTS)),
+        (2, ("distributed.strategy=fsdp", "train.activation_checkpointing=block")),
     ],
 )
 def test_a_process_takes_what_was_predicted(tmp_path, nproc, sets):
@@ -119,7 +191,7 @@ def test_a_process_takes_what_was_predicted(tmp_path, nproc, sets):
     words = [word for each in sets for word in ("--set", each)]
     predicted = predict_memory(make_plan(load_config(config, list(sets)), config, nproc)).peak
     command = [sys.executable, "-m", "trainer", "--config", str(config), *words]
-    command += ["--nproc", "2"] if nproc == 2 else []
+    command += ["--nproc", str(nproc)] if nproc > 1 else []
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     tiny = ["--set", "data.seq_len=8", "--set", "model.dim=8"]
     small = most_resident([*command, *tiny, "--run-dir", str(tmp_path / "small")], environment, nproc)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ def config(tmp_path_factory) -> Path:
     return write_tiny_config(tmp_path_factory.mktemp("config"))
 
 
-def plan(config: Path, *overrides: str) -> Plan:
-    return make_plan(load_config(config, overrides), config, 1)
+def plan(config: Path, *overrides: str, world_size: int = 1) -> Plan:
+    return make_plan(load_config(config, overrides), config, world_size)
 
 
 DOUBTS = [
@@ -116,6 +117,71 @@ def test_memory_that_no_machine_of_this_size_has_is_an_unmet_need(config, monkey
     assert what in found.problem
     assert "cpu has 16.0 GB of memory here" in found.problem
     assert not plan(config).unmet_needs(CPU)
+
+
+def test_of_a_sharded_model_a_rank_needs_memory_for_its_shards_alone(config, monkeypatch):
+    large = ["model.dim=4096", "ledger.capacity=64"]
+    needed = plan(config, *large).num_parameters() * 4 * 4
+    monkeypatch.setattr(plausible, "memory_bytes", lambda device: needed * 2 // 3)
+
+    def unmet(world_size: int, *sets: str) -> list[str]:
+        overrides = [*large, *(f"distributed.{each}" for each in sets)]
+        return [need.key for need in plan(config, *overrides, world_size=world_size).unmet_needs(CPU)]
+
+    assert unmet(4, "strategy=ddp") == unmet(1, "strategy=fsdp") == ["model"]
+    assert unmet(4, "strategy=fsdp") == unmet(4, "strategy=hsdp", "replicas=2") == []
+    assert unmet(4, "strategy=hsdp", "replicas=4") == ["model"]
+    assert unmet(4, "strategy=hsdp") == []  # one node, so one replica
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert unmet(4, "strategy=hsdp") == ["model"]
+
+
+def test_check_predicts_the_memory_of_a_rank_by_strategy(config, capsys):
+    def facts(*options: str) -> dict[str, Any]:
+        checked = program(["check", "--config", config, "--no-contract", "--json", *options], capsys)
+        assert checked.returncode == 0, checked.stderr
+        found: dict[str, Any] = json.loads(checked.stdout)["facts"]
+        return found
+
+    sizes = ("--set", "model.dim=256")
+    ddp, fsdp = facts("--nproc", "4", *sizes), facts("--world-size", "4", "--strategy", "fsdp", *sizes)
+    hsdp = facts("--world-size", "4", "--strategy", "hsdp", "--replicas", "2", *sizes)
+    assert ddp["shards"] == "none: each rank holds the whole model"
+    assert (fsdp["shards"], hsdp["shards"]) == ("4 shards", "2 replicas of 2 shards")
+    assert "shards" not in facts(*sizes)
+    held = [each["memory_megabytes"] for each in (ddp, hsdp, fsdp)]
+    for part in ("weights", "optimizer"):
+        whole, half, quarter = (each[part] for each in held)
+        assert (half, quarter) == (pytest.approx(whole / 2, rel=0.05), pytest.approx(whole / 4, rel=0.05))
+    assert held[0]["buckets"] == pytest.approx(held[0]["weights"])
+    assert held[2]["gradients"] == pytest.approx(held[2]["weights"])
+    assert held[0]["peak"] > held[1]["peak"] > held[2]["peak"]
+    text = program(["check", "--config", config, "--world-size", "4", "--strategy", "fsdp"], capsys).stdout
+    assert 'strategy = "fsdp"' in text
+    assert "#   shards = 4 shards\n" in text
+    assert " of them all the time, gradients " in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--strategy", "fspd"], "distributed.strategy: must be one of ddp, fsdp, hsdp"),
+        (["--strategy", "fsdp", "--replicas", "2"], 'distributed.replicas: 2 replicas, but the strategy is "fsdp"'),
+        (["--strategy", "hsdp", "--replicas", "3"], "distributed.replicas: 3 replicas do not divide 4 ranks"),
+    ],
+)
+def test_check_refuses_a_strategy_that_does_not_fit_the_ranks(config, capsys, options, message):
+    checked = program(["check", "--config", config, "--world-size", "4", *options], capsys)
+    assert checked.returncode == 2
+    assert message in checked.stderr
+
+
+def test_check_refuses_a_model_that_cannot_be_sharded(config, capsys):
+    own = ["--set", "model.target=tests.support.models:scaled", "--no-contract"]
+    assert program(["check", "--config", config, *own], capsys).returncode == 0
+    checked = program(["check", "--config", config, *own, "--world-size", "2", "--strategy", "fsdp"], capsys)
+    assert checked.returncode == 2
+    assert "distributed.strategy: scale: a scalar cannot be sharded" in checked.stderr
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_by_check_as_by_a_run(config, tmp_path, capsys):

@@ -15,11 +15,18 @@ if TYPE_CHECKING:
 
     from trainer.training.setup.plan import Plan
 
+TEMPORARY = ("gradients", "peak", "process")
+
 
 def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    nproc: Annotated[int, typer.Option(min=1, help="World size to assume.")] = 1,
+    world_size: Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")] = 1,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="How ranks share the model (distributed.strategy).", metavar="ddp|fsdp|hsdp"),
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")] = None,
     no_contract: Annotated[
         bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
     ] = False,
@@ -44,8 +51,8 @@ def check(
         from trainer.training.setup.plan import make_plan
         from trainer.training.setup.plausible import ledger_bytes
 
-    resolved = load_config(config_path, overrides or [])
-    plan = make_plan(resolved, Path(config_path), nproc)
+    resolved = load_config(config_path, [*(overrides or []), *_overrides(strategy, replicas)])
+    plan = make_plan(resolved, Path(config_path), world_size)
     plan.check_weights()
     plan.check_model_settings()
     refuse_empty([stream for source in plan.sources for stream in source.streams])
@@ -59,7 +66,7 @@ def check(
         facts["state_width"] = plan.state_width()
         facts["ledger_megabytes"] = round(ledger_bytes(resolved.ledger, plan.state_width()) / 1e6, 1)
     facts.update(costs_of_carry(resolved))
-    facts["memory_megabytes"] = _memory(plan, device)
+    facts.update(_memory(plan, device))
     report = "--no-contract" if no_contract else check_here(plan)
     if isinstance(report, str):
         facts["forward_pass"] = facts["contract"] = f"not tried: {report}"
@@ -73,10 +80,10 @@ def check(
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
         for source in plan.sources
     }
-    for source in plan.sources if nproc > 1 else []:
+    for source in plan.sources if world_size > 1 else []:
         if source.streams:  # opens them all, which one rank does not need: it reads everything
-            shape = source_shape(plan, source, nproc)
-            shares = {"rank_token_shares": shape.token_shares(), "masked_share": shape.worst_masked_shares()}
+            dealt = source_shape(plan, source, world_size)
+            shares = {"rank_token_shares": dealt.token_shares(), "masked_share": dealt.worst_masked_shares()}
             sources[source.name].update(shares)
     if as_json:
         content = {"config": resolved.model_dump(mode="json"), "facts": {**facts, "sources": sources}}
@@ -84,12 +91,29 @@ def check(
         return
     # The values are comments, so that the output is itself a config.
     typer.echo(to_toml(resolved))
-    typer.echo(f"# {config_path} is valid. Derived values for {counted(nproc, 'rank')}:")
+    typer.echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     _print_facts(facts, sources)
 
 
-def _memory(plan: Plan, device: torch.device) -> dict[str, float] | str:
-    """What a rank's memory will hold, in MB (1e6 bytes), or why that is not known; warns if the machine has less."""
+def _overrides(strategy: str | None, replicas: int | None) -> list[str]:
+    options = {"distributed.strategy": strategy, "distributed.replicas": replicas}
+    return [f"{key}={value}" for key, value in options.items() if value is not None]
+
+
+def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
+    """What a rank's memory will hold: of several ranks, which part of the model; in MB, or why that is not known."""
+    from trainer.distributed.env import RankInfo
+    from trainer.training.setup.sharding import describe_shape, mesh_shape
+
+    held: dict[str, Any] = {}
+    if plan.facts.world_size > 1:
+        shape = mesh_shape(plan.config.distributed, RankInfo(world_size=plan.facts.world_size))
+        held["shards"] = "none: each rank holds the whole model" if shape is None else describe_shape(*shape)
+    return {**held, "memory_megabytes": _megabytes(plan, device)}
+
+
+def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
+    """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
     from trainer.import_path import format_error
     from trainer.metrics.logger import get_logger
     from trainer.training.setup.memory import predict_memory, resident_bytes
@@ -101,7 +125,9 @@ def _memory(plan: Plan, device: torch.device) -> dict[str, float] | str:
         return "not known: it would take long to find out"
     except Exception as error:  # noqa: BLE001 - a model or optimizer of the user's own may raise anything here
         return f"not known: the step cannot run without numbers ({format_error(error)})"
-    needs = {**memory.parts(), "peak": memory.peak}
+    needs = {**memory.parts(), "gradients": memory.gradients, "peak": memory.peak}
+    if not memory.gradients:
+        del needs["gradients"]
     if device.type == "cpu" and (process := resident_bytes()):
         needs["process"] = process
     if needs["peak"] > memory_bytes(device):
@@ -117,9 +143,10 @@ def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> N
     if isinstance(memory, str):
         typer.echo(f"#   memory per rank: {memory}")
     else:
-        parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items() if name not in ("peak", "process"))
+        parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items() if name not in TEMPORARY)
         line = f"#   memory per rank: {memory['peak']:,.1f} MB of tensors at the worst moment of a step "
-        line += f"({parts} of them all the time)"
+        line += f"({parts} of them all the time"
+        line += f", gradients {memory['gradients']:,.1f} after its backward)" if "gradients" in memory else ")"
         if "process" in memory:
             line += (
                 f", and {memory['process']:,.0f} MB of the process itself: {memory['peak'] + memory['process']:,.0f} MB"

@@ -19,6 +19,8 @@ from trainer.data.formats.own_format import is_import_path
 from trainer.data.formats.registry import format_name
 from trainer.data.text_stream import prompt_ids
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import refuse_scalars, shard_units
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
@@ -28,6 +30,7 @@ from trainer.model.recompute import recompute_blocks
 from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
+from trainer.training.setup.sharding import mesh_shape
 from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
@@ -88,15 +91,16 @@ class Plan:
             vocab_size=self.vocab_size,
             num_parameters=numbers,
             state_width=width,
+            world_size=self.facts.world_size,
             device=device,
         )
 
     def check_model_settings(self) -> None:
-        """Refuse what optimizer, loss and activation checkpointing do not find in the model, without making it.
+        """Refuse a model that does not fit optimizer, loss, activation checkpointing or strategy, without making it.
 
         Raises:
             UserError: a group matches no parameter; an optimizer of the user's own does not fit; the output layer or the blocks
-                are not known.
+                are not known; the model cannot be sharded.
         """
         model = self._weightless_model()
         check_optimizer(model, self.config.optimizer)
@@ -104,6 +108,9 @@ class Plan:
             output_layer(model)
         if self.config.train.activation_checkpointing == "block":
             recompute_blocks(model)
+        if mesh_shape(self.config.distributed, RankInfo(world_size=self.facts.world_size)) is not None:
+            refuse_scalars(model)
+            shard_units(model)
 
     def check_weights(self) -> None:
         """Refuse what `begin_from_weights` would, without making the model.

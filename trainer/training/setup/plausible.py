@@ -9,7 +9,9 @@ import torch
 
 from trainer.config.rules import largest_batch, mixing_of
 from trainer.config.schema import LedgerTable, RunConfig
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError, UserErrors
+from trainer.training.setup.sharding import mesh_shape
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, printable
 
@@ -80,11 +82,16 @@ def unmet_needs(
     vocab_size: int,
     num_parameters: int,
     state_width: int,
+    world_size: int,
     device: torch.device,
 ) -> list[UserError]:
     """What the run needs and this machine does not have: CUDA, memory. A run refuses it, `check` warns.
 
-    Memory is a lower bound for one rank: parameters and optimizer, the ledger, and the logits of one micro-batch.
+    Memory is a lower bound for one rank: parameters and optimizer (of a sharded model, its shards alone), the ledger, and the
+    logits of one micro-batch.
+
+    Raises:
+        UserError: the ranks cannot share the model as `[distributed]` has it.
     """
     found = []
     if device.type != "cuda":
@@ -100,12 +107,14 @@ def unmet_needs(
     tokens = _tokens_of_a_batch(config, sources)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
+    shape = mesh_shape(config.distributed, RankInfo(world_size=world_size))
+    held = num_parameters if shape is None else -(-num_parameters // shape[1])
     needs = {
         "data.seq_len": (
             tokens * vocab_size * (4 if config.train.precision == "fp32" else 2),
             "the logits that exist together",
         ),
-        "model": (num_parameters * numbers * 4, "weights, gradients and optimizer"),
+        "model": (held * numbers * 4, "weights, gradients and optimizer"),
         "ledger.capacity": (ledger_bytes(config.ledger, state_width), "the states of the ledger"),
     }
     if device.type == "cuda" and config.ledger.placement == "host":

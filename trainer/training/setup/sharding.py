@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import DistributedTable, RunConfig
 from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.strategy import (
     GradientAveraging,
@@ -26,6 +26,7 @@ from trainer.model.deferred.steps import NotReplayable, replay
 from trainer.model.headless import output_layer
 from trainer.model.protocol import ModelOutput
 from trainer.shards import is_dtensor, own_part, own_rows
+from trainer.wording import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,23 +40,38 @@ def run_mesh(config: RunConfig, info: RankInfo, device: torch.device) -> DeviceM
     Every rank must call it.
 
     Raises:
-        UserError: replicas do not fit the nodes.
+        UserError: as `mesh_shape`.
     """
     table = config.distributed
-    if table.strategy == "ddp":
+    shape = mesh_shape(table, info)
+    if shape is None:
+        if table.strategy != "ddp":
+            logger.info('distributed.strategy = "%s": a single rank holds the whole model', table.strategy)
         return None
-    if info.world_size == 1:
-        logger.info('distributed.strategy = "%s": a single rank holds the whole model', table.strategy)
-        return None
-    replicas = 1
-    if table.strategy == "hsdp":
-        replicas = table.replicas or num_nodes(info)
-        if info.world_size % replicas:
-            problem = f"{replicas} nodes do not divide {info.world_size} ranks"
-            raise UserError("distributed.replicas", problem, "set it to a number that does")
-        if replicas == 1:
-            logger.info('distributed.strategy = "hsdp" with one replica (one per node) is "fsdp"')
+    replicas, _ = shape
+    if table.strategy == "hsdp" and replicas == 1:
+        logger.info('distributed.strategy = "hsdp" with one replica (one per node) is "fsdp"')
     return make_mesh(world_size=info.world_size, replicas=replicas, device=device)
+
+
+def mesh_shape(table: DistributedTable, info: RankInfo) -> tuple[int, int] | None:
+    """(replicas, shards of each) of a run; None if every rank holds the whole model.
+
+    Raises:
+        UserError: replicas do not fit the nodes.
+    """
+    if table.strategy == "ddp" or info.world_size == 1:
+        return None
+    replicas = (table.replicas or num_nodes(info)) if table.strategy == "hsdp" else 1
+    if info.world_size % replicas:
+        problem = f"{replicas} nodes do not divide {info.world_size} ranks"
+        raise UserError("distributed.replicas", problem, "set it to a number that does")
+    return replicas, info.world_size // replicas
+
+
+def describe_shape(replicas: int, shards: int) -> str:
+    """For people."""
+    return counted(shards, "shard") if replicas == 1 else f"{replicas} replicas of {counted(shards, 'shard')}"
 
 
 def sharded_model(
@@ -77,7 +93,7 @@ def sharded_model(
         shard_over(mesh, model, config)
         return model.to(device)
     shard_over(mesh, model, config)
-    _make_empty(model, device)
+    make_empty(model, device)
     places = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -92,7 +108,7 @@ def sharded_model(
     return model
 
 
-def _make_empty(model: nn.Module, device: torch.device) -> None:
+def make_empty(model: nn.Module, device: torch.device) -> None:
     """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
     first: dict[int, str] = {}
     names = model.named_parameters(remove_duplicate=False)

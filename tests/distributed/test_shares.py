@@ -1,0 +1,87 @@
+"""What a rank really holds: parameters, gradients and moments of a sharded model are 1 / shards of those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.gloo import run_on_ranks
+from tests.support.runs import write_tiny_config
+from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
+from trainer.shards import own_part
+from trainer.training.setup.memory import predict_memory
+from trainer.training.setup.parts import autocast_context, make_objective, make_state, with_noise_scale
+from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.sharding import average_over_ranks, run_mesh
+from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.step import StepSettings, TrainStep
+
+pytestmark = pytest.mark.distributed
+CPU = torch.device("cpu")
+SIZES = ("model.dim=64", "train.micro_batches=2")
+
+
+def plan_of(config: Path, world_size: int, sets: tuple[str, ...]) -> Plan:
+    return make_plan(load_config(config, [*SIZES, *sets]), config, world_size)
+
+
+def stored(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind them, once each: a view of something whole counts as the whole."""
+    storages = [own_part(tensor.detach()).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tuple[int, int, int]:
+    """Bytes of parameters, of gradients between the last backward and the update, and of the optimizer's state."""
+    info = RankInfo(rank, rank, world_size)
+    plan = plan_of(config, world_size, sets)
+    mesh = run_mesh(plan.config, info, CPU)
+    state = with_noise_scale(make_state(plan, info, CPU, mesh), plan.config, info)
+    model, averaging = average_over_ranks(state.model, state.model, plan.config, info, CPU, mesh)
+    step = TrainStep(
+        model=model,
+        ledger=None,
+        objective=make_objective(plan.config.objective),
+        optimizer=state.optimizer,
+        gns=state.gns,
+        scaler=state.scaler,
+        settings=StepSettings(micro_batches=2, max_tokens_per_micro=64, clip_grad_norm=1.0),
+        averaging=averaging,
+        world_size=world_size,
+        device=CPU,
+        autocast=autocast_context(plan.config, CPU),
+    )
+    tokens = torch.randint(plan.vocab_size, (4, 16))
+    for number in (1, 2):
+        step.accumulate(number, [MicroBatch({"tokens": tokens}, tokens, None, {})] * 2, details=None)
+        gradients = stored(p.grad for p in state.model.parameters() if p.grad is not None)
+        step.finish(step.launch(lr=1e-3, stop=False, saved=False))
+    moments = [value for each in state.optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+    return stored(state.model.parameters()), gradients, stored(moments)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sets", "shards"),
+    [
+        (2, ("distributed.strategy=fsdp",), 2),
+        (4, ("distributed.strategy=fsdp",), 4),
+        (4, ("distributed.strategy=fsdp", "distributed.accumulate=whole"), 4),
+        (4, ("distributed.strategy=hsdp", "distributed.replicas=2"), 2),
+        (2, ("distributed.strategy=ddp",), 1),
+    ],
+)
+def test_parameters_gradients_and_moments_are_one_share_of_those_of_one_rank(tmp_path, world_size, sets, shards):
+    config = write_tiny_config(tmp_path)
+    alone = held(0, 1, config, ())
+    assert alone[0] == alone[1] == 4 * plan_of(config, 1, ()).num_parameters()
+    predicted = predict_memory(plan_of(config, world_size, sets))
+    for found in run_on_ranks(held, world_size, config, sets, torch_keeps_group=True):
+        assert found == pytest.approx([size / shards for size in alone], rel=0.1)
+        assert found[2] == pytest.approx(predicted.optimizer, rel=0.02)
+        if shards > 1:
+            assert found[:2] == pytest.approx((predicted.weights, predicted.gradients), rel=0.02)
