@@ -1061,7 +1061,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "step": [
         Mutant(
-            "trainer/training/setup/memory.py",
+            "trainer/training/setup/live_bytes.py",
             "if key in self._seen:",
             "if False:",
             "tests/unit/training/test_memory.py::test_storages_are_counted_once_and_until_they_go",

@@ -54,6 +54,13 @@ class Skipping(torch.optim.Optimizer):
 class SkippingSGD(Skipping, torch.optim.SGD):
     """torch's SGD for shards, which its fused one does not take (torch 2.13)."""
 
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        flag, self.found_inf = self.found_inf, None  # which torch's own refuses
+        try:
+            super()._step_one(parameter, group)
+        finally:
+            self.found_inf = flag
+
 
 class SkippingMuon(Skipping, torch.optim.Muon):
     """torch's Muon; of a matrix in shards, each rank orthogonalizes the whole and keeps its rows."""
