@@ -19,6 +19,7 @@ from trainer.training.setup.parts import autocast_context, make_objective, make_
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sharding import average_over_ranks, run_mesh
 from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.optimizer import named_state
 from trainer.training.step.step import StepSettings, TrainStep
 
 pytestmark = pytest.mark.distributed
@@ -61,7 +62,8 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
         step.accumulate(number, [MicroBatch({"tokens": tokens}, tokens, None, {})] * 2, details=None)
         gradients = stored(p.grad for p in state.model.parameters() if p.grad is not None)
         step.finish(step.launch(lr=1e-3, stop=False, saved=False))
-    moments = [value for each in state.optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+    states = named_state(state.optimizer, state.model).values()
+    moments = [value for each in states for value in each.values() if isinstance(value, Tensor)]
     return stored(state.model.parameters()), gradients, stored(moments)
 
 
@@ -73,11 +75,13 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
         (4, ("distributed.strategy=fsdp", "distributed.accumulate=whole"), 4),
         (4, ("distributed.strategy=hsdp", "distributed.replicas=2"), 2),
         (2, ("distributed.strategy=ddp",), 1),
+        (2, ("distributed.strategy=fsdp", "optimizer.name=sgd"), 2),
+        (2, ("distributed.strategy=fsdp", "optimizer.name=muon"), 2),
     ],
 )
 def test_parameters_gradients_and_moments_are_one_share_of_those_of_one_rank(tmp_path, world_size, sets, shards):
     config = write_tiny_config(tmp_path)
-    alone = held(0, 1, config, ())
+    alone = held(0, 1, config, tuple(each for each in sets if each.startswith("optimizer.")))
     assert alone[0] == alone[1] == 4 * plan_of(config, 1, ()).num_parameters()
     predicted = predict_memory(plan_of(config, world_size, sets))
     for found in run_on_ranks(held, world_size, config, sets, torch_keeps_group=True):
