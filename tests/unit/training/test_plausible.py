@@ -146,9 +146,9 @@ def test_check_predicts_the_memory_of_a_rank_by_strategy(config, capsys):
     sizes = ("--set", "model.dim=256")
     ddp, fsdp = facts("--nproc", "4", *sizes), facts("--world-size", "4", "--strategy", "fsdp", *sizes)
     hsdp = facts("--world-size", "4", "--strategy", "hsdp", "--replicas", "2", *sizes)
-    assert ddp["shards"] == "none: each rank holds the whole model"
-    assert (fsdp["shards"], hsdp["shards"]) == ("4 shards", "2 replicas of 2 shards")
-    assert "shards" not in facts(*sizes)
+    assert ddp["sharding"] == "none: each rank holds the whole model"
+    assert (fsdp["sharding"], hsdp["sharding"]) == ("4 shards", "2 replicas of 2 shards")
+    assert "sharding" not in facts(*sizes)
     held = [each["memory_megabytes"] for each in (ddp, hsdp, fsdp)]
     for part in ("weights", "optimizer"):
         whole, half, quarter = (each[part] for each in held)

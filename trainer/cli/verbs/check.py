@@ -108,7 +108,7 @@ def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
     held: dict[str, Any] = {}
     if plan.facts.world_size > 1:
         shape = mesh_shape(plan.config.distributed, RankInfo(world_size=plan.facts.world_size))
-        held["shards"] = "none: each rank holds the whole model" if shape is None else describe_shape(*shape)
+        held["sharding"] = "none: each rank holds the whole model" if shape is None else describe_shape(*shape)
     return {**held, "memory_megabytes": _megabytes(plan, device)}
 
 
