@@ -60,7 +60,9 @@ class Storage:
     """
 
     def __init__(self, url: str, *, key: str) -> None:
-        protocol, _, rest = url.partition("://")
+        protocol, separator, rest = url.partition("://")
+        if not separator or not protocol.isidentifier():
+            raise UserError(key, f"{url} is no URL of a store", "write it as s3://BUCKET/PREFIX or file:///DIRECTORY")
         self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
         if urlsplit(url).password is not None:
             problem = "has a password in its URL, which every run would copy into its config"
@@ -68,7 +70,7 @@ class Storage:
         self._is_object_store = protocol in OBJECT_STORES
         self._is_s3 = protocol in ("s3", "s3a")
         if self._is_object_store and not rest.strip("/"):
-            raise UserError(key, f"{url} names no bucket", "s3://BUCKET/PREFIX")
+            raise UserError(key, f"{url} names no bucket", "write it as s3://BUCKET/PREFIX")
         try:
             core = importlib.import_module("fsspec.core")
             # A cached listing would show what this process itself has seen, not what the store has.
@@ -77,7 +79,9 @@ class Storage:
             problem = f"{self.url} needs a package that is not installed ({error})"
             raise UserError(key, problem, "pip install 'trainer[remote]', or the package that is named") from None
         except ValueError as error:
-            raise UserError(key, f"{self.url} is no URL of a store: {error}", "s3://BUCKET/PREFIX") from None
+            raise UserError(
+                key, f"{self.url} is no URL of a store: {error}", "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
+            ) from None
         except Exception as error:  # noqa: BLE001 - backends raise anything
             raise UserError(key, f"{self.url} cannot be opened: {reason_of(error)}", "check the URL") from None
         self._root = str(root).rstrip("/")

@@ -278,7 +278,8 @@ def test_a_stop_of_one_rank_ends_an_evaluation_of_shards_on_all(config, tmp_path
         word for each in (*SETTINGS, *STRATEGIES["fsdp"], *FAULTY, "ledger.probe_every=0") for word in ("--set", each)
     ]
     arguments = ("--config", config, "--run-dir", tmp_path / "run", "--steps", 8, *words)
-    fault = {"what": "signal", "rank": 1, "mode": "eval", "step": 1, "micro": 0}
+    # The first forward without training is that which looks for blocks that are not called.
+    fault = {"what": "signal", "rank": 1, "mode": "eval", "step": 1, "micro": 1}
     with Ranks(arguments, logs=tmp_path / "logs", fault=fault) as ranks:
         assert ranks.wait(60) == [0, 0], ranks.said()
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["last_step"]) == ("stopped", 5)
@@ -434,3 +435,66 @@ def test_shards_read_nothing_of_a_step_that_does_not_log(config, tmp_path):
     done = run(*arguments, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("forbidden") == 2 * 8
+
+
+UNITS = """
+import torch
+from torch import nn
+from trainer.model.protocol import ModelOutput
+
+
+class Layer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.map = nn.LayerNorm(dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return x + self.map(self.norm(x))
+
+
+class Units(nn.Module):
+    state_width = 0
+
+    def __init__(self, vocab_size, dim, num_layers, how="called"):
+        super().__init__()
+        self.how = how
+        self.emb, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(num_layers))
+        if how in ("twice", "list", "property"):
+            self.shard_units = {"twice": lambda: [*self.layers, self.layers[0]], "list": lambda: [self.layers]}.get(how, [])
+
+    def forward(self, tokens, state=None):
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = x + layer.map(layer.norm(x)) if self.how == "bypassed" else layer(x)
+        return ModelOutput(self.head(x), None)
+
+
+def build(**settings):
+    return Units(**settings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("called", ""),
+        ("bypassed", "uses a part of a block without calling the block"),
+        ("twice", "Units.shard_units names a module twice"),
+        ("list", "Units.shard_units names a module without a forward"),
+        ("property", "Units.shard_units gives something else than modules inside the model"),
+    ],
+)
+def test_blocks_of_ones_own_are_found_and_wrong_ones_refused_by_run_and_check(config, tmp_path, how, said):
+    (tmp_path / "own_units.py").write_text(UNITS)
+    sets = ("model.target=own_units:build", f'model.args={{how="{how}"}}', *STRATEGIES["fsdp"], "eval.every=0")
+    sets += ("sample.every=0",)
+    words = [word for each in sets for word in ("--set", each)]
+    extra = {"PYTHONPATH": str(tmp_path)}
+    done = run("--config", config, "--run-dir", tmp_path / "run", "--steps", 3, *words, nproc=2, extra=extra)
+    checked = run("check", "--config", config, *words, "--world-size", 2, extra=extra)
+    assert (done.returncode, checked.returncode) == ((2, 2) if said else (0, 0)), done.stderr + checked.stderr
+    assert said in done.stderr
+    assert said in checked.stderr
+    assert "Traceback" not in done.stderr + checked.stderr
+    assert "no blocks" not in done.stderr

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli.options import ConfigOption, SetOption, require_config
+from trainer.cli.options import ConfigOption, ReplicasOption, SetOption, StrategyOption, require_config
 from trainer.cli.refuse import refuse
 from trainer.cli.verbs import (
     check,
@@ -74,6 +74,8 @@ def train(
         typer.Option(help="off, auto, or a checkpoint's path or URL (checkpoint.resume).", metavar="off|auto|PATH"),
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Number of ranks to start on this machine.")] = None,
+    strategy: StrategyOption = None,
+    replicas: ReplicasOption = None,
     stdout: Annotated[
         str | None,
         typer.Option(help="Format of stdout: json, line or off (metrics.stdout).", metavar="json|line|off"),
@@ -98,6 +100,7 @@ def train(
         return
     config_path = require_config(config, "train")
     options = {"train.steps": steps, "checkpoint.resume": resume, "metrics.stdout": stdout}
+    options |= {"distributed.strategy": strategy, "distributed.replicas": replicas}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     from trainer.cli.launch import run_training
 

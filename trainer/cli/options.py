@@ -13,6 +13,11 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a config value; repeatable.", metavar="TABLE.KEY=VALUE"),
 ]
+StrategyOption = Annotated[
+    str | None,
+    typer.Option(help="How ranks share the model (distributed.strategy).", metavar="ddp|fsdp|hsdp"),
+]
+ReplicasOption = Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunArgument = Annotated[str, typer.Argument(help="A run directory, or a metrics.jsonl.", metavar="RUN_DIR")]
 FormatOption = Annotated[

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LARGE_SHARE = 0.5  # of a model's parameters: a list of modules that holds more is its layers
-
 
 @dataclass(frozen=True)
 class GradientAveraging:
@@ -112,39 +110,52 @@ def refuse_scalars(model: nn.Module) -> None:
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time: what `model.shard_units()` returns; or its `blocks`; or
-    the modules of the `nn.ModuleList` that holds most of its parameters; or else its children.
+    the modules of the `nn.ModuleList` that holds most parameters; or else its children.
 
     A module that shares a parameter with another part of the model is left out, since FSDP would break the tie.
 
     Raises:
-        UserError: `shard_units()` returns something else than modules inside the model, or modules that share parameters.
+        UserError: `shard_units` is no method, or returns something else than modules inside the model that can be gathered one
+            at a time.
     """
     own = getattr(model, "shard_units", None)
     if own is not None:
-        units = list(own())
-        inside = set(model.modules()) - {model}
-        problem = ""
-        if not units or any(unit not in inside for unit in units):
-            problem = "gave something else than modules inside the model"
-        elif _apart(model, units) != units:
-            problem = "gave modules that share parameters with other parts of the model"
-        if problem:
-            name = f"{type(model).__name__}.shard_units()"
-            raise UserError("distributed.strategy", f"{name} {problem}", "return modules to be gathered one at a time")
+        units = list(own()) if callable(own) else []
+        if problem := _problem_of(model, units):
+            name = f"{type(model).__name__}.shard_units"
+            fix = "make it a method that returns modules to be gathered one at a time"
+            raise UserError("distributed.strategy", f"{name} {problem}", fix)
         return units
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, nn.ModuleList) and len(blocks):
         return _apart(model, list(blocks))
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    largest = max(lists, key=num_parameters, default=None)
-    if largest is not None and num_parameters(largest) > LARGE_SHARE * num_parameters(model):
-        return _apart(model, list(largest))
+    lists = [
+        [part for part in each if _has_forward(part)] for each in model.modules() if isinstance(each, nn.ModuleList)
+    ]
+    largest = max(lists, key=lambda parts: sum(map(num_parameters, parts)), default=[])
+    if largest:
+        return _apart(model, largest)
     children = [child for child in model.children() if num_parameters(child) and _has_forward(child)]
     units = _apart(model, children)
     names = [name for name, child in model.named_children() if child in units]
-    text = "%s has no blocks to be sharded one by one (shard_units(), or an nn.ModuleList named blocks): using %s"
+    text = "%s has no blocks to be sharded one by one (shard_units(), or an nn.ModuleList): using %s"
     logger.info(text, type(model).__name__, few(names) if names else "the whole model as one")
     return units
+
+
+def _problem_of(model: nn.Module, units: Sequence[object]) -> str:
+    """What is wrong with the modules that a model names; empty if nothing is."""
+    inside = set(model.modules()) - {model}
+    modules = [unit for unit in units if isinstance(unit, nn.Module) and unit in inside]
+    if not units or len(modules) < len(units):
+        return "gives something else than modules inside the model"
+    if len(set(modules)) < len(modules):
+        return "names a module twice"
+    if not all(map(_has_forward, modules)):
+        return "names a module without a forward, such as an nn.ModuleList"
+    return (
+        "" if _apart(model, modules) == modules else "gives modules that share parameters with other parts of the model"
+    )
 
 
 def _apart(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:

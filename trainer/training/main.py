@@ -39,7 +39,7 @@ from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state, with_noise_scale
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan, width_of
 from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.sharding import run_mesh
+from trainer.training.setup.sharding import refuse_bypassed_units, run_mesh
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import printable
 
@@ -131,6 +131,7 @@ def _train_in_group(
         mesh = run_mesh(config, info, device)
         with raise_on_all_ranks(world_size=info.world_size):
             state = make_state(plan, info, device, mesh)
+        refuse_bypassed_units(state.model, device)
         state = with_noise_scale(state, config, info)
         if state.gns is not None:
             stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)

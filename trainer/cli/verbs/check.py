@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.cli.imports import uncollected
-from trainer.cli.options import ConfigOption, JsonOption, SetOption, require_config
+from trainer.cli.options import (
+    ConfigOption,
+    JsonOption,
+    ReplicasOption,
+    SetOption,
+    StrategyOption,
+    require_config,
+)
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -22,11 +29,8 @@ def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
     world_size: Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")] = 1,
-    strategy: Annotated[
-        str | None,
-        typer.Option(help="How ranks share the model (distributed.strategy).", metavar="ddp|fsdp|hsdp"),
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")] = None,
+    strategy: StrategyOption = None,
+    replicas: ReplicasOption = None,
     no_contract: Annotated[
         bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
     ] = False,
@@ -43,20 +47,15 @@ def check(
 
         from trainer.config.load import load_config, to_toml
         from trainer.config.rules import check_state_rules, costs_of_carry
-        from trainer.data.streams.layout import refuse_empty
         from trainer.metrics.logger import get_logger
         from trainer.preview.shapes import source_shape
-        from trainer.training.checkpointing.resume_checks import check_resume
         from trainer.training.setup.contract import check_here, refuse_breaches
         from trainer.training.setup.plan import make_plan
         from trainer.training.setup.plausible import ledger_bytes
 
     resolved = load_config(config_path, [*(overrides or []), *_overrides(strategy, replicas)])
     plan = make_plan(resolved, Path(config_path), world_size)
-    plan.check_weights()
-    plan.check_model_settings()
-    refuse_empty([stream for source in plan.sources for stream in source.streams])
-    check_resume(resolved)
+    _refuse_what_a_run_would(plan)
     device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
     for unmet in plan.unmet_needs(device):
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
@@ -95,6 +94,20 @@ def check(
     _print_facts(facts, sources)
 
 
+def _refuse_what_a_run_would(plan: Plan) -> None:
+    """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
+    from trainer.data.streams.layout import refuse_empty
+    from trainer.storage import Storage
+    from trainer.training.checkpointing.resume_checks import check_resume
+
+    plan.check_weights()
+    plan.check_model_settings()
+    refuse_empty([stream for source in plan.sources for stream in source.streams])
+    check_resume(plan.config)
+    if (url := plan.config.checkpoint.remote) is not None:
+        Storage(url, key="checkpoint.remote")  # which sends nothing
+
+
 def _overrides(strategy: str | None, replicas: int | None) -> list[str]:
     options = {"distributed.strategy": strategy, "distributed.replicas": replicas}
     return [f"{key}={value}" for key, value in options.items() if value is not None]
@@ -114,16 +127,23 @@ def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
+    from trainer.errors import UserError
     from trainer.import_path import format_error
     from trainer.metrics.logger import get_logger
     from trainer.training.setup.memory import predict_memory, resident_bytes
     from trainer.training.setup.plausible import memory_bytes
+    from trainer.training.setup.sharding import bypassed
 
     try:
         memory = predict_memory(plan)
     except TimeoutError:
         return "not known: it would take long to find out"
-    except Exception as error:  # noqa: BLE001 - a model or optimizer of the user's own may raise anything here
+    except Exception as error:
+        if plan.facts.world_size > 1 and plan.config.distributed.strategy != "ddp":
+            if isinstance(error, UserError):
+                raise
+            if (found := bypassed(error)) is not None:
+                raise found from None
         return f"not known: the step cannot run without numbers ({format_error(error)})"
     needs = {**memory.parts(), "gradients": memory.gradients, "peak": memory.peak}
     if not memory.gradients:

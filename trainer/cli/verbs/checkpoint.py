@@ -52,7 +52,7 @@ def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     entries = _entries(run_dir, is_deep=True)
     if not entries:
         raise UserError(run_dir, "has no checkpoint", "set checkpoint.every, or let the run finish")
-    _print(run_dir, entries, as_json=as_json)
+    _print(run_dir, entries, as_json=as_json, is_deep=True)
     fix = "resume from an older one: --resume auto does so by itself"
     damaged = [UserError("checkpoint", entry.problem, fix) for entry in entries if entry.problem is not None]
     if damaged:
@@ -128,6 +128,8 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
             entries.append(CheckpointEntry(step, path, "?", num_bytes, world_size, step == newest, problem))
     except StorageError as error:
         raise UserError(url, f"cannot be read: {error}", "check the URL, the endpoint and the credentials") from None
+    if not entries:
+        raise UserError(url, "has no checkpoint", "name what checkpoint.remote names, without the step")
     return entries
 
 
@@ -166,7 +168,7 @@ def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
     )
 
 
-def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool) -> None:
+def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool, is_deep: bool = False) -> None:
     if as_json:
         typer.echo(json.dumps({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]}, indent=2))
         return
@@ -175,7 +177,11 @@ def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool) -> No
         table.add_column(name, justify="right")
     table.add_column("state")
     for entry in entries:
-        state = "complete" if entry.problem is None else entry.problem.removeprefix(f"{entry.path}: ")
+        state = (
+            ("verified" if is_deep else "complete")
+            if entry.problem is None
+            else entry.problem.removeprefix(f"{entry.path}: ")
+        )
         table.add_row(
             f"{entry.step:,}",
             entry.saved,

@@ -42,6 +42,8 @@ SILENT = (
     "data.cache_",
     *HARMLESS,
 )
+# But this is said: a model that needs shards may be resumed without them by mistake.
+SAID = ("distributed.strategy",)
 
 
 def check_resume(config: RunConfig) -> None:
@@ -75,7 +77,7 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
             "--resume", f"the checkpoint was made with another config: {listed}", "restore them, or start a new run"
         )
     for key in changed:
-        if not key.startswith(SILENT):
+        if key in SAID or not key.startswith(SILENT):
             logger.warning("resuming with another config: %s: %r -> %r", key, before.get(key), now.get(key))
 
 

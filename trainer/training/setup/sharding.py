@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.model.deferred.build import record
 from trainer.model.deferred.steps import NotReplayable, replay
-from trainer.model.headless import output_layer
+from trainer.model.headless import FEW_TOKENS, output_layer
 from trainer.model.protocol import ModelOutput
 from trainer.shards import is_dtensor, own_part, own_rows
 from trainer.wording import counted
@@ -50,7 +51,9 @@ def run_mesh(config: RunConfig, info: RankInfo, device: torch.device) -> DeviceM
         return None
     replicas, _ = shape
     if table.strategy == "hsdp" and replicas == 1:
-        logger.info('distributed.strategy = "hsdp" with one replica (one per node) is "fsdp"')
+        logger.info(
+            'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
+        )
     return make_mesh(world_size=info.world_size, replicas=replicas, device=device)
 
 
@@ -147,6 +150,42 @@ def shard_over(mesh: DeviceMesh, model: nn.Module, config: RunConfig) -> None:
 def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """FSDP looks for tensors in tuples, lists and dicts alone; a model may return any object with the fields."""
     return output if isinstance(output, tuple) else ModelOutput(output.logits, output.state)
+
+
+def refuse_bypassed_units(model: nn.Module, device: torch.device) -> None:
+    """Run a few tokens, and refuse a sharded model that uses a module's parts without calling the module.
+
+    Every rank must call it.
+
+    Raises:
+        UserError: a parameter was used that is not gathered.
+    """
+    if not any(map(is_dtensor, model.parameters())):
+        return
+    try:
+        inspect.signature(model.forward).bind(tokens=None, state=None)
+    except TypeError:  # it takes inputs that only the data have
+        return
+    root: Any = model
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            model(tokens=torch.zeros(1, FEW_TOKENS, dtype=torch.int64, device=device), state=None)
+    except RuntimeError as error:
+        raise bypassed(error) or error from None
+    finally:
+        model.train(was_training)
+        root.reshard()
+
+
+def bypassed(error: Exception) -> UserError | None:
+    """What to say of an error that a parameter in shards has caused; None for any other."""
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    problem = "the model uses a part of a block without calling the block, so that its parameters are not gathered"
+    fix = "call blocks through their forward, or return other modules from shard_units()"
+    return UserError("distributed.strategy", problem, fix)
 
 
 def average_over_ranks(
