@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, BinaryIO, TypeVar
 
 import torch.distributed as dist
@@ -151,18 +152,18 @@ class Watchdog:
             # Who found it first has ended meanwhile, and is silent too.
             gone = self._if_store_lives(self._found_gone)
             if gone:
-                return f"rank {gone} is gone ({own})"
+                return _gone(f"rank {gone}", own)
             time.sleep(self._interval / 5)
         if self.hang is not None:
             return self.hang
         after = self._if_store_lives(self._heartbeats)
         if before is None or after is None:
-            return f"rank 0, which hosts the store, is gone ({own})"
+            return _gone("rank 0, which hosts the store,", own)
         silent = ", ".join(str(rank) for rank in range(self._info.world_size) if before[rank] == after[rank])
         if not silent:
             return own
         self._if_store_lives(lambda: self._store.set(GONE_KEY, silent))
-        return f"rank {silent} is gone ({own})"
+        return _gone(f"rank {silent}", own)
 
     def write(self, text: str) -> None:
         """Write details to this rank's log that do not belong on stderr."""
@@ -240,6 +241,11 @@ class Watchdog:
             return action()
         except RuntimeError:  # torch's DistError is one
             return None
+
+
+def _gone(who: str, error: str) -> str:
+    """What to say of a rank that sends no heartbeat any more, given the error that this one has met, which may be long."""
+    return f"{who} is gone (killed, for want of memory perhaps, or its machine is lost; here: {shorten(error, 150)})"
 
 
 def is_of_a_collective(error: Exception) -> bool:
