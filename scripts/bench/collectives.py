@@ -37,6 +37,8 @@ is_recording = False
 
 def mark(module, inputs):
     global is_recording
+    if not module.training:
+        return
     if not is_recording:  # not before: it holds on to the parameters of a model that is being sharded
         is_recording = True
         profiler.start()

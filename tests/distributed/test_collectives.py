@@ -30,6 +30,8 @@ is_recording = False
 
 def mark(module, inputs):
     global is_recording
+    if not module.training:
+        return
     if not is_recording:
         is_recording = True
         profiler.start()

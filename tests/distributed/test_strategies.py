@@ -218,14 +218,14 @@ def test_other_optimizers_step_the_same(config, tmp_path, name):
 @pytest.mark.parametrize(
     "sets",
     [
-        ("objective.chunk_tokens=8", "train.activation_checkpointing=block"),
+        pytest.param(("objective.chunk_tokens=8", "train.activation_checkpointing=block"), marks=pytest.mark.slow),
         ("model.family=lstm", "model.args={tie_embeddings=true}"),
         pytest.param(
             ("train.tbptt_cells=2", "data.max_group_cells=8", "train.activation_checkpointing=cell"),
             marks=pytest.mark.slow,
         ),
         pytest.param(("ledger.burn_in=4",), marks=pytest.mark.slow),
-        pytest.param(("distributed.reshard_after_forward=false",), marks=pytest.mark.slow),
+        ("distributed.reshard_after_forward=false", "objective.chunk_tokens=8"),
         pytest.param(("data.pack=true", "model.family=gated_delta"), marks=pytest.mark.slow),
         pytest.param(("model.family=qwen3_next", "model.dim=64", "eval.every=0"), marks=pytest.mark.slow),
         pytest.param(("train.compile=true", "eval.every=0", "sample.every=0"), marks=pytest.mark.slow),

@@ -108,6 +108,15 @@ def refuse_scalars(model: nn.Module) -> None:
         raise UserError("distributed.strategy", f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the whole parameters that a forward without a backward has left, so that the model has its shards alone."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time: what `model.shard_units()` returns; or its `blocks`; or
     the modules of the `nn.ModuleList` that holds most parameters; or else its children.

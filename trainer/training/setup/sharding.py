@@ -15,6 +15,7 @@ from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.strategy import (
     GradientAveraging,
     make_mesh,
+    reshard,
     shard_model,
     shard_units,
     sharded_averaging,
@@ -166,7 +167,6 @@ def refuse_bypassed_units(model: nn.Module, device: torch.device) -> None:
         inspect.signature(model.forward).bind(tokens=None, state=None)
     except TypeError:  # it takes inputs that only the data have
         return
-    root: Any = model
     was_training = model.training
     model.eval()
     try:
@@ -176,7 +176,7 @@ def refuse_bypassed_units(model: nn.Module, device: torch.device) -> None:
         raise bypassed(error) or error from None
     finally:
         model.train(was_training)
-        root.reshard()
+        reshard(model)
 
 
 def bypassed(error: Exception) -> UserError | None:
@@ -207,6 +207,5 @@ def average_over_ranks(
     table = config.distributed
     if mesh is None:
         return with_ddp(row_model, world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
-    root: Any = model
-    root.reshard()  # a forward without a backward leaves the root's own parameters whole
+    reshard(model)  # some tokens may have been run through it
     return row_model, sharded_averaging(model, mesh, keeps_whole=table.accumulate == "whole")
