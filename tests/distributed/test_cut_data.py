@@ -26,16 +26,27 @@ def make_config(tmp_path):
     return write_tiny_config(tmp_path)
 
 
+def run_that_is_cut(folder, world_size):
+    """The directory of a run whose files are cut after its second step, and what it said."""
+    folder.mkdir()
+    config, run_dir = make_config(folder), folder / "run"
+    arguments = ("--config", config, "--run-dir", run_dir, "--steps", 100_000, "--set", "distributed.timeout_sec=30")
+    with Ranks(arguments, logs=folder / "logs", world_size=world_size) as ranks:
+        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 2), ranks.said()
+        for path in (folder / "corpus").glob("*/*.txt"):
+            os.truncate(path, 10)
+        codes, said = ranks.wait(), ranks.said()
+    assert all(code > 0 for code in codes) or "Bus error" in said, said
+    return run_dir, said
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_file_that_is_cut_under_a_run_ends_it_with_the_file_and_the_reason(tmp_path, world_size):
-    config, run_dir = make_config(tmp_path), tmp_path / "run"
-    arguments = ("--config", config, "--run-dir", run_dir, "--steps", 100_000, "--set", "distributed.timeout_sec=30")
-    with Ranks(arguments, logs=tmp_path / "logs", world_size=world_size) as ranks:
-        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 2), ranks.said()
-        for path in (tmp_path / "corpus").glob("*/*.txt"):
-            os.truncate(path, 10)
-        assert all(code > 0 for code in ranks.wait()), ranks.said()
-        said = ranks.said()
+    # A cut between the look at a file's size and the read that follows is a bus error: rare, and what the next test is about.
+    for attempt in range(3):
+        run_dir, said = run_that_is_cut(tmp_path / str(attempt), world_size)
+        if "Bus error" not in said:
+            break
     ended = status(run_dir)
     assert ended["state"] == "failed"
     for told in (said, ended["reason"]):
