@@ -101,6 +101,13 @@ def load_weights(model: nn.Module, path: str | Path, *, key: str = "model.weight
     return metadata
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Name of a parameter's further places in the model -> its first name."""
+    first: dict[int, str] = {}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: owner for name, p in names if (owner := first.setdefault(id(p), name)) != name}
+
+
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:
     """Reject tensors that are not exactly those of `model` (which may be on the meta device).
 
@@ -115,10 +122,8 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path
     ]
     problems += [f"{name}: not in the file" for name in own if name not in tensors]
     problems += [f"{name}: the model has no such tensor" for name in tensors if name not in own]
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        if first != name and not problems and not torch.equal(tensors[first], tensors[name]):
+    for name, first in ({} if problems else tied_names(model)).items():
+        if not torch.equal(tensors[first], tensors[name]):
             problems.append(f"{name}: differs from {first}, which the model ties to it")
     if problems:
         more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
+from trainer.model.weights import tied_names
 from trainer.shards import as_shard, is_dtensor, own_part, own_range
 from trainer.training.checkpointing import former
 from trainer.training.checkpointing.checkpoint import TensorPart, is_former, model_file
@@ -69,7 +70,7 @@ def model_part(
     if rank not in model_ranks(model):
         return None
     state = model.state_dict()
-    shared = _ties(model)
+    shared = tied_names(model)
     kept = {name: value for name, value in state.items() if name not in shared}
     tree = {"model": kept, "optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
     values, tensors = pack(tree)
@@ -133,7 +134,7 @@ def load_weights_of(model: nn.Module, saved: Tensors) -> None:
         OtherModel: they are those of another model.
         DamagedFile: they cannot be read.
     """
-    own, shared = model.state_dict(), _ties(model)
+    own, shared = model.state_dict(), tied_names(model)
     problems = _misfits(own, shared, saved)
     if problems:
         raise OtherModel(few(problems))
@@ -184,8 +185,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
 
 def scaler_state(saved: Tensors) -> dict[str, Any]:
     """The loss scaler's `state_dict()`."""
-    found: dict[str, Any] = saved.values["former" if "former" in saved.values else "scaler"]
-    return found["scaler"] if "former" in saved.values else found
+    state: dict[str, Any] = saved.values.get("former", saved.values)["scaler"]
+    return state
 
 
 def _read(saved: Tensors, name: str, *, like: Tensor) -> Tensor:
@@ -193,13 +194,6 @@ def _read(saved: Tensors, name: str, *, like: Tensor) -> Tensor:
     if is_dtensor(like) and saved.shapes.get(name) == tuple(like.shape):
         return as_shard(saved.read(name, *own_range(like)), like)
     return saved.read(name)
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Name of a parameter's further places -> its first name."""
-    first: dict[int, str] = {}
-    names = model.named_parameters(remove_duplicate=False)
-    return {name: owner for name, p in names if (owner := first.setdefault(id(p), name)) != name}
 
 
 def _mesh(model: nn.Module) -> Any:

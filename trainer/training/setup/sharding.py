@@ -27,6 +27,7 @@ from trainer.model.deferred.build import record
 from trainer.model.deferred.steps import NotReplayable, replay
 from trainer.model.headless import FEW_TOKENS, output_layer
 from trainer.model.protocol import ModelOutput
+from trainer.model.weights import tied_names
 from trainer.shards import is_dtensor, own_part, own_rows
 from trainer.wording import counted
 
@@ -114,9 +115,7 @@ def sharded_model(
 
 def make_empty(model: nn.Module, device: torch.device) -> None:
     """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
-    first: dict[int, str] = {}
-    names = model.named_parameters(remove_duplicate=False)
-    tied = {name: owner for name, p in names if (owner := first.setdefault(id(p), name)) != name}
+    tied = tied_names(model)
     model.to_empty(device=device)
     for name, owner in tied.items():
         module, _, attribute = name.rpartition(".")
