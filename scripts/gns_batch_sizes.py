@@ -19,7 +19,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,20 +28,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.build import build
 
 SEQ_LEN = 64
 HELD_OUT_SEQUENCES = 192
 NUM_EVALUATIONS = 64
-RATES = tuple(1e-3 * 2.0 ** (k / 2) for k in range(12))
+RATES = tuple(1e-3 * 2.0 ** (k / 2) for k in range(14))
 VOCAB = 256
+TUNED_ON = 2  # seeds
+SMOOTHED = 9
 
 
 @dataclass(frozen=True)
 class Setting:
     """One run."""
 
+    dim: int
+    num_layers: int
     batch: int
     lr: float
     seed: int
@@ -49,12 +52,12 @@ class Setting:
     """Budget of training sequences."""
     target: float = 0.0
     """Held-out loss at which the run ends."""
-    micro_batches: int = 2
 
     @property
     def name(self) -> str:
         """Key in the results file."""
-        return f"batch={self.batch} lr={self.lr:g} seed={self.seed} sequences={self.sequences} target={self.target:.4f}"
+        size = f"dim={self.dim} layers={self.num_layers} sequences={self.sequences}"
+        return f"{size} batch={self.batch} lr={self.lr:g} seed={self.seed} target={self.target:.4f}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ class Curve:
     steps: list[int]
     held_out: list[float]
     """Nats per byte."""
-    b_simple: list[float | None]
+    tr_sigma: list[list[float]]
+    """tr(Sigma) of each parameter, averaged over the steps since the evaluation before."""
+    grad_sq: list[list[float]]
+    """|G|^2 of each parameter, likewise."""
     seconds: float
 
     def steps_to(self, target: float) -> float | None:
@@ -78,12 +84,16 @@ class Curve:
         return None
 
     def mean_b(self, batch: int, target: float) -> float:
-        """B averaged until `target` is reached, each step weighted by its progress, 1 / (1 + B/batch)."""
+        """B on the way to `target`: the ratio of the averages of tr(Sigma) and |G|^2 over `SMOOTHED` evaluations around each,
+        averaged with each step's progress, 1 / (1 + B/batch), as weight."""
         until = self.steps_to(target)
         assert until is not None
-        known = [b for step, b in zip(self.steps, self.b_simple, strict=True) if step <= until and b is not None]
-        progress = [1.0 / (1.0 + b / batch) for b in known]
-        return math.fsum(p * b for p, b in zip(progress, known, strict=True)) / math.fsum(progress)
+        s, g = (np.array(rows).sum(axis=1) for rows in (self.tr_sigma, self.grad_sq))
+        kernel = np.ones(SMOOTHED)
+        b = np.convolve(s, kernel, "same") / np.convolve(g, kernel, "same")
+        b = b[: sum(step <= until for step in self.steps)]
+        progress = 1.0 / (1.0 + b / batch)
+        return float((progress * b).sum() / progress.sum())
 
 
 def read_corpus(root: Path) -> tuple[Tensor, Tensor]:
@@ -112,37 +122,46 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1))
 
 
+def square_norms(tensors: Sequence[Tensor]) -> np.ndarray:
+    """Square norm of each tensor, float64 [P]."""
+    return torch.stack(torch._foreach_norm(tensors)).double().square().numpy()
+
+
 def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
     """Train from scratch. The sequences depend only on the seed, so every batch size sees the same ones."""
     began = time.perf_counter()
     torch.manual_seed(setting.seed)
-    model = build(VOCAB, 48, 1)
+    model = build(VOCAB, setting.dim, setting.num_layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=setting.lr, betas=(0.9, 0.95))
     num_steps = setting.sequences // setting.batch
     every = max(num_steps // NUM_EVALUATIONS, 1)
-    gns = GradientNoiseScale(model, ema=1.0 - 1.0 / min(max(2 * every, 10), 100), weights_are_tokens=False)
     data_rng = torch.Generator().manual_seed(1000 + setting.seed)
     fixed = draw(held_out, HELD_OUT_SEQUENCES, torch.Generator().manual_seed(0))
-    curve = Curve([], [], [], 0.0)
-    m = setting.micro_batches
+    curve = Curve([], [], [], [], 0.0)
+    parameters = list(model.parameters())
+    small, big = np.zeros(len(parameters)), np.zeros(len(parameters))
+    half = setting.batch // 2
     for step in range(1, num_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = setting.lr * min(1.0, step * setting.batch / (0.02 * setting.sequences))
-        rows = draw(train, setting.batch, data_rng).chunk(m)
-        gns.begin_window(m)
-        for k in range(m):
-            loss = loss_of(model, rows[k]) / m
-            gns.begin_micro(last=k == m - 1)
+        halves = draw(train, setting.batch, data_rng).chunk(2)
+        before = [torch.zeros_like(p) for p in parameters]
+        for rows in halves:
+            loss = loss_of(model, rows) / 2
             loss.backward()  # type: ignore[no-untyped-call]
-            gns.end_micro(1 / m, len(rows[k]))
-        metrics = gns.step()
+            gradients = [p.grad.clone() for p in parameters if p.grad is not None]
+            small += 4 * square_norms(torch._foreach_sub(gradients, before)) / 2
+            before = gradients
+        big += square_norms(before)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % every == 0:
             with torch.no_grad():
                 curve.held_out.append(float(loss_of(model, fixed)))
             curve.steps.append(step)
-            curve.b_simple.append(metrics.get("gns/b_simple"))
+            curve.tr_sigma.append(list((small - big) / (1 / half - 1 / setting.batch) / every))
+            curve.grad_sq.append(list((2 * big - small) / every))
+            small[:], big[:] = 0.0, 0.0
             if curve.held_out[-1] <= setting.target:
                 break
     return Curve(**{**asdict(curve), "seconds": time.perf_counter() - began})
@@ -161,21 +180,15 @@ class Results:
         if setting.name not in self._curves:
             self._data = self._data or read_corpus(self._corpus)
             curve = run(setting, *self._data)
-            b = [value for value in curve.b_simple[len(curve.b_simple) // 2 :] if value is not None]
-            middle = f"{np.median(b):.1f}" if b else "absent"
-            print(f"{setting.name}: loss {curve.held_out[-1]:.4f}, B {middle}, {curve.seconds:.0f} s", flush=True)
+            print(f"{setting.name}: loss {curve.held_out[-1]:.4f}, {curve.seconds:.0f} s", flush=True)
             self._curves[setting.name] = asdict(curve)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._curves), encoding="utf-8")
         return Curve(**self._curves[setting.name])
 
 
-def best_rate(curve_at: Callable[[int], Curve], cost: Callable[[Curve], float], first: int) -> int:
+def best_rate(cost_at: Callable[[int], float], first: int) -> int:
     """Index in RATES of the cheapest rate: descend by factors of 2, then try half a step either way."""
-
-    def cost_at(index: int) -> float:
-        return cost(curve_at(index))
-
     best = first
     for stride in (2, 1):
         while True:
@@ -197,6 +210,8 @@ class Row:
     lr: float
     steps: list[float]
     """Steps to the target, by seed."""
+    b: list[float]
+    """B on the way, by seed."""
 
     @property
     def mean(self) -> float:
@@ -204,30 +219,43 @@ class Row:
         return statistics.fmean(self.steps)
 
 
-def measure(results: Results, middle: int, sequences: int, seeds: int) -> tuple[float, list[Row], list[float]]:
-    """The target, a row per batch size, and B of the middle batch's runs by seed.
+@dataclass(frozen=True)
+class Found:
+    """What the runs of one model say."""
+
+    size: tuple[int, int]
+    """Width, layers."""
+    target: float
+    rows: list[Row]
+
+
+def measure(results: Results, size: tuple[int, int], batches: Sequence[int], sequences: int, seeds: int) -> Found:
+    """Steps to the target by batch size, and B.
 
     The target is the loss that every seed reaches at the largest batch size, tuned for the lowest final loss; the other
     batch sizes are tuned for the fewest steps to it.
     """
-    large, small = 4 * middle, middle // 4
 
-    def curve_of(batch: int, target: float, seed: int, rate: int) -> Curve:
-        return results.get(Setting(batch, RATES[rate], seed, sequences, target))
+    def curves(batch: int, target: float, rate: int, seeds: int) -> list[Curve]:
+        settings = [Setting(*size, batch, RATES[rate], seed, sequences, target) for seed in range(seeds)]
+        return [results.get(setting) for setting in settings]
 
-    rate = best_rate(partial(curve_of, large, 0.0, 0), lambda c: min(c.held_out), 6)
-    largest = [curve_of(large, 0.0, seed, rate) for seed in range(seeds)]
+    def final_loss(rate: int) -> float:
+        return statistics.fmean(min(c.held_out) for c in curves(batches[-1], 0.0, rate, TUNED_ON))
+
+    rate = best_rate(final_loss, 7)
+    largest = curves(batches[-1], 0.0, rate, seeds)
     target = max(min(curve.held_out) for curve in largest)
-    rows, of_middle = [Row(large, RATES[rate], steps_of(largest, target))], []
-    for batch in (middle, small):
-        rate = best_rate(
-            partial(curve_of, batch, target, 0), lambda c: c.steps_to(target) or math.inf, max(rate - 2, 0)
-        )
-        found = [curve_of(batch, target, seed, rate) for seed in range(seeds)]
-        rows.append(Row(batch, RATES[rate], steps_of(found, target)))
-        if batch == middle:
-            of_middle = [curve.mean_b(batch, target) for curve in found]
-    return target, rows[::-1], of_middle
+    rows = [Row(batches[-1], RATES[rate], steps_of(largest, target), [c.mean_b(batches[-1], target) for c in largest])]
+    for batch in batches[-2::-1]:
+
+        def steps(rate: int, batch: int = batch) -> float:
+            return statistics.fmean(c.steps_to(target) or math.inf for c in curves(batch, target, rate, TUNED_ON))
+
+        rate = best_rate(steps, max(rate - 1, 0))
+        found = curves(batch, target, rate, seeds)
+        rows.append(Row(batch, RATES[rate], steps_of(found, target), [c.mean_b(batch, target) for c in found]))
+    return Found(size, target, rows[::-1])
 
 
 def steps_of(curves: list[Curve], target: float) -> list[float]:
@@ -299,15 +327,16 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
     parser.add_argument("--out", type=Path, default=Path("build/gns_batch_sizes.json"))
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--middle", type=int, default=48, help="estimate of B, a multiple of 8")
-    parser.add_argument("--sequences", type=int, default=24_576, help="sequences per run")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sizes", default="48x1,64x2", help="width x layers, of each model")
+    parser.add_argument("--batches", default="16,32,64,128,256")
+    parser.add_argument("--sequences", type=int, default=49_152, help="sequences per run")
+    parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    target, rows, of_middle = measure(Results(args.out, args.corpus), args.middle, args.sequences, args.seeds)
-    report(target, rows, of_middle)
-    if args.plot:
-        plot(args.plot, rows, of_middle)
+    results, batches = Results(args.out, args.corpus), [int(batch) for batch in args.batches.split(",")]
+    for size in args.sizes.split(","):
+        dim, num_layers = map(int, size.split("x"))
+        print(measure(results, (dim, num_layers), batches, args.sequences, args.seeds))
 
 
 if __name__ == "__main__":

@@ -268,6 +268,10 @@ class NoiseScaleAverage:
             self.token_sum = self._ema * self.token_sum + fresh * window.num_tokens * window.big_noise
             self.token_weight = self._ema * self.token_weight + fresh
 
+    def current(self) -> Ratio | None:
+        """B as it is now, with its bounds; None before `MIN_PAIRS` windows. Everything that acts on B acts on this."""
+        return self._noise.ratio()
+
     @property
     def reason(self) -> str | None:
         """Why `gns/b_simple` is absent; None if it is present."""
