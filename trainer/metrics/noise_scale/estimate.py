@@ -19,9 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from trainer.errors import UserError
+from trainer.metrics.noise_scale.current import Current, History
+from trainer.metrics.noise_scale.ratio import Ratio, bounded_ratio, is_positive
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
@@ -38,11 +40,6 @@ NUM_SUMS = 10
 
 MIN_SPREAD = 1e-3  # 1 - V_big / V_small below which the two batch sizes count as one
 MIN_PAIRS = 5  # fewer pairs do not give a usable standard error
-# Normal quantiles of the two bounds of a ratio. The upper one is strict because a point is reported only where it exists: a
-# run looks hundreds of times, and at 97.5 % too, the few luckiest windows would report a B far too small, with a bound that
-# excludes the truth.
-LOW_QUANTILE = 1.96  # the ratio is below the lower bound in 2.5 % of all windows
-HIGH_QUANTILE = 3.72  # the ratio is above the upper bound in 0.01 % of all windows
 CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
 
 
@@ -128,18 +125,6 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     )
 
 
-class Ratio(NamedTuple):
-    """A ratio of two averages and its bounds; None is a bound, or a value, that the data do not determine."""
-
-    low: float | None
-    high: float | None = None
-    value: float | None = None
-    """None without an upper bound."""
-    error: float | None = None
-    """Distance of value and upper bound in units of the bound's quantile: the standard error by the delta method where y is
-    known well, more where it is not, where that method is too small."""
-
-
 class PairAverage:
     """Bias-corrected exponential averages of x and y with the covariance of the two averages.
 
@@ -177,45 +162,15 @@ class PairAverage:
         scale = share / (1.0 - share) / self.weight
         return self.c_xx * scale, self.c_yy * scale, self.c_xy * scale
 
-    def is_positive(self, average: float, variance: float) -> bool:
-        """Whether an average with this variance is above zero, by the strict test that the upper bound needs."""
-        t = self._t_quantile(HIGH_QUANTILE)
-        return average > 0.0 and average * average > t * t * variance
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of the two variances: the effective number of pairs - 1."""
+        return self.weight**2 / self.weight_sq - 1.0
 
     def ratio(self) -> Ratio | None:
-        """x / y of the averages with bounds by Fieller (1954), "Some problems in interval estimation".
-
-        The bounds are the ratios r for which the average of `x - r y` is t_low above or t_high below zero, in its own
-        standard errors: no division by y, so that they hold for any y, also one that is not told from zero. B is not
-        negative, so the part of the confidence set below zero is left out. None before `MIN_PAIRS` pairs.
-        """
+        """x / y of the averages, with bounds; None before `MIN_PAIRS` pairs."""
         moments = self.covariance()
-        if moments is None:
-            return None
-        (var_x, var_y, cov), x, y = moments, self.mean_x, self.mean_y
-        # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero; b^2 - a k is written
-        # without cancellation.
-        spread = x * x * var_y - 2.0 * x * y * cov + y * y * var_x
-        product = var_x * var_y - cov * cov
-        t = self._t_quantile(LOW_QUANTILE)
-        low: float | None = 0.0
-        k = x * x - t * t * var_x
-        if x > 0.0 and k > 0.0:
-            divisor = x * y - t * t * cov + t * math.sqrt(max(spread - t * t * product, 0.0))
-            low = k / divisor if divisor > 0.0 else None
-        if not self.is_positive(y, var_y):
-            return Ratio(low)
-        t = self._t_quantile(HIGH_QUANTILE)
-        root = t * math.sqrt(max(spread - t * t * product, 0.0))
-        high = (x * y - t * t * cov + root) / (y * y - t * t * var_y)
-        return Ratio(low, high, x / y, (high - x / y) / t)
-
-    def _t_quantile(self, z: float) -> float:
-        """Quantile of Student's t where the normal one is z: inverse of Wallace (1959), 0.5 % (z = 1.96) and 6 % (3.72) too
-        large at 4 degrees of freedom, exact for many. The degrees are the effective number of pairs - 1."""
-        freedom = self.weight**2 / self.weight_sq - 1.0
-        exponent = (z * (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0)) ** 2 / freedom
-        return math.sqrt(freedom * math.expm1(min(exponent, 700.0)))  # a tiny `ema` would overflow
+        return None if moments is None else bounded_ratio(self.mean_x, self.mean_y, *moments, freedom=self.freedom)
 
     def state_dict(self) -> dict[str, float]:
         """All fields as plain floats."""
@@ -244,6 +199,7 @@ class NoiseScaleAverage:
             raise UserError("gns.ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
         self._ema = ema
         self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
+        self._history = History()  # of the same pairs
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
@@ -259,6 +215,7 @@ class NoiseScaleAverage:
             return
         self._absent = None
         self._noise.update(window.tr_sigma, window.grad_sq)
+        self._history.add(window.tr_sigma, window.grad_sq)
         if window.between is not None and window.within is not None:
             self._consistency.update(window.between, window.within)
         self.small_noise, self.big_noise = window.small_noise, window.big_noise
@@ -268,9 +225,9 @@ class NoiseScaleAverage:
             self.token_sum = self._ema * self.token_sum + fresh * window.num_tokens * window.big_noise
             self.token_weight = self._ema * self.token_weight + fresh
 
-    def current(self) -> Ratio | None:
-        """B as it is now, with its bounds; None before `MIN_PAIRS` windows. Everything that acts on B acts on this."""
-        return self._noise.ratio()
+    def current(self) -> Current | None:
+        """B as it is now, without the averages' lag; None before there are enough windows. What acts on B acts on this."""
+        return self._history.current()
 
     @property
     def reason(self) -> str | None:
@@ -296,6 +253,11 @@ class NoiseScaleAverage:
         ratio = self._noise.ratio()
         if ratio is not None:
             values.update(self._values_of_ratio(ratio))
+        current = self.current()
+        if current is not None:
+            (low, high, value, _), steps = current
+            found = {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high, "gns/b_now_steps": float(steps)}
+            values.update((key, number) for key, number in found.items() if number is not None)
         return values
 
     def drain_metrics(self) -> dict[str, float]:
@@ -331,19 +293,21 @@ class NoiseScaleAverage:
         if ratio.value is not None and ratio.error is not None:
             value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
             return {"gns/consistency": value, "gns/consistency_se": ratio.error}
-        is_capped = pair.is_positive(pair.mean_x, moments[0]) and abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
+        is_capped = is_positive(pair.mean_x, moments[0], pair.freedom) and abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
         return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """The two averages and the gauges as plain floats; taken between windows."""
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, the history and the gauges as plain floats; taken between windows."""
         return {
             "noise": self._noise.state_dict(),
+            "history": self._history.state_dict(),
             "consistency": self._consistency.state_dict(),
             "gauges": {name: float(getattr(self, name)) for name in self.GAUGES},
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state exactly."""
+        self._history.load_state_dict(state.get("history", []))  # checkpoints of earlier versions have none
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:
