@@ -21,6 +21,7 @@ BLOCKS = 32  # of one length, before two of them become one of twice that length
 MIN_WINDOWS = 8  # a line has two parameters, and the scatter about it has to be known
 GROWTH = 1.4  # of the window from one candidate to the next
 TOLERANCE = 2.0  # normal quantile by which the fits over all shorter windows must agree with a window's
+ROUNDING = 1e-9  # relative difference that says nothing
 SHORTENED = 0.5  # share of the longest window without visible curvature that is used
 
 
@@ -128,7 +129,7 @@ def longest_straight(fits: Sequence[_Fit]) -> _Fit:
     low, high = np.full(2, -math.inf), np.full(2, math.inf)
     longest = fits[0]
     for fit in fits:
-        margin = t_quantile(TOLERANCE, fit.freedom) * np.sqrt(np.diag(fit.covariance))
+        margin = t_quantile(TOLERANCE, fit.freedom) * np.sqrt(np.diag(fit.covariance)) + ROUNDING * abs(fit.now)
         low, high = np.maximum(low, fit.now - margin), np.minimum(high, fit.now + margin)
         if (low > high).any():
             break
