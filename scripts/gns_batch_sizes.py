@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +121,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1))
 
 
-def square_norms(tensors: Sequence[Tensor]) -> np.ndarray:
+def square_norms(tensors: list[Tensor]) -> np.ndarray:
     """Square norm of each tensor, float64 [P]."""
     return torch.stack(torch._foreach_norm(tensors)).double().square().numpy()
 
@@ -150,7 +149,7 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
             loss = loss_of(model, rows) / 2
             loss.backward()  # type: ignore[no-untyped-call]
             gradients = [p.grad.clone() for p in parameters if p.grad is not None]
-            small += 4 * square_norms(torch._foreach_sub(gradients, before)) / 2
+            small += 4 * square_norms(list(torch._foreach_sub(gradients, before))) / 2
             before = gradients
         big += square_norms(before)
         optimizer.step()

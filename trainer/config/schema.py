@@ -255,6 +255,9 @@ class GnsTable(Table):
     """Measure it in every optimizer step."""
     ema: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Decay of the moving averages of its numerator and denominator; 0.95 averages about 40 steps."""
+    components_every: WholeNumber = 0
+    """Steps between measurements of where the noise comes from (streams, groups, rows), which runs each micro-batch in two
+    halves; only logged steps have one. 0: none."""
 
 
 class WandbTable(Table):

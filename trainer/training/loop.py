@@ -10,6 +10,7 @@ from __future__ import annotations
 from trainer.distributed.agree import gather_from_ranks
 from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
 from trainer.training.run import Run, StepInFlight
+from trainer.training.step.components import split
 
 
 def run_loop(run: Run) -> str:
@@ -50,13 +51,17 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         window = run.windows.read()
     if window is None:
         return "data exhausted", None
+    micros, coincidence = window.micros, None
+    if run.splits(step):
+        micros, coincidence = split(micros), run.coincidence_at((step - 1) * len(micros))
     run.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
         run.train_step.accumulate(
             step,
-            window.micros,
+            micros,
             details=run.details if run.logs(step) else None,
             probe=run.probe if run.probes(step) else None,
+            coincidence=coincidence,
         )
     run.at("optimizer", step)
     with run.tracker.section("optimizer"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,8 @@ class Run:
     """None: off, or the model has no state."""
     reporters: Mapping[str, Reporter]
     """What a logged step reports beside its loss, by the name of its guard; `position.unlogged` and `details` among them."""
+    coincidence_at: Callable[[int], float]
+    """Micro-batch -> probability that two rows of the data, drawn independently, come from the same stream."""
     metric_keys: tuple[str, ...]
     """Every key that a reporter of any rank can have."""
     diagnostics: Diagnostics
@@ -106,6 +108,11 @@ class Run:
     def logs(self, step: int) -> bool:
         """Whether `step` is logged; the same on all ranks."""
         return self.tracker.will_log(step) or step == self.position.last_step
+
+    def splits(self, step: int) -> bool:
+        """Whether `step` measures where gradient noise comes from; the same on all ranks."""
+        every = self.config.gns.components_every
+        return every > 0 and step % every == 0 and self.logs(step)
 
     def probes(self, step: int) -> bool:
         """Whether `step` measures what carrying is worth; the same on all ranks."""

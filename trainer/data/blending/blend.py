@@ -168,6 +168,13 @@ class BlendDataset:
             batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
         return batch
 
+    def shares_at(self, batch: int) -> list[float]:
+        """What the weights call for at a batch: the share of each source, all zero where all weights are."""
+        at = [
+            source.weight.evaluate(positions(source.weight.unit, batch, self._micro_batches)) for source in self.sources
+        ]
+        return [weight / (sum(at) or 1.0) for weight in at]
+
     def _choose(self, expected: list[float]) -> None:
         """Compute the choices from the next batch to the end of its block, -1 where all weights are zero.
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.metrics.noise_scale.components import NoiseComponents
 from trainer.metrics.noise_scale.current import Current, History
 from trainer.metrics.noise_scale.ratio import Ratio, bounded_ratio, is_positive
 
@@ -200,6 +201,7 @@ class NoiseScaleAverage:
         self._ema = ema
         self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
         self._history = History()  # of the same pairs
+        self.components = NoiseComponents()
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
@@ -242,7 +244,7 @@ class NoiseScaleAverage:
 
     def metrics(self) -> dict[str, float]:
         """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the start."""
-        values = {"gns/skipped": self.skipped}
+        values = {"gns/skipped": self.skipped, **self.components.metrics()}
         if self._noise.count == 0.0:
             return values
         values["gns/tr_sigma"] = self._noise.mean_x
@@ -293,7 +295,9 @@ class NoiseScaleAverage:
         if ratio.value is not None and ratio.error is not None:
             value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
             return {"gns/consistency": value, "gns/consistency_se": ratio.error}
-        is_capped = is_positive(pair.mean_x, moments[0], pair.freedom) and abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
+        is_capped = (
+            is_positive(pair.mean_x, moments[0], pair.freedom) and abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
+        )
         return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -301,13 +305,16 @@ class NoiseScaleAverage:
         return {
             "noise": self._noise.state_dict(),
             "history": self._history.state_dict(),
+            "components": self.components.state_dict(),
             "consistency": self._consistency.state_dict(),
             "gauges": {name: float(getattr(self, name)) for name in self.GAUGES},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state exactly."""
-        self._history.load_state_dict(state.get("history", []))  # checkpoints of earlier versions have none
+        # Checkpoints of earlier versions have neither.
+        self._history.load_state_dict(state.get("history", []))
+        self.components.load_state_dict(state.get("components", []))
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:

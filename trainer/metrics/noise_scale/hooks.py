@@ -20,6 +20,7 @@ after that node.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -84,20 +85,20 @@ class GradientNoiseScale(NoiseScaleAverage):
             accumulated = partial(self._hook, owner, self._accumulated)
             self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
-    def begin_window(self, num_micros: int | None = None) -> None:
+    def begin_window(self, num_micros: int | None = None, *, pairs: bool = False) -> None:
         """Start a window; an unfinished one is discarded.
 
         Args:
             num_micros: micro-batches to come. On a single rank it places the middle, which `gns/consistency` needs;
                 without it that key is absent there.
+            pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients of each micro-batch.
         """
         device = self._parameters[0].device
         self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=device)
         self._sums[noise_scale.RANKS] = 1.0
-        self._micro_square = self._middle_square = self._sums.new_zeros(())
+        self._pairs: list[Tensor] | None = [] if pairs else None
         self._middle_at = (num_micros + 1) // 2 if num_micros is not None and self._world_size == 1 else None
         self._window_start = self._micro
-        self._middle_fires = 0
         self._is_moved = False  # `.grad` is no longer what this rank has accumulated
         self._window_fires.clear()
 
@@ -107,8 +108,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         in_window = self._micro - self._window_start
         self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
         self._is_first = in_window == 1
+        self._sums_up = self._is_middle or self._pairs is not None
         self._micro_square = self._sums.new_zeros(())
-        self._repeats = 0
+        self._sum_square = self._sums.new_zeros(())  # of the running sum
+        self._sum_fires = self._repeats = 0
         self._is_active = True
 
     def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
@@ -143,12 +146,15 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._warn_of_repeats()
         update = [factor, small, factor * noise, factor.square() * noise, zero, zero, zero, tokens, zero, fault]
         self._sums += torch.stack(update)
-        # The middle needs `.grad` to be the sum over its group for every parameter. It is not if a parameter with an older
-        # gradient was not used in this micro-batch, if FSDP2 keeps the sum elsewhere (it reduces in another type than it
-        # accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has that one's norm.
-        is_whole = self._is_first or (not self._is_moved and self._middle_fires >= len(self._window_fires))
+        # The middle, and pairs, need `.grad` to be the sum over its group for every parameter. It is not if a parameter with
+        # an older gradient was not used in this micro-batch, if FSDP2 keeps the sum elsewhere (it reduces in another type
+        # than it accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has that one's
+        # norm.
+        is_whole = self._is_first or (not self._is_moved and self._sum_fires >= len(self._window_fires))
+        square = self._micro_square if self._is_first else self._sum_square
+        if self._pairs is not None:
+            self._pairs.append(torch.stack([factor, self._micro_square, square if is_whole else square * math.nan]))
         if self._is_middle and is_whole:
-            square = self._micro_square if self._is_first else self._middle_square
             kappas = self._sums[noise_scale.KAPPA]
             safe = torch.where(kappas > 0.0, kappas, 1.0)
             self._sums[noise_scale.MIDDLE_KAPPA] = kappas
@@ -162,6 +168,11 @@ class GradientNoiseScale(NoiseScaleAverage):
         if not self._window_fires:
             sums[noise_scale.FAULTS] += 1.0
         return sums
+
+    def pair_norms(self) -> Tensor | None:
+        """[K, 3] float64 on the device: kappa, square norm of the gradient, and that of the running sum of gradients before any
+        reduction, of each micro-batch of a window with `pairs`; None without. NaN where `.grad` is not that sum."""
+        return torch.stack(self._pairs) if self._pairs else None
 
     def grad_sq(self) -> Tensor:
         """[] float64: square norm of the `.grad` of all parameters, by the kernel that measures micro-batches.
@@ -228,22 +239,22 @@ class GradientNoiseScale(NoiseScaleAverage):
         if gns._fired_in[index] == gns._micro:
             gns._repeats += 1
         gns._fired_in[index] = gns._micro
-        if gns._is_middle:
+        if gns._sums_up:
             gns._is_moved |= gns._leaves.hooked[index].grad is None and index in gns._window_fires
-        elif gns._world_size > 1:
+        if not gns._is_middle and gns._world_size > 1:
             gns._is_moved |= gns._leaves.reduces_now()
         gns._window_fires.add(index)
         gns._micro_square += square_norm(grad).to(gns._sums.device)
 
     @staticmethod
     def _accumulated(owner: weakref.ref[GradientNoiseScale], parameter: Tensor) -> None:
-        """The hook after accumulation, which measures the sum over the middle group."""
+        """The hook after accumulation, which measures the running sum."""
         gns = owner()
         assert gns is not None
-        if not gns._is_middle or gns._is_first or parameter.grad is None:
+        if not gns._sums_up or gns._is_first or parameter.grad is None:
             return
-        gns._middle_fires += 1
-        gns._middle_square += square_norm(parameter.grad).to(gns._sums.device)
+        gns._sum_fires += 1
+        gns._sum_square += square_norm(parameter.grad).to(gns._sums.device)
 
     def _warn_of_repeats(self) -> None:
         if not self._has_warned:

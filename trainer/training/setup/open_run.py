@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ from trainer.training.setup.sharding import average_over_ranks
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest
 from trainer.training.step.carry import StepProbe
+from trainer.training.step.components import coincidence
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.schedule import make_schedule
@@ -185,6 +187,7 @@ def open_run(
         details=details,
         probe=probe,
         reporters=reporters,
+        coincidence_at=partial(coincidence, state.dataset, [source.concentration for source in plan.sources]),
         metric_keys=tuple(key for reporter in reporters.values() for key in reporter.metric_keys),
         diagnostics=diagnostics,
         tracker=state.tracker,

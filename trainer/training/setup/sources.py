@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from trainer.config.base import ScheduleTable, Weight
 from trainer.config.data_tables import SourceTable
@@ -32,6 +35,13 @@ class Source:
     """Empty for a target."""
     copies: tuple[Snapshot, ...] = ()
     """Local copies of what URLs name; they stay while this exists."""
+
+    @property
+    def concentration(self) -> float:
+        """Probability that two of its bytes come from the same stream: the sum of the squared shares of its files."""
+        sizes = np.array([os.path.getsize(stream.path) for stream in self.streams] or [1], dtype=np.float64)
+        shares = sizes / max(sizes.sum(), 1.0)
+        return float(shares @ shares)
 
 
 def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> list[Source]:

@@ -93,6 +93,27 @@ def _history(extras: Mapping[str, Any], carry: Carry | None, device: torch.devic
     return found
 
 
+def halves(micro: MicroBatch) -> list[MicroBatch]:
+    """The first and the second half of the rows; a single row as it is."""
+    num_rows = len(micro.targets)
+    if num_rows < 2:
+        return [micro]
+
+    def part(values: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+        return {key: value[rows] if _is_by_row(value, num_rows) else value for key, value in values.items()}
+
+    found = []
+    for rows in (slice(num_rows // 2), slice(num_rows // 2, None)):
+        carry = micro.carry and Carry(*(getattr(micro.carry, key)[rows] for key in CARRY_KEYS))
+        inputs, extras = part(micro.inputs, rows), part(micro.extras, rows)
+        found.append(MicroBatch(inputs, micro.targets[rows], carry, extras, micro.meta))
+    return found
+
+
+def _is_by_row(value: Any, num_rows: int) -> bool:
+    return isinstance(value, Tensor | np.ndarray | list) and len(value) == num_rows
+
+
 def masked_copy(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The first row of `batch` with nothing to predict and no group: what a rank trains on when its data have ended."""
     copied: dict[str, Any] = {}

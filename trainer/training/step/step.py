@@ -32,12 +32,13 @@ from trainer.arrays import IGNORED
 from trainer.distributed.strategy import GradientAveraging
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
+from trainer.metrics.noise_scale.estimate import BIG_NOISE, FAULTS, KAPPA, NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
 from trainer.shards import is_dtensor
 from trainer.training.step.carry import StepProbe
+from trainer.training.step.components import equations_of, no_equations
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
@@ -65,6 +66,8 @@ class Launched:
     ready_at: float
     """When this rank reached the backward that reduces the gradient over ranks, by the step's clock, without the time that
     it had spent waiting in the ledger's exchanges."""
+    coincidence: float | None
+    """See `TrainStep.accumulate`."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,8 @@ class TrainStep:
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
         self._kappa = 1.0 / (settings.micro_batches * settings.max_tokens_per_micro)
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self._coincidence: float | None = None
+        self._equations: Tensor | None = None
         self._ready_at = 0.0
 
     @property
@@ -159,18 +164,23 @@ class TrainStep:
         *,
         details: StepDetails | None,
         probe: StepProbe | None = None,
+        coincidence: float | None = None,
     ) -> None:
-        """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
+        """Forward and backward of this rank's micro-batches, and their states into the ledger.
+
+        Waits for nothing, but with `coincidence`.
 
         Args:
             step: global step, for the ledger's clock.
             details: collects what is logged beside the loss; None on steps that do not log.
             probe: measures what carrying is worth; None on steps that do not probe.
+            coincidence: the window is `split`, to find where gradient noise comes from; see `NoiseComponents.update`. None on
+                other steps.
         """
         if self._ledger is not None:
             self._ledger.begin_step(step)
         if self._gns is not None:
-            self._gns_guard.run(self._gns.begin_window, len(window))
+            self._gns_guard.run(self._gns.begin_window, len(window), pairs=coincidence is not None)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros_like(self._loss_sum)
         exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
@@ -199,6 +209,9 @@ class TrainStep:
                 self._details_guard.run(details.add, micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
+        self._coincidence = coincidence
+        if coincidence is not None and self._gns is not None:
+            self._equations = self._gns_guard.run(equations_of, window, self._gns.pair_norms())
 
     def _backward(self, micro: MicroBatch, loss_sum: Tensor, *, is_last: bool) -> None:
         scaled: Any = self._scaler.scale(loss_sum * self._kappa)  # torch leaves backward without types
@@ -233,6 +246,8 @@ class TrainStep:
         if self._gns is not None:
             sums = self._gns_guard.run(self._gns.local_sums)
             packed = torch.cat([packed, packed.new_zeros(NUM_SUMS) if sums is None else sums])
+            if self._coincidence is not None:
+                packed = torch.cat([packed, no_equations(self._device) if self._equations is None else self._equations])
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
         gradients: list[Any] = [p.grad for p in self._parameters if p.grad is not None]
@@ -255,7 +270,7 @@ class TrainStep:
         if self._scaler.is_enabled():
             self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
-        return Launched(numbers, self._ready_at)
+        return Launched(numbers, self._ready_at, self._coincidence)
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
@@ -265,7 +280,7 @@ class TrainStep:
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
         if self._gns is not None and tokens > 0:
             if reduced[HEAD + RANKS] == self._world_size:
-                self._gns_guard.run(self._gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
+                self._gns_guard.run(self._finish_gns, reduced[HEAD:], grad_sq, factor, launched.coincidence)
             else:
                 # On some rank it has failed: its averages would stand still from here on, and look like measurements.
                 self._gns_guard.enabled = False
@@ -279,3 +294,13 @@ class TrainStep:
             all_saved=reduced[SAVED] == self._world_size,
             has_spike=reduced[SPIKED] > 0,
         )
+
+    def _finish_gns(self, reduced: Sequence[float], grad_sq: float, factor: float, coincidence: float | None) -> None:
+        """Take the window into the noise scale: into the averages, or, if its micro-batches were split, into its components."""
+        assert self._gns is not None
+        sums, equations = reduced[:NUM_SUMS], reduced[NUM_SUMS:]
+        if coincidence is None:
+            self._gns.finish(sums, grad_sq, grad_factor=factor)
+        elif sums[FAULTS] == 0.0 and sums[BIG_NOISE] > 0.0:
+            num_rows = sums[KAPPA] ** 2 / sums[BIG_NOISE]
+            self._gns.components.update(equations, grad_sq / factor**2, num_rows, coincidence)
