@@ -115,6 +115,9 @@ def _broken_rules(
         found.append(UserError("train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'))
     if config.distributed.backend == "nccl" and train.device == "cpu":
         found.append(UserError("distributed.backend", '"nccl" needs CUDA devices', 'use "gloo" or "auto"'))
+    if config.gns.components_every and not config.gns.enabled:
+        problem = "needs the noise scale, which gns.enabled = false turns off"
+        found.append(UserError("gns.components_every", problem, "set it to 0, or gns.enabled to true"))
     found += _broken_sharding(config, world_size)
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
@@ -144,6 +147,9 @@ def _broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
     if config.train.precision == "fp16":
         problem = f'"fp16" with strategy "{table.strategy}": loss scaling does not work on shards'
         found.append(UserError("train.precision", problem, 'use "bf16"'))
+    if config.gns.components_every:
+        problem = f'does not go with strategy "{table.strategy}", which reduces gradients before they can be compared'
+        found.append(UserError("gns.components_every", problem, 'set it to 0, or the strategy to "ddp"'))
     if table.find_unused_parameters:
         problem = f'does not go with strategy "{table.strategy}", whose ranks must use the same parameters'
         found.append(
