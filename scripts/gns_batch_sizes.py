@@ -1,14 +1,15 @@
-"""Checks the noise scale's prediction: steps to a given loss at batch sizes B/4, B and 4B against (1 + B/batch).
+"""Checks the noise scale's prediction: steps to a given loss at five batch sizes against S_min (1 + B/batch).
 
 Every run has the same budget of sequences, drawn independently from the corpus (`make data`) as the theory assumes, and
-ends at the target. The model is the reference model without carried state. For each batch size the learning rate is the
-best of a grid on the first seed (the theory is about tuned rates); the other seeds reuse it. B is measured by the hooks in
-the runs at the middle batch size, until they reach the target.
+ends at the target. The models are the reference model without carried state, in two sizes. The theory knows neither the
+noise that a constant learning rate leaves in the weights nor a wrong learning rate, so the loss is that of averaged weights,
+and for each batch size the learning rate and the span of the average are the best on two seeds; the other seeds reuse them.
+B is measured by the hooks, in all runs, until they reach the target.
 
     python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json
     python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json --plot docs/images/gns_batch_sizes.png
 
-Results already in the file are reused, so the script can be interrupted and restarted.
+Runs that are in the file are reused, so the script can be interrupted and started again.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.build import build
 
 SEQ_LEN = 64
 HELD_OUT_SEQUENCES = 192
-NUM_EVALUATIONS = 64
+NUM_EVALUATIONS = 48
 RATES = tuple(1e-3 * 2.0 ** (k / 2) for k in range(14))
 VOCAB = 256
 TUNED_ON = 2  # seeds
-SMOOTHED = 9
+# Span of the average of weights, as the weight of the newest ones at step t: 1 / (1 + span (t - 1)). 0: no average.
+SPANS = (0.1, 0.25, 0.5)
+RAW = (0.0,)
+PAST_TARGET = 0.01  # nats: runs end this far below the target, so that all spans that are of use reach it
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,14 @@ class Setting:
     """Budget of training sequences."""
     target: float = 0.0
     """Held-out loss at which the run ends."""
+    spans: tuple[float, ...] = SPANS
+    """Of the averages of weights that are evaluated."""
 
     @property
     def name(self) -> str:
         """Key in the results file."""
         size = f"dim={self.dim} layers={self.num_layers} sequences={self.sequences}"
-        return f"{size} batch={self.batch} lr={self.lr:g} seed={self.seed} target={self.target:.4f}"
+        return f"{size} batch={self.batch} lr={self.lr:g} seed={self.seed} target={self.target:.4f} spans={self.spans}"
 
 
 @dataclass(frozen=True)
@@ -64,35 +71,29 @@ class Curve:
     """Measurements of a run at each evaluation."""
 
     steps: list[int]
-    held_out: list[float]
-    """Nats per byte."""
-    tr_sigma: list[list[float]]
-    """tr(Sigma) of each parameter, averaged over the steps since the evaluation before."""
-    grad_sq: list[list[float]]
-    """|G|^2 of each parameter, likewise."""
+    held_out: list[list[float]]
+    """Nats per byte, of the weights averaged over each of `Setting.spans`."""
+    b_now: list[float | None]
+    """`gns/b_now`."""
     seconds: float
 
-    def steps_to(self, target: float) -> float | None:
+    def steps_to(self, target: float, span: int) -> float | None:
         """Steps until the held-out loss first reaches `target`, interpolated; None if it never does."""
-        for k, loss in enumerate(self.held_out):
-            if loss <= target:
+        for k, losses in enumerate(self.held_out):
+            if losses[span] <= target:
                 if k == 0:
                     return float(self.steps[0])
-                share = (self.held_out[k - 1] - target) / (self.held_out[k - 1] - loss)
+                before = self.held_out[k - 1][span]
+                share = (before - target) / (before - losses[span])
                 return self.steps[k - 1] + share * (self.steps[k] - self.steps[k - 1])
         return None
 
-    def mean_b(self, batch: int, target: float) -> float:
-        """B on the way to `target`: the ratio of the averages of tr(Sigma) and |G|^2 over `SMOOTHED` evaluations around each,
-        averaged with each step's progress, 1 / (1 + B/batch), as weight."""
-        until = self.steps_to(target)
-        assert until is not None
-        s, g = (np.array(rows).sum(axis=1) for rows in (self.tr_sigma, self.grad_sq))
-        kernel = np.ones(SMOOTHED)
-        b = np.convolve(s, kernel, "same") / np.convolve(g, kernel, "same")
-        b = b[: sum(step <= until for step in self.steps)]
-        progress = 1.0 / (1.0 + b / batch)
-        return float((progress * b).sum() / progress.sum())
+    def b_on_the_way(self, until: float, batch: int) -> tuple[float, float]:
+        """B averaged up to a step, with each step's progress, 1 / (1 + B/batch), as weight; and B at that step."""
+        known = [b for step, b in zip(self.steps, self.b_now, strict=True) if step <= until and b is not None]
+        progress = [1.0 / (1.0 + b / batch) for b in known]
+        mean = math.fsum(p * b for p, b in zip(progress, known, strict=True)) / math.fsum(progress)
+        return mean, statistics.median(known[-5:])
 
 
 def read_corpus(root: Path) -> tuple[Tensor, Tensor]:
@@ -121,49 +122,54 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1))
 
 
-def square_norms(tensors: list[Tensor]) -> np.ndarray:
-    """Square norm of each tensor, float64 [P]."""
-    return torch.stack(torch._foreach_norm(tensors)).double().square().numpy()
-
-
 def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
     """Train from scratch. The sequences depend only on the seed, so every batch size sees the same ones."""
     began = time.perf_counter()
     torch.manual_seed(setting.seed)
     model = build(VOCAB, setting.dim, setting.num_layers)
-    optimizer = torch.optim.Adam(model.parameters(), lr=setting.lr, betas=(0.9, 0.95))
+    parameters: list[Tensor] = list(model.parameters())
+    averages = [[p.detach().clone() for p in parameters] for _ in setting.spans]
+    optimizer = torch.optim.Adam(parameters, lr=setting.lr, betas=(0.9, 0.95))
+    gns = GradientNoiseScale(model, weights_are_tokens=False)
     num_steps = setting.sequences // setting.batch
     every = max(num_steps // NUM_EVALUATIONS, 1)
     data_rng = torch.Generator().manual_seed(1000 + setting.seed)
     fixed = draw(held_out, HELD_OUT_SEQUENCES, torch.Generator().manual_seed(0))
-    curve = Curve([], [], [], [], 0.0)
-    parameters = list(model.parameters())
-    small, big = np.zeros(len(parameters)), np.zeros(len(parameters))
-    half = setting.batch // 2
+    curve = Curve([], [], [], 0.0)
     for step in range(1, num_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = setting.lr * min(1.0, step * setting.batch / (0.02 * setting.sequences))
-        halves = draw(train, setting.batch, data_rng).chunk(2)
-        before = [torch.zeros_like(p) for p in parameters]
-        for rows in halves:
+        gns.begin_window(2)
+        for k, rows in enumerate(draw(train, setting.batch, data_rng).chunk(2)):
             loss = loss_of(model, rows) / 2
+            gns.begin_micro(last=k == 1)
             loss.backward()  # type: ignore[no-untyped-call]
-            gradients = [p.grad.clone() for p in parameters if p.grad is not None]
-            small += 4 * square_norms(list(torch._foreach_sub(gradients, before))) / 2
-            before = gradients
-        big += square_norms(before)
+            gns.end_micro(1 / 2, len(rows))
+        gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for span, average in zip(setting.spans, averages, strict=True):
+                torch._foreach_lerp_(average, parameters, 1.0 / (1.0 + span * (step - 1)))
         if step % every == 0:
-            with torch.no_grad():
-                curve.held_out.append(float(loss_of(model, fixed)))
+            now = gns.current()
             curve.steps.append(step)
-            curve.tr_sigma.append(list((small - big) / (1 / half - 1 / setting.batch) / every))
-            curve.grad_sq.append(list((2 * big - small) / every))
-            small[:], big[:] = 0.0, 0.0
-            if curve.held_out[-1] <= setting.target:
+            curve.b_now.append(now.ratio.value if now is not None else None)
+            curve.held_out.append([loss_with(model, average, fixed) for average in averages])
+            if min(curve.held_out[-1]) <= setting.target - PAST_TARGET:
                 break
     return Curve(**{**asdict(curve), "seconds": time.perf_counter() - began})
+
+
+@torch.no_grad()
+def loss_with(model: nn.Module, weights: list[Tensor], rows: Tensor) -> float:
+    """The loss with these weights instead of the model's, which are put back."""
+    parameters: list[Tensor] = list(model.parameters())
+    own: list[Tensor] = [p.detach().clone() for p in parameters]
+    torch._foreach_copy_(parameters, weights)
+    loss = float(loss_of(model, rows))
+    torch._foreach_copy_(parameters, own)
+    return loss
 
 
 class Results:
@@ -179,7 +185,7 @@ class Results:
         if setting.name not in self._curves:
             self._data = self._data or read_corpus(self._corpus)
             curve = run(setting, *self._data)
-            print(f"{setting.name}: loss {curve.held_out[-1]:.4f}, {curve.seconds:.0f} s", flush=True)
+            print(f"{setting.name}: loss {min(curve.held_out[-1]):.4f}, {curve.seconds:.0f} s", flush=True)
             self._curves[setting.name] = asdict(curve)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._curves), encoding="utf-8")
@@ -207,10 +213,13 @@ class Row:
 
     batch: int
     lr: float
+    span: float
     steps: list[float]
     """Steps to the target, by seed."""
-    b: list[float]
-    """B on the way, by seed."""
+    b_mean: list[float]
+    """B on the way, by seed; see `Curve.b_on_the_way`."""
+    b_end: list[float]
+    """B at the target, by seed."""
 
     @property
     def mean(self) -> float:
@@ -222,47 +231,64 @@ class Row:
 class Found:
     """What the runs of one model say."""
 
-    size: tuple[int, int]
-    """Width, layers."""
+    dim: int
+    num_layers: int
     target: float
     rows: list[Row]
 
 
-def measure(results: Results, size: tuple[int, int], batches: Sequence[int], sequences: int, seeds: int) -> Found:
+def measure(
+    results: Results,
+    size: tuple[int, int],
+    batches: Sequence[int],
+    sequences: int,
+    seeds: int,
+    spans: tuple[float, ...],
+) -> Found:
     """Steps to the target by batch size, and B.
 
     The target is the loss that every seed reaches at the largest batch size, tuned for the lowest final loss; the other
     batch sizes are tuned for the fewest steps to it.
+
+    Args:
+        size: width and layers of the model.
+        spans: of the averages of weights to choose from.
     """
 
     def curves(batch: int, target: float, rate: int, seeds: int) -> list[Curve]:
-        settings = [Setting(*size, batch, RATES[rate], seed, sequences, target) for seed in range(seeds)]
+        settings = [Setting(*size, batch, RATES[rate], seed, sequences, target, spans) for seed in range(seeds)]
         return [results.get(setting) for setting in settings]
 
-    def final_loss(rate: int) -> float:
-        return statistics.fmean(min(c.held_out) for c in curves(batches[-1], 0.0, rate, TUNED_ON))
+    def lowest(curve: Curve) -> float:
+        return min(map(min, curve.held_out))
 
-    rate = best_rate(final_loss, 7)
+    def row_of(batch: int, rate: int, found: list[Curve], target: float) -> Row:
+        def cost(span: int) -> float:
+            return statistics.fmean(c.steps_to(target, span) or math.inf for c in found[:TUNED_ON])
+
+        span = min(range(len(spans)), key=cost)
+        steps = [curve.steps_to(target, span) for curve in found]
+        known = [s for s in steps if s is not None]
+        if len(known) < len(steps):
+            raise SystemExit(f"batch {batch}: a run does not reach {target:.3f}; raise --sequences")
+        means, ends = zip(*(c.b_on_the_way(s, batch) for c, s in zip(found, known, strict=True)), strict=True)
+        return Row(batch, RATES[rate], spans[span], known, list(means), list(ends))
+
+    rate = best_rate(lambda rate: statistics.fmean(map(lowest, curves(batches[-1], 0.0, rate, TUNED_ON))), 8)
     largest = curves(batches[-1], 0.0, rate, seeds)
-    target = max(min(curve.held_out) for curve in largest)
-    rows = [Row(batches[-1], RATES[rate], steps_of(largest, target), [c.mean_b(batches[-1], target) for c in largest])]
+    target = max(map(lowest, largest))
+    rows = [row_of(batches[-1], rate, largest, target)]
     for batch in batches[-2::-1]:
 
-        def steps(rate: int, batch: int = batch) -> float:
-            return statistics.fmean(c.steps_to(target) or math.inf for c in curves(batch, target, rate, TUNED_ON))
+        def cost(rate: int, batch: int = batch) -> float:
+            tried = curves(batch, target, rate, TUNED_ON)
+            return min(
+                statistics.fmean(c.steps_to(target, span) or math.inf for c in tried) for span in range(len(spans))
+            )
 
-        rate = best_rate(steps, max(rate - 1, 0))
-        found = curves(batch, target, rate, seeds)
-        rows.append(Row(batch, RATES[rate], steps_of(found, target), [c.mean_b(batch, target) for c in found]))
-    return Found(size, target, rows[::-1])
-
-
-def steps_of(curves: list[Curve], target: float) -> list[float]:
-    """Steps to the target of each curve; a run that does not reach it is an error, since the average would be biased."""
-    steps = [curve.steps_to(target) for curve in curves]
-    if None in steps:
-        raise SystemExit(f"a run does not reach {target:.3f}; raise --sequences")
-    return [s for s in steps if s is not None]
+        rate = best_rate(cost, max(rate - 1, 0))
+        rows.append(row_of(batch, rate, curves(batch, target, rate, seeds), target))
+    return Found(*size, target, rows[::-1])
 
 
 def fit(rows: list[Row], b_simple: float) -> float:
@@ -280,48 +306,67 @@ def fitted_b(rows: list[Row]) -> float:
     return min((1.02**k for k in range(600)), key=misfit)
 
 
-def report(target: float, rows: list[Row], of_middle: list[float]) -> None:
-    """Print the table."""
-    b = statistics.fmean(of_middle)
-    smallest = fit(rows, b)
-    print(f"target {target:.3f} nats per byte; B in the middle runs {', '.join(f'{x:.1f}' for x in of_middle)}")
-    print("| batch | lr | steps to the target, by seed | mean | S_min (1 + B/batch) | measured / theory | sequences |")
-    print("|---|---|---|---|---|---|---|")
+def report(found: Found) -> None:
+    """Print the table of one model."""
+    rows = found.rows
+    mean, end, implied = b_on_the_way(rows), b_at_the_end(rows), fitted_b(rows)
+    smallest = fit(rows, implied)
+    print(f"width {found.dim}, layers {found.num_layers}: target {found.target:.3f} nats per byte")
+    print(
+        "| batch | lr | span | steps to the target, by seed | mean | fitted theory | B on the way | B at the end | sequences |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        theory = smallest * (1.0 + b / row.batch)
         seeds = ", ".join(f"{s:.0f}" for s in row.steps)
+        theory = smallest * (1.0 + implied / row.batch)
+        means, ends = statistics.fmean(row.b_mean), statistics.fmean(row.b_end)
         print(
-            f"| {row.batch} | {row.lr:.1e} | {seeds} | {row.mean:.0f} | {theory:.0f} | {row.mean / theory:.2f} "
+            f"| {row.batch} | {row.lr:.1e} | {row.span:g} | {seeds} | {row.mean:.0f} | {theory:.0f} | {means:.0f} | {ends:.0f} "
             f"| {row.mean * row.batch:,.0f} |"
         )
-    print(f"S_min {smallest:.0f} with B = {b:.1f} as measured; the steps alone imply B = {fitted_b(rows):.0f}")
-    print(f"{platform.platform()}, torch {torch.__version__}")
+    print(
+        f"the steps imply B = {implied:.0f}, S_min = {smallest:.0f}; measured on the way {mean:.0f}, at the end {end:.0f}"
+    )
 
 
-def plot(path: Path, rows: list[Row], of_middle: list[float]) -> None:
-    """Plot steps against batch size: the runs and the theory."""
+def b_on_the_way(rows: list[Row]) -> float:
+    """Mean over all runs of B on the way to the target."""
+    return statistics.fmean(b for row in rows for b in row.b_mean)
+
+
+def b_at_the_end(rows: list[Row]) -> float:
+    """Mean over all runs of B at the target."""
+    return statistics.fmean(b for row in rows for b in row.b_end)
+
+
+def plot(path: Path, all_found: list[Found]) -> None:
+    """Plot steps against batch size: the runs and the theory, for each model."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    b = statistics.fmean(of_middle)
-    smallest, alone = fit(rows, b), fitted_b(rows)
-    grid = np.geomspace(rows[0].batch / 2, rows[-1].batch * 2, 100)
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    axes.loglog(grid, smallest * (1 + b / grid), label=f"S_min (1 + B/batch), B = {b:.0f} as the hooks measured it")
-    axes.loglog(grid, fit(rows, alone) * (1 + alone / grid), "--", label=f"the same with the best B, {alone:.0f}")
-    for row in rows:
-        axes.plot([row.batch] * len(row.steps), row.steps, "ko", markersize=4)
-    axes.axvline(b, color="grey", linewidth=0.8)
-    axes.set(xlabel="batch (sequences of 64 bytes)", ylabel="steps to the target loss")
-    axes.legend()
+    figure, every_axes = plt.subplots(1, len(all_found), figsize=(5.2 * len(all_found), 4.0), layout="constrained")
+    for axes, found in zip(np.atleast_1d(every_axes), all_found, strict=True):
+        rows = found.rows
+        grid = np.geomspace(rows[0].batch / 2, rows[-1].batch * 2, 100)
+        for b, style, what in (
+            (fitted_b(rows), "--", "fitted to the steps"),
+            (b_at_the_end(rows), "-", "measured at the target"),
+            (b_on_the_way(rows), ":", "measured on the way"),
+        ):
+            axes.loglog(grid, fit(rows, b) * (1 + b / grid), style, label=f"B = {b:.0f}, {what}")
+        for row in rows:
+            axes.plot([row.batch] * len(row.steps), row.steps, "ko", markersize=3)
+        title = f"width {found.dim}, {found.num_layers} layer" + "s" * (found.num_layers > 1)
+        axes.set(xlabel=f"batch (sequences of {SEQ_LEN} bytes)", ylabel="steps to the target loss", title=title)
+        axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    """Run what is not cached, print the table, draw the plot."""
+    """Run what is not cached, print the tables, draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
     parser.add_argument("--out", type=Path, default=Path("build/gns_batch_sizes.json"))
@@ -330,12 +375,19 @@ def main() -> None:
     parser.add_argument("--batches", default="16,32,64,128,256")
     parser.add_argument("--sequences", type=int, default=49_152, help="sequences per run")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--raw", action="store_true", help="the loss of the weights themselves, without an average")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results, batches = Results(args.out, args.corpus), [int(batch) for batch in args.batches.split(",")]
+    all_found = []
     for size in args.sizes.split(","):
         dim, num_layers = map(int, size.split("x"))
-        print(measure(results, (dim, num_layers), batches, args.sequences, args.seeds))
+        spans = RAW if args.raw else SPANS
+        all_found.append(measure(results, (dim, num_layers), batches, args.sequences, args.seeds, spans))
+        report(all_found[-1])
+    print(f"{platform.platform()}, torch {torch.__version__}")
+    if args.plot:
+        plot(args.plot, all_found)
 
 
 if __name__ == "__main__":

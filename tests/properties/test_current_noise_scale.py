@@ -1,6 +1,7 @@
 """The noise scale *now* covers the truth of a process that drifts, where the average, which lags, does not.
 
-Windows are simulated as in `test_noise_scale_coverage`, one run at a time: B over the batch and |G|^2 are functions of the step.
+Windows are simulated as in `test_noise_scale_coverage`, one run at a time; B over the batch and |G|^2 depend on
+the step.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def simulate(process: Process, dim: int, seed: int) -> dict[int, list[Seen]]:
             average.update(tr_sigma, big - tr_sigma)
             if step in seen:
                 now, lagging = history.current(), average.ratio()
-                assert now is not None and lagging is not None
+                assert now is not None
+                assert lagging is not None
                 seen[step].append(Seen(process.ratio(step), now, lagging))
     return seen
 
@@ -177,7 +179,8 @@ def test_a_straight_line_without_noise_is_read_off_exactly() -> None:
     for step in range(1, 501):
         history.add(2.0 * step, 7.0)
     now = history.current()
-    assert now is not None and now.steps >= 200
+    assert now is not None
+    assert now.steps >= 200
     assert now.ratio.value == pytest.approx(1000.0 / 7.0, rel=1e-9)
 
 
