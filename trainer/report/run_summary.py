@@ -11,6 +11,7 @@ from typing import Any, Final
 from trainer.config.compare import flatten
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.runs.load import RunRecord
+from trainer.runs.noise_scale import noise_scale_of
 from trainer.wording import number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
@@ -119,16 +120,14 @@ def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:
-    """The last estimate with its bounds; if the last row has none, its lower bound."""
-    scales, lows, highs = (_finite(run, f"gns/b_simple{end}") for end in ("", "_low", "_high"))
-    if lows and max(lows) > max(scales, default=0):
-        known_at = f"; last estimated at step {max(scales):,}" if scales else ""
-        return SummaryRow("Noise scale", f"at least {_last(lows):.4g}", "sequences", f"bound of B_simple{known_at}")
-    if not scales:
+    """The last row's estimate with its bounds; without an upper one, its lower bound."""
+    scale = noise_scale_of(run)
+    if scale is None:
         return SummaryRow("Noise scale", None, "sequences")
-    step = max(scales)
-    between = f", between {lows[step]:.4g} and {highs[step]:.4g}" if step in lows and step in highs else ""
-    return SummaryRow("Noise scale", scales[step], "sequences", f"B_simple, last estimated at step {step:,}{between}")
+    if scale.value is None or scale.high is None:
+        return SummaryRow("Noise scale", f"at least {scale.low:.4g}", "sequences", scale.where)
+    between = f", between {scale.low:.4g} and {scale.high:.4g}"
+    return SummaryRow("Noise scale", scale.value, "sequences", f"{scale.where}{between}")
 
 
 def _best_loss(label: str, losses: Mapping[int, float], prefix: str = "") -> SummaryRow:

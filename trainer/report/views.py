@@ -149,13 +149,14 @@ VIEWS: Final = (
     ),
     View(
         title="Noise scale and batch size",
-        rows=("gns/b_simple", "gns/b_simple_low", "gns/b_big"),
-        what="B_simple with its bounds, and the number of sequences per step. Where it has no upper bound, only the lower.",
-        healthy="A batch between a tenth of B_simple and B_simple.",
-        trouble="A batch far above B_simple wastes compute on averaging; far below, gradient noise dominates the steps.",
+        rows=("gns/b_now", "gns/b_now_low", "gns/b_big"),
+        what="The noise scale at each step with its bounds, and the number of sequences per step. Where it has no upper bound, "
+        "only the lower.",
+        healthy="A batch between a tenth of the noise scale and the noise scale.",
+        trouble="A batch far above it wastes compute on averaging; far below, gradient noise dominates the steps.",
         is_log=True,
         max_keys=3,
-        spread_rows=("gns/b_simple_low", "gns/b_simple_high"),
+        spread_rows=("gns/b_now_low", "gns/b_now_high"),
     ),
 )
 

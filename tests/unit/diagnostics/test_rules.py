@@ -78,7 +78,12 @@ def contract_event(status: str, *, step: int = 0) -> dict[str, Any]:
 FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
 LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
 SPEED = noisy(1000.0, 100)
-GNS = {"gns/b_simple": [20.0] * 40, "gns/b_simple_low": [16.0] * 40, "gns/b_simple_high": [24.0] * 40}
+GNS = {
+    "gns/b_now": [20.0] * 40,
+    "gns/b_now_low": [16.0] * 40,
+    "gns/b_now_high": [24.0] * 40,
+    "gns/b_now_steps": [30.0] * 40,
+}
 
 
 def probes(*, gain: float, gap: float, error: float = 0.01, count: int = 20) -> dict[str, dict[int, float]]:
@@ -263,28 +268,54 @@ def test_the_batch_is_compared_with_the_bounds_of_the_noise_scale(batch: float, 
 
 
 def test_a_wide_confidence_interval_prevents_a_finding_about_the_batch() -> None:
-    wide = {**GNS, "gns/b_simple_high": [38.0] * 40, "gns/b_big": [100.0] * 40}
+    wide = {**GNS, "gns/b_now_high": [38.0] * 40, "gns/b_big": [100.0] * 40}
     assert check("batch_size", make_run(wide)).verdict == "healthy"
 
 
-def test_an_upper_bound_that_is_mostly_absent_counts_as_infinite() -> None:
-    some = dict.fromkeys(range(21, 41, 3), 21.0)
-    rows = {"gns/b_simple": some, "gns/b_simple_low": [16.0] * 40, "gns/b_simple_high": some, "gns/b_big": [100.0] * 40}
+def test_the_last_row_counts_and_is_named() -> None:
+    rows = {**GNS, "gns/b_now": [500.0] * 39 + [20.0], "gns/b_now_low": [400.0] * 39 + [16.0], "gns/b_big": [16.0] * 40}
     outcome = check("batch_size", make_run(rows))
     assert outcome.verdict == "healthy"
-    assert "16 to infinity" in outcome.sentence
+    assert "gns/b_now at step 40, from the last 30 steps" in outcome.sentence
+
+
+def test_the_noise_scale_of_the_batch_as_drawn_goes_before_that_of_independent_micro_batches() -> None:
+    drawn = {"gns/b_drawn": [2.0] * 40, "gns/b_drawn_low": [1.0] * 40, "gns/b_drawn_high": [3.0] * 40}
+    outcome = check("batch_size", make_run({**GNS, **drawn, "gns/b_big": [16.0] * 40}))
+    assert outcome.verdict == "finding"
+    assert "gns/b_drawn" in outcome.sentence
+
+
+def test_records_of_earlier_versions_have_their_average_judged() -> None:
+    rows = {"gns/b_simple": [20.0] * 40, "gns/b_simple_low": [16.0] * 40, "gns/b_simple_high": [24.0] * 40}
+    outcome = check("batch_size", make_run({**rows, "gns/b_big": [100.0] * 40}))
+    assert outcome.verdict == "finding"
+    assert "gns/b_simple at step 40" in outcome.sentence
+
+
+@pytest.mark.parametrize(("value", "error", "doubts"), [(0.6, 0.05, True), (0.6, 0.2, False), (0.9, 0.01, False)])
+def test_micro_batches_that_depend_on_each_other_raise_a_doubt(value: float, error: float, doubts: bool) -> None:
+    rows = {**GNS, "gns/b_big": [16.0] * 40, "gns/consistency": [value] * 40, "gns/consistency_se": [error] * 40}
+    outcome = check("batch_size", make_run(rows))
+    assert outcome.verdict == "healthy"
+    assert ("components_every" in outcome.sentence) == doubts
+
+
+def test_a_noise_scale_of_a_few_steps_is_not_judged() -> None:
+    outcome = check("batch_size", make_run({**GNS, "gns/b_now_steps": [12.0] * 40, "gns/b_big": [100.0] * 40}))
+    assert outcome.verdict == "not_measured"
 
 
 @pytest.mark.parametrize(("batch", "verdict"), [(1.0, "finding"), (2.0, "not_measured"), (1000.0, "not_measured")])
 def test_a_lower_bound_alone_tells_a_batch_that_is_too_small(batch: float, verdict: str) -> None:
-    rows = {"gns/b_simple_low": [16.0] * 40, "gns/b_big": [batch] * 40}
+    rows = {"gns/b_now_low": [16.0] * 40, "gns/b_now_steps": [30.0] * 40, "gns/b_big": [batch] * 40}
     outcome = check("batch_size", make_run(rows))
     assert outcome.verdict == verdict
     assert "at least 16" in outcome.sentence
 
 
-def test_a_noise_scale_that_is_mostly_absent_is_not_measured() -> None:
-    rows = {"gns/b_big": [1.0] * 40, "gns/b_simple": {30: 500.0}, "gns/b_simple_low": {30: 400.0}}
+def test_a_noise_scale_that_the_last_row_does_not_know_is_not_measured() -> None:
+    rows = {"gns/b_big": [1.0] * 40, "gns/b_now": {30: 500.0}, "gns/b_now_low": {30: 400.0}}
     assert check("batch_size", make_run(rows)).verdict == "not_measured"
 
 

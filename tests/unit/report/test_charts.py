@@ -32,7 +32,7 @@ def test_every_key_of_the_catalog_and_every_unknown_key_is_in_a_chart(make_run, 
     runs = [make_run(f"r{n}", train, {2: {f"eval_{key}": 1.0 for key in KEYS}}) for n in range(num_runs)]
     charts = make_charts(runs)
     # The upper bound is drawn as the edge of a band around the noise scale.
-    expected = {*train, *(f"eval_{key}" for key in KEYS)} - {"gns/b_simple_high"}
+    expected = {*train, *(f"eval_{key}" for key in KEYS)} - {"gns/b_now_high"}
     assert expected <= shown_keys(charts)
     assert {chart.group for chart in charts} <= set(group_order())
     assert next(chart for chart in charts if "my_own/key" in chart.keys).group == "Not in the catalog"
@@ -75,7 +75,7 @@ def test_references_come_from_the_config(make_run):
 
 def test_the_noise_scale_has_a_band_where_both_bounds_are_known_and_else_a_lower_bound(make_run):
     low = [8.0, 9.0, 10.0]
-    rows = {"gns/b_simple": [10.0, None, 14.0], "gns/b_simple_low": low, "gns/b_simple_high": [12.0, None, 18.0]}
+    rows = {"gns/b_now": [10.0, None, 14.0], "gns/b_now_low": low, "gns/b_now_high": [12.0, None, 18.0]}
     (chart,) = make_charts([make_run("a", {**rows, "gns/b_big": [8.0] * 3})])
     spread = chart.lines[0].spread
     assert spread is not None

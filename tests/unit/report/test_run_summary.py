@@ -35,14 +35,20 @@ def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
     assert found["Tokens seen"] is None
 
 
-def test_the_noise_scale_is_the_last_estimate_with_its_bounds_or_a_later_lower_bound(make_run):
-    rows = {"gns/b_simple": [20.0, 24.0], "gns/b_simple_low": [15.0, 18.0], "gns/b_simple_high": [50.0, 44.0]}
+def test_the_noise_scale_is_that_of_the_last_row_and_names_it(make_run):
+    rows = {
+        "gns/b_now": [20.0, 24.0],
+        "gns/b_now_low": [15.0, 18.0],
+        "gns/b_now_high": [50.0, 44.0],
+        "gns/b_now_steps": [8.0, 9.0],
+        "gns/b_big": [16.0, 16.0],
+    }
     (row,) = [row for row in summarize(make_run("a", rows)) if row.label == "Noise scale"]
-    assert (row.value, row.note) == (24.0, "B_simple, last estimated at step 2, between 18 and 44")
-    without = {**rows, "gns/b_simple": [20.0, None], "gns/b_simple_high": [50.0, None]}
+    assert (row.value, row.note) == (24.0, "gns/b_now at step 2, from the last 9 steps, between 18 and 44")
+    without = {**rows, "gns/b_now": [20.0, None], "gns/b_now_high": [50.0, None]}
     (row,) = [row for row in summarize(make_run("b", without)) if row.label == "Noise scale"]
     assert row.text == "at least 18"
-    assert "last estimated at step 1" in row.note
+    assert "at step 2" in row.note
 
 
 def test_the_best_loss_is_the_minimum_of_the_smoothed_curve(make_run):

@@ -2,82 +2,84 @@
 
 from __future__ import annotations
 
-from math import inf
-from statistics import median
-
 from trainer.diagnostics.facts import micro_batches
 from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured
 from trainer.diagnostics.rules.rule import Rule
-from trainer.diagnostics.series import aligned, series
+from trainer.diagnostics.series import Series, series
 from trainer.runs.load import RunRecord
+from trainer.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of
 from trainer.wording import number_text
 
-B_SIMPLE = "gns/b_simple"
-LOW = "gns/b_simple_low"
-HIGH = "gns/b_simple_high"
-B_BIG = "gns/b_big"
 TOO_SMALL = 0.1
 WASTEFUL = 4.0
-MIN_ROWS = 5
+MIN_STEPS = 20  # fewer say more about the first steps than about the batch
+CONSISTENCY = "gns/consistency"
+INCONSISTENT = 0.2  # distance of the consistency from 1 that changes the noise scale visibly, if it is beyond its error
+SIGMAS = 3.0
 
 
 def check_batch_size(run: RunRecord) -> Outcome:
-    """Whether the batch is too small, about right or wasteful, over the second half of the run.
+    """Whether the batch is too small, about right or wasteful at the end of the run.
 
-    A lower bound is enough for "too small". The other two verdicts need a noise scale, with its upper bound, in at least
-    a quarter of the rows; in the others both count as infinite.
+    A lower bound is enough for "too small". The other two verdicts need an upper bound.
     """
-    batch = series(run, B_BIG)
-    half = (batch.steps[0] + batch.steps[-1]) // 2
-    late = batch.since(half)
-    lows, batches = aligned(series(run, LOW).since(half), late)
-    if len(lows) < max(MIN_ROWS, len(late) // 4):
-        needed = max(MIN_ROWS, len(late) // 4)
-        return not_measured(
-            f"the noise scale has a lower bound in {len(lows)} rows since step {half}, fewer than {needed}"
-        )
-    scales, highs = aligned(series(run, B_SIMPLE).since(half), series(run, HIGH).since(half))
-    is_known = len(scales) >= max(MIN_ROWS, len(late) // 4)
-    low, size = median(lows.values), median(batches.values)
-    per_step = f"{number_text(size)} sequences per step"
-    micros = micro_batches(run)
-    if is_known:
-        scale = median(scales.values)
-        high = median([*highs.values, *[inf] * (len(lows) - len(highs))])
-        upper = number_text(high) if high < inf else "infinity"
-        words = f"{per_step}, noise scale {number_text(scale)} ({number_text(low)} to {upper})"
-        evidence = [scales.evidence(), batches.evidence()]
-    else:
-        scale, high, evidence = low, inf, [lows.evidence(), batches.evidence()]
-        words = f"{per_step}, noise scale at least {number_text(low)}"
-    factor = scale / size if size else 1.0
-    if size < TOO_SMALL * low:
-        more = max(round(micros * min(factor, 1 / TOO_SMALL)), micros + 1)
+    scale = noise_scale_of(run)
+    if scale is None:
+        return not_measured("the last row has no lower bound of the noise scale")
+    if scale.steps is not None and scale.steps < MIN_STEPS:
+        return not_measured(f"the noise scale was computed from {scale.steps} steps, fewer than {MIN_STEPS}")
+    words = (
+        f"{number_text(scale.batch)} sequences per step, noise scale {scale.number} ({scale.where}){_doubt(run, scale)}"
+    )
+    evidence = [_row(run, key, scale) for key in (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)]
+    shown = [row.evidence() for row in evidence if len(row)]
+    micros, size = micro_batches(run), scale.batch
+    aim = scale.low if scale.value is None else scale.value
+    if size < TOO_SMALL * scale.low:
+        more = max(round(micros * min(aim / size, 1 / TOO_SMALL)), micros + 1)
         return finding(
             f"the batch is too small: {words}; a larger batch takes fewer steps and hardly more tokens",
-            evidence=evidence,
+            evidence=shown,
             knob=Knob("train.micro_batches", micros, more),
         )
-    if size > WASTEFUL * high:
+    if scale.high is not None and size > WASTEFUL * scale.high:
         key = "train.micro_batches" if micros > 1 else "data.mixing.batch_size"
         current = micros if micros > 1 else run.setting(key)
-        suggested = max(round(current * factor), 1) if isinstance(current, int) else "smaller"
+        suggested = max(round(current * aim / size), 1) if isinstance(current, int) else "smaller"
         return finding(
             f"the batch is wasteful: {words}; a smaller batch reaches the same loss with fewer tokens",
-            evidence=evidence,
+            evidence=shown,
             knob=Knob(key, current, suggested),
         )
-    if not is_known:
-        return not_measured(f"the noise scale has no upper bound in most of the last {len(late)} rows: {words}")
+    if scale.high is None:
+        return not_measured(f"the noise scale has no upper bound: {words}")
     return healthy(f"the batch is about right: {words}")
+
+
+def _row(run: RunRecord, key: str, scale: NoiseScale) -> Series:
+    column = series(run, key)
+    return column.at(index for index, step in enumerate(column.steps) if step == scale.step)
+
+
+def _doubt(run: RunRecord, scale: NoiseScale) -> str:
+    """What is to be said if the rows of a step visibly depend on each other, and the noise scale does not know it."""
+    value, error = (_row(run, key, scale).values for key in (CONSISTENCY, f"{CONSISTENCY}_se"))
+    if scale.key == "gns/b_drawn" or not value or not error:
+        return ""
+    if abs(value[0] - 1.0) < max(INCONSISTENT, SIGMAS * error[0]):
+        return ""
+    return (
+        f", which takes micro-batches for independent, and they are not (consistency {number_text(value[0])}): "
+        "gns.components_every measures what that does"
+    )
 
 
 RULES = (
     Rule(
         name="batch_size",
-        needs=(LOW, B_BIG),
-        threshold=f"over the second half of the run, the batch is below {TOO_SMALL:g} of the lower bound of the noise scale "
-        f"(too small) or above {WASTEFUL:g} times its upper bound (wasteful)",
+        needs=(B_BIG,),
+        threshold=f"in the last row, the batch is below {TOO_SMALL:g} of the lower bound of the noise scale (too small) or "
+        f"above {WASTEFUL:g} times its upper bound (wasteful)",
         why="A batch B needs 1 + B / B_simple times the minimum number of tokens and 1 + B_simple / B times the minimum "
         "number of steps (McCandlish et al. 2018): beyond the bounds, five times the tokens or eleven times the steps. "
         "This costs compute but does no harm, hence advice.",

@@ -1,0 +1,64 @@
+"""The noise scale that a run ends with: one reading for the report, the diagnosis and everything else that speaks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from trainer.runs.load import RunRecord
+from trainer.wording import number_text
+
+B_BIG: Final = "gns/b_big"
+READINGS: Final = ("gns/b_drawn", "gns/b_now", "gns/b_simple")
+"""From what says most to what says least: of the batch as it is drawn; of independent micro-batches; the lagging average of
+the latter, which records of earlier versions have alone."""
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """The last row's noise scale, in sequences."""
+
+    key: str
+    step: int
+    batch: float
+    """Sequences of that step."""
+    low: float
+    value: float | None
+    """None: it has no upper bound."""
+    high: float | None
+    steps: int | None
+    """The last steps that it was computed from, where the record says it."""
+
+    @property
+    def number(self) -> str:
+        """Value and bounds in words."""
+        if self.value is None or self.high is None:
+            return f"at least {number_text(self.low)}"
+        return f"{number_text(self.value)} ({number_text(self.low)} to {number_text(self.high)})"
+
+    @property
+    def where(self) -> str:
+        """The rows that it was made of, in words."""
+        from_steps = f", from the last {self.steps:,} steps" if self.steps is not None else ""
+        return f"{self.key} at step {self.step:,}{from_steps}"
+
+
+def noise_scale_of(run: RunRecord) -> NoiseScale | None:
+    """The noise scale in the last row that has a batch size; None where that row does not know it."""
+    batches = _column(run, B_BIG)
+    if not batches:
+        return None
+    step = max(batches)
+    for key in READINGS:
+        low = _column(run, f"{key}_low").get(step)
+        if low is None:
+            continue
+        high = _column(run, f"{key}_high").get(step)
+        value = _column(run, key).get(step) if high is not None else None
+        steps = _column(run, f"{key}_steps").get(step)
+        return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps))
+    return None
+
+
+def _column(run: RunRecord, key: str) -> dict[int, float]:
+    return dict(zip(*run.train.column(key), strict=True))
