@@ -789,7 +789,73 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "gns": [
         Mutant(
-            "trainer/metrics/noise_scale/estimate.py",
+            "trainer/metrics/noise_scale/current.py",
+            "TOLERANCE = 2.0",
+            "TOLERANCE = 20.0",
+            "tests/properties/test_current_noise_scale.py::test_the_interval_covers_the_current_value",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/current.py",
+            "SHORTENED = 0.5",
+            "SHORTENED = 0.05",
+            "tests/properties/test_current_noise_scale.py::test_the_window_grows_with_a_run_that_does_not_drift",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/current.py",
+            "weight = share - tilt * (share @ a)",
+            "weight = share",
+            "tests/properties/test_current_noise_scale.py::test_a_straight_line_without_noise_is_read_off_exactly",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/current.py",
+            "(x0, y0), (x1, y1) = level.pop(0), level.pop(0)",
+            "(x0, y0), (x1, y1) = level.pop(0), level[0]",
+            "tests/properties/test_current_noise_scale.py::test_a_history_stays_small_and_loses_nothing",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/components.py",
+            "- sums[k - 1] - squares[k]",
+            "- sums[k - 1]",
+            "tests/unit/metrics/test_noise_components.py::test_the_components_are_unbiased_and_the_bounds_cover",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/components.py",
+            "if other.stream == piece.stream",
+            "if False",
+            "tests/unit/metrics/test_noise_components.py::test_the_components_are_unbiased_and_the_bounds_cover",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/components.py",
+            "to_mean = np.array([1.0, coincidence, 0.0, 0.0])",
+            "to_mean = np.array([1.0, 0.0, 0.0, 0.0])",
+            "tests/unit/metrics/test_noise_components.py::test_few_streams_belong_to_the_mean",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/components.py",
+            "if STREAM not in kept and coincidence < 1.0:",
+            "if False:",
+            "tests/unit/metrics/test_noise_components.py::test_one_stream_per_step_cannot_be_told_from_the_mean",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/hooks.py",
+            "square if is_whole else square * math.nan",
+            "square",
+            "tests/unit/metrics/test_gns_hooks_faults.py::test_pairs_are_unknown_where_the_gradient_is_not_the_running_sum",
+        ),
+        Mutant(
+            "trainer/training/step/components.py",
+            "[half for micro in window for half in halves(micro)]",
+            "list(window)",
+            "tests/distributed/test_gns_components.py::test_a_run_measures_it_and_learns_the_same",
+        ),
+        Mutant(
+            "trainer/runs/noise_scale.py",
+            "step = max(batches)",
+            "step = min(batches)",
+            "tests/unit/diagnostics/test_rules.py::test_the_last_row_counts_and_is_named",
+        ),
+        Mutant(
+            "trainer/metrics/noise_scale/ratio.py",
             "HIGH_QUANTILE = 3.72",
             "HIGH_QUANTILE = 1.96",
             "tests/properties/test_noise_scale_coverage.py::test_lucky_windows_show_no_point_that_excludes_the_truth",
@@ -801,7 +867,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/metrics/test_noise_scale.py::test_the_middle_of_some_ranks_does_not_pass_for_that_of_all",
         ),
         Mutant(
-            "trainer/metrics/noise_scale/estimate.py",
+            "trainer/metrics/noise_scale/ratio.py",
             "LOW_QUANTILE = 1.96",
             "LOW_QUANTILE = 1.4",
             "tests/properties/test_noise_scale_coverage.py::"
@@ -850,7 +916,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/metrics/test_noise_scale_average.py::test_a_window_that_is_not_finite_is_a_counted_skip",
         ),
         Mutant(
-            "trainer/metrics/noise_scale/estimate.py",
+            "trainer/metrics/noise_scale/ratio.py",
             "- 2.0 * x * y * cov ",
             "",
             "tests/unit/metrics/test_noise_scale_average.py::test_the_error_of_a_ratio_counts_the_covariance",
@@ -869,7 +935,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/noise_scale/estimate.py",
-            "pair.is_positive(pair.mean_x, moments[0]) and",
+            "is_positive(pair.mean_x, moments[0], pair.freedom) and",
             "pair.mean_x > 0.0 and",
             "tests/unit/metrics/test_noise_scale_average.py::test_consistency_is_capped_only_where_the_noise_between_ranks_is_sure",
         ),
@@ -929,13 +995,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/noise_scale/hooks.py",
-            "        self._micro_square = self._sums.new_zeros(())\n        self._repeats",
-            "        self._repeats",
+            "        self._micro_square = self._sums.new_zeros(())\n        self._sum_square",
+            "        self._sum_square",
             "tests/unit/metrics/test_gns_hooks.py::test_sums_equal_separate_backwards",
         ),
         Mutant(
             "trainer/metrics/noise_scale/hooks.py",
-            "not self._is_moved and self._middle_fires >= len(self._window_fires)",
+            "not self._is_moved and self._sum_fires >= len(self._window_fires)",
             "not self._is_moved",
             "tests/unit/metrics/test_gns_hooks_faults.py::test_the_middle_is_left_out_if_a_used_parameter_was_not_seen_in_it",
         ),

@@ -187,7 +187,6 @@ for name in ("torch", "numpy", "pydantic", "wandb", "rich", "typer"):
     sys.modules[name] = None
 from trainer.metrics import batch_extras, payload_contract, payload_schema
 from trainer.metrics.catalog import docs, lookup as catalog
-from trainer.metrics.noise_scale import estimate
 from trainer.metrics.sinks import base
 line = payload_contract.encode_payload(payload_contract.build_payload("train", 1, {"loss": 1.0}))
 assert payload_contract.parse_payload(line).global_step == 1
