@@ -52,7 +52,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     if window is None:
         return "data exhausted", None
     micros, coincidence = window.micros, None
-    if run.splits(step):
+    if run.coincidence_at is not None and run.splits(step):
         micros, coincidence = split(micros), run.coincidence_at((step - 1) * len(micros))
     run.at("forward and backward", step)
     with run.tracker.section("forward_backward"):

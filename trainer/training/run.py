@@ -59,8 +59,9 @@ class Run:
     """None: off, or the model has no state."""
     reporters: Mapping[str, Reporter]
     """What a logged step reports beside its loss, by the name of its guard; `position.unlogged` and `details` among them."""
-    coincidence_at: Callable[[int], float]
-    """Micro-batch -> probability that two rows of the data, drawn independently, come from the same stream."""
+    coincidence_at: Callable[[int], float] | None
+    """Micro-batch -> probability that two rows of the data, drawn independently, come from the same stream; None: where
+    gradient noise comes from is not measured."""
     metric_keys: tuple[str, ...]
     """Every key that a reporter of any rank can have."""
     diagnostics: Diagnostics
@@ -110,9 +111,8 @@ class Run:
         return self.tracker.will_log(step) or step == self.position.last_step
 
     def splits(self, step: int) -> bool:
-        """Whether `step` measures where gradient noise comes from; the same on all ranks."""
-        every = self.config.gns.components_every
-        return every > 0 and step % every == 0 and self.logs(step)
+        """Whether `step` measures where gradient noise comes from, if any does; the same on all ranks."""
+        return step % self.config.gns.components_every == 0 and self.logs(step)
 
     def probes(self, step: int) -> bool:
         """Whether `step` measures what carrying is worth; the same on all ranks."""

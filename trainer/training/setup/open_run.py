@@ -187,7 +187,9 @@ def open_run(
         details=details,
         probe=probe,
         reporters=reporters,
-        coincidence_at=partial(coincidence, state.dataset, [source.concentration for source in plan.sources]),
+        coincidence_at=partial(coincidence, state.dataset, [source.concentration for source in plan.sources])
+        if config.gns.components_every
+        else None,
         metric_keys=tuple(key for reporter in reporters.values() for key in reporter.metric_keys),
         diagnostics=diagnostics,
         tracker=state.tracker,
