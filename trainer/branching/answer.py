@@ -132,6 +132,9 @@ def sentence(answer: Answer) -> str:
         text += "; the error bars, not the tolerance, decided: more seeds or tokens may lower it"
     if verdict.beyond:
         text += f"; {', '.join(map(str, verdict.beyond))} x again within it is noise"
+    edges = ", ".join(f"{row.factor} x" for row in answer.rows if row.is_edge)
+    if edges:
+        text += f". The best learning rate of {edges} is at the edge of the grid: widen --lr-grid"
     return f"At step {study.origin.step:,} {text}. {noise_sentence(answer)}"
 
 
@@ -235,7 +238,9 @@ def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
     rate = origin.tokens_per_sec
     predicted = "unknown time (the run logged no tokens_per_sec)"
     if rate:
-        predicted = f"about {_duration(total / rate / num_slots)} at the run's {rate:,.0f} tokens/s, and a start each"
+        predicted = (
+            f"about {_duration(total / rate / num_slots)} at the run's {rate:,.0f} tokens/s, plus the start of each"
+        )
     at_once = f", {num_slots} at once" if num_slots > 1 else ""
     lines.append(f"cost: {counted(num_todo, 'branch')}{at_once}, {total:,.0f} tokens, {predicted}")
     return lines

@@ -23,9 +23,9 @@ from trainer.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import CheckpointError
 from trainer.training.run_dir import RunDir
-from trainer.training.setup.plan import make_plan
+from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.sources import Source
 from trainer.training.step.schedule import make_schedule
-from trainer.wording import few
 
 RATE_ROWS = 10  # logged rows before the checkpoint, over which the median speed is taken
 
@@ -40,7 +40,7 @@ class Origin:
         num_ranks: of the branches.
         lr: the learning rate in force.
         tokens_seen: target tokens so far, over all ranks.
-        tokens_per_step, sequences_per_step: averages so far, over all ranks.
+        tokens_per_step, sequences_per_step: of today's batch, over all ranks: averages so far, and of the latest row.
         marker: digest of the checkpoint's files.
     """
 
@@ -121,9 +121,9 @@ def find_checkpoint(run_dir: Path, at: int | None) -> Path:
     for path in found:
         if checkpoint.step_of(path) == at:
             return path
-    steps = [f"{checkpoint.step_of(path)}" for path in found]
+    steps = ", ".join(str(checkpoint.step_of(path)) for path in reversed(found))
     fix = "choose one of them; checkpoint.every, keep_last and keep_every say which a run keeps"
-    raise UserError("--at", f"{run_dir} has no checkpoint at step {at}; there are {few(steps)}", fix)
+    raise UserError("--at", f"{run_dir} has no checkpoint at step {at}; there are {steps}", fix)
 
 
 def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
@@ -142,23 +142,14 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
         )
     step, world_size = saved["step"], saved["world_size"]
     config = _config_of(saved, path)
-    plan = make_plan(config, _config_path(saved, run_dir), world_size)
+    plan = _plan_of(config, _config_path(saved, run_dir), world_size)
     lr = make_schedule(config, plan.length)(saved.get("reached", step))
     if lr <= 0:
-        raise UserError(
-            "--at", f"the learning rate at step {step} is 0, at which no branch learns", "choose another step"
-        )
+        problem = f"the learning rate at step {step} is 0, at which no branch learns"
+        raise UserError("--at", problem, "choose another step")
     micro_batches = micro_batches_in_force(config, step)
     batches = checkpoint.read_rank(path, 0)["data"]["batch_index"]
-    leaves = [
-        source.table.model_copy(
-            update={
-                "name": source.name,
-                "weight": source.weight.evaluate(positions(source.weight.unit, batches, micro_batches)),
-            }
-        )
-        for source in plan.sources
-    ]
+    leaves = [_frozen(source, batches, micro_batches) for source in plan.sources]
     run = load_run(run_dir)
     tokens_seen = saved["tracker"]["tokens_seen"]
     return Origin(
@@ -171,10 +162,27 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
         num_ranks=num_ranks or world_size,
         lr=lr,
         tokens_seen=tokens_seen,
-        tokens_per_step=tokens_seen / step,
+        # Not over steps, which may have had other numbers of micro-batches.
+        tokens_per_step=tokens_seen / batches * micro_batches,
         sequences_per_step=_latest(run, "gns/b_big", step) or float(plan.facts.cells_per_step),
         marker=checkpoint.fingerprint(path / checkpoint.MARKER)["sha256"],
     )
+
+
+def _plan_of(config: RunConfig, config_path: Path, world_size: int) -> Plan:
+    try:
+        return make_plan(config, config_path, world_size)
+    except UserError as error:
+        if not error.key.startswith("source "):
+            raise
+        fix = "put the data back where the run read them, and call train cbs from its working directory"
+        raise UserError(error.key, error.problem, fix, where=error.where) from None
+
+
+def _frozen(source: Source, batches: int, micro_batches: int) -> SourceTable:
+    """A source under its full name, with the weight that it has now."""
+    weight = source.weight.evaluate(positions(source.weight.unit, batches, micro_batches))
+    return source.table.model_copy(update={"name": source.name, "weight": weight})
 
 
 def _config_of(saved: dict[str, Any], path: Path) -> RunConfig:

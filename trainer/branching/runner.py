@@ -96,6 +96,10 @@ def run_branches(
         environment = free.get()
         try:
             result = None if stops() else run_branch(study, branch, environment, stops)
+        except OSError as error:
+            has_failed.set()
+            path = study.directory / branch.name
+            raise BranchFailed(f"{path}: cannot be written: {error.strerror} ({error.filename})") from None
         except BaseException:
             has_failed.set()
             raise
@@ -151,8 +155,10 @@ def run_branch(
         if loss is None:
             raise BranchFailed(f"{path}: no loss was logged at step {end}; see {evaluated / OUTPUT_FILE}")
     result = BranchResult(loss, tokens, time.monotonic() - started)
+    remove_tree(
+        RunDir(path).checkpoints
+    )  # before the result: whoever is killed between the two starts the branch again
     write_result(study, branch, result)
-    remove_tree(RunDir(path).checkpoints)
     return result
 
 
