@@ -88,6 +88,8 @@ def test_the_branches_train_equal_tokens_with_the_stated_batch_and_rate(whole):
         logged = {step: row for (mode, step), row in rows.items() if mode == "train"}
         assert all(row["lr"] == pytest.approx(batch["lr"]) for row in logged.values())
         assert max(logged) == STEP + batch["steps"]
+        # 3 to 1 over 20 steps, and the next is step 9.
+        assert "weight = 2.1\n" in (branch / "branch.toml").read_text()
 
 
 def test_seeds_read_other_data_and_are_evaluated_on_the_same(whole):
@@ -205,7 +207,8 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
     run_dir = copied(trained, "running")
     with (run_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused = program(["cbs", run_dir], capsys)
+        # Another mistake, so that nothing would be trained if this one were not seen.
+        refused = program(["cbs", run_dir, "--factors", "0"], capsys)
     assert refused.returncode == 2
     assert "is still being trained" in refused.stderr
 
@@ -215,7 +218,8 @@ def test_a_second_call_at_the_same_time_is_refused(trained, capsys):
     (run_dir / "cbs").mkdir(exist_ok=True)
     with (run_dir / "cbs" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused = program(["cbs", run_dir], capsys)
+        # Another mistake, so that nothing would be trained if this one were not seen.
+        refused = program(["cbs", run_dir, "--factors", "0"], capsys)
     assert refused.returncode == 2
     assert "is in use by another train cbs" in refused.stderr
 

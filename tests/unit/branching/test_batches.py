@@ -31,7 +31,7 @@ QUARTER, HALF = Fraction(1, 4), Fraction(1, 2)
         (Fraction(3, 2), 1, [8], (2, Fraction(3, 4))),
         (HALF, 1, [1], None),
         (QUARTER, 1, [2], None),
-        (QUARTER, 1, [8, 2], None),  # a modality with too few rows
+        (QUARTER, 1, [8, 6], None),  # a modality whose rows cannot be divided
         (QUARTER, 2, [], None),  # batches of a source's own
         (HALF, 2, [], (1, 1)),
     ],

@@ -64,6 +64,9 @@ def test_each_order_differs_and_repeats_itself(corpus):
     assert orders[1] != orders[0]
     assert orders[1] != orders[2]
     assert orders[1] == read(continued(corpus, state, 1), 40)
+    for number, saved in enumerate(state["sources"]):
+        epochs = [reordered(state, order)["sources"][number]["epoch"] for order in (1, 2)]
+        assert len({saved["epoch"], *epochs}) == 3  # other streams first, not only other picks
 
 
 def test_an_order_begins_every_group_it_reads(corpus):
