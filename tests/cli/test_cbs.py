@@ -16,6 +16,7 @@ import pytest
 from tests.support.forks import Forked
 from tests.support.in_process import program
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
+from trainer.branching.origin import find_checkpoint, open_origin
 
 STEP = 8
 # The first batch is made of half the rows, which are evaluated with the run's own afterwards; the other of micro-batches.
@@ -233,6 +234,27 @@ def test_data_that_moved_are_named_with_what_to_do(trained, capsys):
         corpus.with_name("moved").rename(corpus)
     assert refused.returncode == 2
     assert "put the data back where the run read them" in refused.stderr
+
+
+def test_included_sources_are_found_from_anywhere_and_keep_their_weight(tmp_path):
+    config = write_tiny_config(tmp_path)
+    head, _, rest = config.read_text().partition('[[data.source]]\nname = "second"')
+    included = f"""[[source]]
+name = "in"
+root = "{tmp_path / "corpus"}"
+modalities = ["b"]
+weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 20 = 1.0 }} }}
+"""
+    (tmp_path / "more.toml").write_text(included)
+    outer = '[[data.source]]\nname = "outer"\ninclude = "more.toml"\nweight = 2.0\n\n'
+    config.write_text(head + outer + rest[rest.index("[model]") :])
+    run_dir = tmp_path / "run"
+    done = run("--config", config, "--run-dir", run_dir, "--steps", 4, "--stdout", "off", cwd=tmp_path.parent)
+    assert done.returncode == 0, done.stderr
+    origin = open_origin(run_dir, find_checkpoint(run_dir, None), num_ranks=None)
+    # The next step is 5: 3 - 2 * 5 / 20.
+    weights = {source.name: source.weight for source in origin.config.data.source}
+    assert weights == {"first": pytest.approx(2.5), "outer.in": pytest.approx(2 * 2.5)}
 
 
 def test_branches_that_diverge_are_counted_and_the_others_decide(trained):

@@ -77,7 +77,10 @@ def reserved(run_dir: Path) -> Iterator[None]:
         if not is_free:
             problem = "is still being trained, and may delete its checkpoint meanwhile"
             raise UserError(str(run_dir), problem, "wait for it, or stop it: it can be resumed afterwards")
-        cbs.mkdir(exist_ok=True)
+        try:
+            cbs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(str(cbs), f"cannot be written: {error.strerror}", "branch from a copy of the run") from None
         with _locked(cbs / ".lock", fcntl.LOCK_EX, flags=os.O_RDWR | os.O_CREAT) as is_free:
             if not is_free:
                 raise UserError(str(cbs), "is in use by another train cbs", "wait for it, or stop it")

@@ -38,30 +38,33 @@ class BranchResult:
 
 
 def read_common(directory: Path) -> dict[str, Any] | None:
-    """What the results of a directory have in common; None if it has none.
+    """What the branches of a directory have in common; None if it has none.
 
     Raises:
         UserError: the file is damaged.
     """
-    return _read(directory / STUDY_FILE)
+    has_branches = any(path.is_dir() for path in directory.glob("batch_*"))
+    return _read(directory / STUDY_FILE) if has_branches else None
 
 
-def claim(study: Study) -> None:
-    """Make the directory one of this study.
+def refuse_mixing(study: Study) -> None:
+    """Refuse a study whose results would not compare with those that its directory holds.
 
     Raises:
-        UserError: it holds results that this study may not be mixed with.
+        UserError: naming what differs.
     """
-    before = read_common(study.directory)
-    if before is None:
-        study.directory.mkdir(parents=True, exist_ok=True)
-        write_json(study.directory / STUDY_FILE, study.common)
-        return
-    changed = [key for key in study.common if before.get(key) != study.common[key]]
+    before = read_common(study.directory) or {}
+    changed = [key for key in study.common if before and before.get(key) != study.common[key]]
     if changed:
         listed = ", ".join(f"{key} {before.get(key)} (now {study.common[key]})" for key in changed)
         fix = "give the same options, or move the directory away"
         raise UserError(str(study.directory), f"holds branches with {listed}; their losses do not compare", fix)
+
+
+def claim(study: Study) -> None:
+    """Make the directory one of this study, before its first branch."""
+    study.directory.mkdir(parents=True, exist_ok=True)
+    write_json(study.directory / STUDY_FILE, study.common)
 
 
 def read_result(study: Study, branch: Branch) -> BranchResult | None:

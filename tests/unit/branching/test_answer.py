@@ -88,17 +88,21 @@ def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter(record):
 def test_results_of_other_settings_are_refused(make_study, tmp_path):
     study = make_study(tokens=1)
     study = type(study)(**{**vars(study), "directory": tmp_path / "cbs"})
+    kept.refuse_mixing(study)
     kept.claim(study)
-    kept.claim(study)
+    # Nothing was trained with these settings yet.
+    assert kept.read_common(study.directory) is None
     branch = study.branches[0]
     (study.directory / branch.name).mkdir()
     kept.write_result(study, branch, BranchResult(1.5, 10, 2.0))
+    kept.refuse_mixing(study)
+    assert kept.read_common(study.directory) == study.common
     assert kept.read_result(study, branch) == BranchResult(1.5, 10, 2.0)
     assert kept.read_result(study, study.branches[1]) is None
     for fields in ({"marker": "1"}, {"num_ranks": 2}, {"tokens_per_step": 999.0}):
         other = make_study(tokens=1, fields=fields)
         with pytest.raises(UserError, match="their losses do not compare"):
-            kept.claim(type(other)(**{**vars(other), "directory": study.directory}))
+            kept.refuse_mixing(type(other)(**{**vars(other), "directory": study.directory}))
     moved = study.directory / study.branches[1].name
     (study.directory / branch.name).rename(moved)
     with pytest.raises(UserError, match="is of another branch than its directory says"):

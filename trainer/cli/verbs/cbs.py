@@ -49,7 +49,7 @@ def cbs(
     """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
     with uncollected():
         from trainer.branching.origin import find_checkpoint, open_origin, reserved
-        from trainer.branching.results import claim, read_common
+        from trainer.branching.results import read_common, refuse_mixing
         from trainer.branching.runner import slots
         from trainer.branching.show import check_picture
         from trainer.branching.study import make_study, parse_factors, parse_grid
@@ -73,7 +73,7 @@ def cbs(
             base_steps=None if before is None else before.get("base_steps"),
         )
         environments = slots(origin.num_ranks, devices, parallel)
-        claim(study)
+        refuse_mixing(study)
         _run(study, environments, asks=not yes and sys.stdin.isatty())
         _tell(study, tolerance, out, as_json=as_json)
 
@@ -85,6 +85,7 @@ def _run(study: Study, environments: list[dict[str, str]], *, asks: bool) -> Non
         typer.Exit: the user does not want to, a stop was requested, or a branch failed.
     """
     from trainer.branching.answer import cost_lines
+    from trainer.branching.results import claim
     from trainer.branching.runner import BranchFailed, missing, run_branches
     from trainer.training.signals import StopRequest
 
@@ -95,6 +96,7 @@ def _run(study: Study, environments: list[dict[str, str]], *, asks: bool) -> Non
         return
     if asks and not typer.confirm("Start?", err=True):
         raise typer.Exit(0)
+    claim(study)
     stop = StopRequest(lambda name: typer.echo(f"{name}: stopping the branches at their next step", err=True))
     stop.install()
     num_done = len(done)
