@@ -163,8 +163,10 @@ def draw(answer: Answer, out: Path) -> None:
     noise = answer.noise
     if noise is not None:
         if noise.low is not None:
-            high = noise.high if noise.high is not None else max([noise.low, *xs])
-            axes.axvspan(noise.low, high, color="tab:orange", alpha=0.15, label=f"bounds of {noise.key}")
+            is_open = noise.high is None
+            high = 1.2 * max([noise.low, *xs]) if noise.high is None else noise.high
+            label = f"{noise.key}: {'lower bound, no upper one' if is_open else 'bounds'}"
+            axes.axvspan(noise.low, high, color="tab:orange", alpha=0.15, label=label)
         if noise.value is not None:
             axes.axvline(noise.value, color="tab:orange", label=noise.key)
     axes.set_xscale("log", base=2)
