@@ -165,7 +165,7 @@ def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
     """
     staging, target = staging_dir(checkpoints, step), checkpoints / checkpoint_name(step)
     write_json(staging / STATE_FILE, {"format_version": FORMAT_VERSION, **state})
-    files = {path.name: fingerprint(path) for path in sorted(staging.iterdir())}
+    files = {path.name: _fingerprint(path) for path in sorted(staging.iterdir())}
     if target.exists():  # The same step again, after a resume from an older checkpoint.
         remove_tree(target)
     staging.rename(target)
@@ -228,7 +228,7 @@ def verify(path: Path) -> dict[str, Any]:
     files, _ = _listed_files(path)
     for name, expected in files.items():
         try:
-            found = fingerprint(path / name)
+            found = _fingerprint(path / name)
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error.strerror}") from None
         if found != expected:
@@ -361,7 +361,7 @@ class BackgroundWriter:
         self._pool.shutdown(wait=True)
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
+def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
