@@ -40,6 +40,86 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, list[Mutant]] = {
+    "branching": [
+        Mutant(
+            "trainer/branching/verdict.py",
+            "factor not in compared or not compared[factor].is_within",
+            "factor in compared and not compared[factor].is_within",
+            "tests/unit/branching/test_verdict.py::test_a_batch_without_a_loss_is_outside",
+        ),
+        Mutant(
+            "trainer/branching/verdict.py",
+            "    error = standard_error(differences)\n",
+            "    error = each.error\n",
+            "tests/unit/branching/test_verdict.py::test_what_seeds_have_in_common_is_no_error",
+        ),
+        Mutant(
+            "trainer/branching/verdict.py",
+            "    next_larger = outside[0] if outside else None\n",
+            "    next_larger = outside[-1] if outside else None\n",
+            "tests/unit/branching/test_verdict.py::test_the_search_ends_at_the_first_batch_outside",
+        ),
+        Mutant(
+            "trainer/branching/verdict.py",
+            "max(tolerance * abs(reference.mean), ",
+            "max(tolerance, ",
+            "tests/unit/branching/test_verdict.py::test_the_tolerance_is_relative",
+        ),
+        Mutant(
+            "trainer/branching/batches.py",
+            "        if all((size * share)",
+            "        if any((size * share)",
+            "tests/unit/branching/test_batches.py::test_a_factor_is_made_of_micro_batches_or_else_of_fewer_rows",
+        ),
+        Mutant(
+            "trainer/branching/fork.py",
+            '        "pool": [],\n',
+            "",
+            "tests/unit/branching/test_fork.py::test_an_order_begins_every_group_it_reads",
+        ),
+        Mutant(
+            "trainer/branching/fork.py",
+            '        "epoch": order * EPOCHS,\n',
+            "",
+            "tests/unit/branching/test_fork.py::test_each_order_differs_and_repeats_itself",
+        ),
+        Mutant(
+            "trainer/branching/answer.py",
+            "if len(losses) == seeds]",
+            "if losses]",
+            "tests/unit/branching/test_answer.py::test_a_rate_that_diverged_with_one_seed_does_not_count",
+        ),
+        Mutant(
+            "trainer/branching/branch_config.py",
+            "math.ceil(table.stale_threshold / factor)",
+            "math.ceil(table.stale_threshold)",
+            "tests/unit/branching/test_study.py::test_the_config_of_a_branch_differs_in_batch_rate_and_length_alone",
+        ),
+        Mutant(
+            "trainer/branching/branch_config.py",
+            '    data = {"mixing": study.origin.config.data.mixing, ',
+            '    data = {"mixing": config.data.mixing, ',
+            "tests/unit/branching/test_study.py::test_fewer_rows_are_fewer_of_every_source_and_modality_and_evaluated_with_all",
+        ),
+        Mutant(
+            "trainer/branching/results.py",
+            "    if changed:\n",
+            "    if False:\n",
+            "tests/unit/branching/test_answer.py::test_results_of_other_settings_are_refused",
+        ),
+        Mutant(
+            "trainer/branching/noise.py",
+            " if at <= step]",
+            "]",
+            "tests/unit/branching/test_noise.py::test_it_is_the_last_row_by_then",
+        ),
+        Mutant(
+            "trainer/branching/origin.py",
+            '        if not is_free:\n            problem = "is still',
+            '        if False:\n            problem = "is still',
+            "tests/cli/test_cbs.py::test_a_run_that_is_still_trained_is_refused",
+        ),
+    ],
     "scale": [
         Mutant(
             "trainer/training/setup/live_bytes.py",

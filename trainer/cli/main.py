@@ -20,6 +20,7 @@ import typer
 from trainer.cli.options import ConfigOption, ReplicasOption, SetOption, StrategyOption, require_config
 from trainer.cli.refuse import refuse
 from trainer.cli.verbs import (
+    cbs,
     check,
     checkpoint,
     compare,
@@ -54,6 +55,7 @@ app.command("doctor")(doctor.doctor)
 app.command("diagnose")(diagnose.diagnose)
 app.command("report")(report.report)
 app.command("compare")(compare.compare)
+app.command("cbs")(cbs.cbs)
 app.command("sample")(sample.sample)
 app.command("export")(export.export)
 app.add_typer(data.app, name="data")

@@ -1,0 +1,292 @@
+"""`train cbs`: real branches from a real checkpoint, interrupted and gone on with."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import Forked
+from tests.support.in_process import program
+from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
+from trainer.branching.origin import find_checkpoint, open_origin
+
+STEP = 8
+# The first batch is made of half the rows, which are evaluated with the run's own afterwards; the other of micro-batches.
+OPTIONS = ("--at", STEP, "--factors", "1/4,2", "--lr-grid", "1", "--tokens", 6_000, "--parallel", 2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 12 steps with checkpoints, an evaluation, and a weight that changes over its steps."""
+    directory = tmp_path_factory.mktemp("trained")
+    extra = "\n[eval]\nevery = 4\nbatches = 4\nholdout_fraction = 0.1\n[checkpoint]\nevery = 4\nkeep_last = 10\n"
+    config = write_tiny_config(directory, extra)
+    done = run("--config", config, "--run-dir", directory / "run", "--steps", 12, "--stdout", "off", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return directory / "run"
+
+
+def copied(trained, name) -> Path:
+    return Path(shutil.copytree(trained, trained.with_name(name), symlinks=True))
+
+
+def contents(run_dir) -> dict[str, object]:
+    """All files of a run but those of its branches: content and time."""
+    files = [
+        path for path in sorted(run_dir.rglob("*")) if path.is_file() and "cbs" not in path.relative_to(run_dir).parts
+    ]
+    return {
+        str(path.relative_to(run_dir)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in files
+    }
+
+
+def answer(run_dir) -> dict[str, object]:
+    found = json.loads((run_dir / "cbs" / str(STEP) / "cbs.json").read_text())
+    assert found.pop("run") == str(run_dir)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(trained):
+    """Branches that nothing interrupted; and the files before."""
+    run_dir = copied(trained, "whole")
+    before = contents(run_dir)
+    done = run("cbs", run_dir, *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    return run_dir, before, done
+
+
+def test_the_run_itself_is_not_changed(whole):
+    run_dir, before, _ = whole
+    assert contents(run_dir) == before
+    listed = run("ls", run_dir.parent, "--json", "--no-diagnose")
+    assert [Path(each["run"]).name for each in json.loads(listed.stdout)].count("whole") == 1
+    assert not any("cbs" in each["run"] for each in json.loads(listed.stdout))
+
+
+def test_the_branches_train_equal_tokens_with_the_stated_batch_and_rate(whole):
+    run_dir, _, _ = whole
+    found = answer(run_dir)
+    lr = read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]
+    small, large = found["batches"]
+    assert (small["micro_batches"], small["row_share"], large["micro_batches"]) == (1, "1/2", 4)
+    assert small["steps"] == 8 * large["steps"]
+    assert small["trained_tokens"] == pytest.approx(large["trained_tokens"], rel=0.1)
+    assert large["trained_tokens"] == pytest.approx(found["tokens"], rel=0.2)
+    assert (small["lr"], large["lr"]) == pytest.approx((lr / 2, lr * 2**0.5))
+    for batch, name in ((small, "1_of_4"), (large, "2")):
+        (branch,) = run_dir.glob(f"cbs/{STEP}/batch_{name}-*-seed_0")
+        rows = read_rows(branch / "metrics.jsonl")
+        logged = {step: row for (mode, step), row in rows.items() if mode == "train"}
+        assert all(row["lr"] == pytest.approx(batch["lr"]) for row in logged.values())
+        assert max(logged) == STEP + batch["steps"]
+        # 3 to 1 over 20 steps, and the next is step 9.
+        assert "weight = 2.1\n" in (branch / "branch.toml").read_text()
+
+
+def test_seeds_read_other_data_and_are_evaluated_on_the_same(whole):
+    run_dir, _, _ = whole
+    for name in ("1_of_4", "2"):
+        first, second = (next(run_dir.glob(f"cbs/{STEP}/batch_{name}-*-seed_{seed}")) for seed in (0, 1))
+        tokens = [
+            [row.get("tokens_in_step") for row in read_rows(each / "metrics.jsonl").values()]
+            for each in (first, second)
+        ]
+        assert tokens[0] != tokens[1]
+    for batch in answer(run_dir)["batches"]:
+        losses = batch["losses"]
+        assert losses["0"] != losses["1"]
+        assert losses["0"] == pytest.approx(losses["1"], rel=0.1)
+        assert batch["error"] == pytest.approx(abs(losses["0"] - losses["1"]) / 2)
+
+
+def test_a_batch_of_fewer_rows_is_evaluated_on_the_held_out_batches_of_the_run(whole):
+    """As many target tokens as in the run's own evaluation: with its own rows, a branch would read other documents."""
+    run_dir, _, _ = whole
+    (branch,) = run_dir.glob(f"cbs/{STEP}/batch_1_of_4-*-seed_0")
+    resolved = (branch / "evaluation" / "config.resolved.toml").read_text()
+    assert "batch_size = 4" in resolved
+    assert "batch_size = 2\n" in (branch / "config.resolved.toml").read_text()
+    rows = read_rows(branch / "evaluation" / "metrics.jsonl")
+    assert [mode for mode, _ in rows] == ["eval"]
+
+
+def test_the_answer_is_a_table_a_plot_a_picture_and_a_sentence(whole):
+    run_dir, _, done = whole
+    assert "1/4 x" in done.stdout
+    assert "loss by batch in sequences" in done.stdout
+    assert "critical batch is" in " ".join(done.stdout.split())
+    assert f"At step {STEP} the critical batch" in answer(run_dir)["sentence"]
+    assert "noise scale" in answer(run_dir)["sentence"]
+    assert (run_dir / "cbs" / str(STEP) / "cbs.svg").read_text().startswith("<?xml")
+    assert "cost: 4 branches, 2 at once" in done.stderr
+    assert not list(run_dir.glob("cbs/*/*/checkpoints"))
+
+
+def test_interrupted_branches_go_on_to_the_same_answer(trained, whole, tmp_path):
+    run_dir = copied(trained, "interrupted")
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = Forked(["cbs", run_dir, *OPTIONS], environment(), cwd=Path.cwd(), out=out, err=err)
+    end = time.monotonic() + TIMEOUT_SEC
+    # In the middle of the branches of many steps.
+    while not any(_last_step(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl")):
+        assert process.poll() is None, err.read_text()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_SEC) == 0
+    assert "the same command goes on" in err.read_text()
+    assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
+    stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
+    assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
+    done = run("cbs", run_dir, *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    assert answer(run_dir) == answer(whole[0])
+
+
+def _last_step(metrics) -> int:
+    return max((step for mode, step in read_rows(metrics) if mode == "train"), default=0) if metrics.exists() else 0
+
+
+def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
+    run_dir, _, _ = whole
+    again = program(["cbs", run_dir, *OPTIONS, "--tolerance", "5", "--json"], capsys)
+    assert again.returncode == 0
+    assert "of which 4 are done" in again.stderr
+    found = json.loads(again.stdout)
+    assert found["critical"]["factor"] == "2"
+    assert found["batches"][0]["losses"] == answer(run_dir)["batches"][0]["losses"]
+    # Without --tokens it is that of the branches that are done, not the default.
+    assert program(["cbs", run_dir, "--at", STEP, "--factors", "1/4,2", "--lr-grid", "1"], capsys).returncode == 0
+    refused = program(["cbs", run_dir, *OPTIONS, "--tokens", "99999"], capsys)
+    assert refused.returncode == 2
+    assert "their losses do not compare" in refused.stderr
+    refused = program(["cbs", run_dir, *OPTIONS, "--factors", "1,2", "--nproc", "2"], capsys)
+    assert refused.returncode == 2
+    assert "num_ranks 1 (now 2)" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--at", "9"], "--at: RUN has no checkpoint at step 9; there are 4, 8, 12"),
+        (["--factors", "1/16,1"], "fewer than two batches to compare: 1/16 of today's batch is impossible"),
+        (["--factors", "1,none"], "--factors: 'none' is no positive number"),
+        (["--lr-grid", "0"], "--lr-grid: '0' is no positive number"),
+        (["--devices", "0,0"], "--devices: '0,0' is no list of different devices"),
+        (["--devices", "0,1,2", "--nproc", "2"], "3 devices do not make groups of 2"),
+        (["--devices", "0", "--parallel", "2"], "--parallel: beside --devices"),
+        (["--out", "x.gif"], "--out: must end in .png or .svg"),
+    ],
+)
+def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, capsys):
+    refused = program(["cbs", trained, *options], capsys)
+    assert refused.returncode == 2
+    assert message.replace("RUN", str(trained)) in refused.stderr
+    assert len([line for line in refused.stderr.splitlines() if "latest checkpoint" not in line]) == 1
+    assert not list(trained.glob("cbs/*/*"))
+
+
+def test_a_run_without_checkpoints_is_refused_with_the_keys_that_keep_them(trained, capsys):
+    run_dir = copied(trained, "bare")
+    shutil.rmtree(run_dir / "checkpoints")
+    refused = program(["cbs", run_dir], capsys)
+    assert refused.returncode == 2
+    assert "has no checkpoint to branch from; set checkpoint.every (and keep_last or keep_every" in refused.stderr
+
+
+def test_a_run_that_is_still_trained_is_refused(trained, capsys):
+    run_dir = copied(trained, "running")
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another mistake, so that nothing would be trained if this one were not seen.
+        refused = program(["cbs", run_dir, "--factors", "0"], capsys)
+    assert refused.returncode == 2
+    assert "is still being trained" in refused.stderr
+
+
+def test_a_second_call_at_the_same_time_is_refused(trained, capsys):
+    run_dir = copied(trained, "busy")
+    (run_dir / "cbs").mkdir(exist_ok=True)
+    with (run_dir / "cbs" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another mistake, so that nothing would be trained if this one were not seen.
+        refused = program(["cbs", run_dir, "--factors", "0"], capsys)
+    assert refused.returncode == 2
+    assert "is in use by another train cbs" in refused.stderr
+
+
+def test_data_that_moved_are_named_with_what_to_do(trained, capsys):
+    corpus = trained.with_name("corpus")
+    corpus.rename(corpus.with_name("moved"))
+    try:
+        refused = program(["cbs", trained], capsys)
+    finally:
+        corpus.with_name("moved").rename(corpus)
+    assert refused.returncode == 2
+    assert "put the data back where the run read them" in refused.stderr
+
+
+def test_included_sources_are_found_from_anywhere_and_keep_their_weight(tmp_path):
+    config = write_tiny_config(tmp_path)
+    head, _, rest = config.read_text().partition('[[data.source]]\nname = "second"')
+    included = f"""[[source]]
+name = "in"
+root = "{tmp_path / "corpus"}"
+modalities = ["b"]
+weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 20 = 1.0 }} }}
+"""
+    (tmp_path / "more.toml").write_text(included)
+    outer = '[[data.source]]\nname = "outer"\ninclude = "more.toml"\nweight = 2.0\n\n'
+    config.write_text(head + outer + rest[rest.index("[model]") :])
+    run_dir = tmp_path / "run"
+    done = run("--config", config, "--run-dir", run_dir, "--steps", 4, "--stdout", "off", cwd=tmp_path.parent)
+    assert done.returncode == 0, done.stderr
+    origin = open_origin(run_dir, find_checkpoint(run_dir, None), num_ranks=None)
+    # The next step is 5: 3 - 2 * 5 / 20.
+    weights = {source.name: source.weight for source in origin.config.data.source}
+    assert weights == {"first": pytest.approx(2.5), "outer.in": pytest.approx(2 * 2.5)}
+
+
+def test_branches_that_diverge_are_counted_and_the_others_decide(trained):
+    run_dir = copied(trained, "diverged")
+    options = ("--at", STEP, "--factors", "1,2", "--lr-grid", "1,1e30", "--tokens", 1, "--seeds", 1, "--parallel", 2)
+    done = run("cbs", run_dir, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("loss not finite") == 2
+    assert [batch["lr_scale"] for batch in answer(run_dir)["batches"]] == [1.0, 1.0]
+
+
+def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path):
+    run_dir = copied(trained, "failing")
+    options = ("--at", STEP, "--factors", "1,4", "--lr-grid", "1", "--tokens", 1, "--seeds", 1, "--lr-rule", "none")
+    lr = read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]
+    in_the_way = run_dir / "cbs" / str(STEP) / f"batch_4-lr_{lr:.6g}-seed_0"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.symlink_to("nowhere")
+    failed = run("cbs", run_dir, *options)
+    assert failed.returncode == 1
+    assert f"{in_the_way}: cannot be written" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    in_the_way.unlink()
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = Forked(["cbs", run_dir, *options], environment(), cwd=Path.cwd(), out=out, err=err)
+    status = in_the_way / "status.json"
+    while not status.exists():
+        assert process.poll() is None, err.read_text()
+        time.sleep(0.002)
+    os.kill(json.loads(status.read_text())["pid"], signal.SIGKILL)
+    assert process.wait(TIMEOUT_SEC) == 1
+    assert "the branch failed with exit code -9" in err.read_text()
+    done = run("cbs", run_dir, *options)
+    assert done.returncode == 0, done.stderr
+    assert "of which 1 are done" in done.stderr

@@ -1,0 +1,109 @@
+"""From results to rows and a sentence."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from trainer.branching import results as kept
+from trainer.branching.answer import cost_lines, make_answer, sentence, to_json
+from trainer.branching.results import BranchResult, last_training_loss
+from trainer.errors import UserError
+
+
+def results_of(study, loss_of):
+    return {b.name: BranchResult(loss_of(b.batch.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
+
+
+def answered(study, loss_of, **options):
+    return make_answer(study, results_of(study, loss_of), **{"tolerance": 0.01, **options})
+
+
+def test_the_rate_with_the_best_mean_over_seeds_counts(make_study):
+    losses = {0.5: [1.0, 3.0], 1.0: [1.8, 1.8], 2.0: [2.0, 2.0]}
+    answer = answered(make_study(), lambda factor, scale, seed: losses[scale][seed])
+    for row in answer.rows:
+        assert (row.lr_scale, row.is_edge, row.measured.mean) == (1.0, False, 1.8)
+        assert row.measured.error == 0.0
+
+
+def test_a_rate_that_diverged_with_one_seed_does_not_count(make_study):
+    answer = answered(make_study(), lambda factor, scale, seed: None if scale == 0.5 and seed else 1.0 + scale)
+    assert [row.lr_scale for row in answer.rows] == [1.0] * 3
+    nothing = answered(make_study(), lambda factor, scale, seed: None)
+    assert nothing.verdict is None
+    assert "no branch ended with a finite loss" in sentence(nothing)
+    assert to_json(nothing)["critical"] is None
+
+
+def test_the_sentence_names_the_batch_in_sequences_and_tokens(make_study):
+    study = make_study()
+    found = sentence(answered(study, lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1)))
+    assert found.startswith(
+        "At step 100 the critical batch is 10 sequences (1,000 tokens, 1 x today's): its loss is within 1.00% or the error "
+        "bars of the lowest, that of 1/4 x, that of 4 x is not. "
+    )
+    assert "edge" not in found
+    below = sentence(answered(study, lambda factor, scale, seed: 2.0 + float(factor)))
+    assert "the critical batch is below 10 sequences (1 x today's)" in below
+    assert "The best learning rate of 1/4 x, 1 x, 4 x is at the edge of the grid" in below
+    above = sentence(answered(study, lambda factor, scale, seed: 2.0))
+    assert "at least 40 sequences (4,000 tokens, 4 x today's), the largest measured" in above
+
+
+def test_what_the_error_bar_decided_is_said(make_study):
+    spread = {Fraction(1): (0.05, 0.25), Fraction(4): (1.0, 1.0)}
+    found = sentence(answered(make_study(), lambda factor, scale, seed: 2.0 + spread.get(factor, (0, 0))[seed]))
+    assert "the error bars, not the tolerance, decided" in found
+
+
+def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study, record):
+    rows = record({90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0}})
+    found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
+    assert found.endswith(
+        "The noise scale at step 90 (gns/b_simple) is 20 sequences (2,000 tokens), at least 15 sequences (1,500 tokens), "
+        "at most 30 sequences (3,000 tokens)."
+    )
+
+
+def test_the_cost_is_that_of_what_is_left(make_study, record):
+    rows = record({step: {"tokens_per_sec": 100.0 * step} for step in (80, 90, 100, 110)})
+    study = make_study(fields={"run": rows})
+    lines = cost_lines(study, 6, 2)
+    assert lines[0] == ("18 branches from step 100 of run: 3 batches x 3 learning rates x 2 seeds, of which 6 are done")
+    # 12 branches of 64,000 tokens at 9,000 tokens/s, the median until the checkpoint, two at once.
+    assert lines[-1] == (
+        "cost: 12 branches, 2 at once, 768,000 tokens, about 43 s at the run's 9,000 tokens/s, plus the start of each"
+    )
+
+
+def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter(record):
+    rows = {step: {"loss": float(step), "tokens_in_step": 10.0 * step} for step in range(1, 9)}
+    assert last_training_loss(record(rows), last=8, num_steps=8) == pytest.approx((7 * 70 + 8 * 80) / 150)
+    del rows[7]
+    assert last_training_loss(record(rows), last=8, num_steps=8) is None
+
+
+def test_results_of_other_settings_are_refused(make_study, tmp_path):
+    study = make_study(tokens=1)
+    study = type(study)(**{**vars(study), "directory": tmp_path / "cbs"})
+    kept.refuse_mixing(study)
+    kept.claim(study)
+    # Nothing was trained with these settings yet.
+    assert kept.read_common(study.directory) is None
+    branch = study.branches[0]
+    (study.directory / branch.name).mkdir()
+    kept.write_result(study, branch, BranchResult(1.5, 10, 2.0))
+    kept.refuse_mixing(study)
+    assert kept.read_common(study.directory) == study.common
+    assert kept.read_result(study, branch) == BranchResult(1.5, 10, 2.0)
+    assert kept.read_result(study, study.branches[1]) is None
+    for fields in ({"marker": "1"}, {"num_ranks": 2}, {"tokens_per_step": 999.0}):
+        other = make_study(tokens=1, fields=fields)
+        with pytest.raises(UserError, match="their losses do not compare"):
+            kept.refuse_mixing(type(other)(**{**vars(other), "directory": study.directory}))
+    moved = study.directory / study.branches[1].name
+    (study.directory / branch.name).rename(moved)
+    with pytest.raises(UserError, match="is of another branch than its directory says"):
+        kept.read_result(study, study.branches[1])
