@@ -108,12 +108,6 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/branching/test_answer.py::test_results_of_other_settings_are_refused",
         ),
         Mutant(
-            "trainer/branching/noise.py",
-            " if at <= step]",
-            "]",
-            "tests/unit/branching/test_noise.py::test_it_is_the_last_row_by_then",
-        ),
-        Mutant(
             "trainer/branching/origin.py",
             '        if not is_free:\n            problem = "is still',
             '        if False:\n            problem = "is still',
@@ -926,7 +920,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "trainer/training/step/components.py",
             "[half for micro in window for half in halves(micro)]",
             "list(window)",
-            "tests/distributed/test_gns_components.py::test_a_run_measures_it_and_learns_the_same",
+            "tests/unit/training/test_microbatch.py::test_halves_have_all_rows_in_order_with_their_groups_and_extras",
         ),
         Mutant(
             "trainer/runs/noise_scale.py",

@@ -8,10 +8,10 @@ from fractions import Fraction
 from statistics import fmean
 from typing import Any
 
-from trainer.branching.noise import NoiseScale, noise_scale_at
 from trainer.branching.results import BranchResult
 from trainer.branching.study import Branch, Study
 from trainer.branching.verdict import Compared, Measured, Verdict, decide
+from trainer.runs.noise_scale import NoiseScale, noise_scale_of
 from trainer.wording import counted, number_text
 
 
@@ -92,7 +92,7 @@ def make_answer(study: Study, results: Mapping[str, BranchResult], *, tolerance:
                 compared=compared.get(each.factor),
             )
         )
-    return Answer(study, tolerance, rows, verdict, noise_scale_at(study.origin.run, study.origin.step))
+    return Answer(study, tolerance, rows, verdict, noise_scale_of(study.origin.run, by=study.origin.step))
 
 
 def _best_rate(branches: Sequence[Branch], results: Mapping[str, BranchResult]) -> dict[Branch, float]:
@@ -144,9 +144,9 @@ def noise_sentence(answer: Answer) -> str:
     if noise is None:
         return "The run logged no noise scale by then (gns.enabled)."
     found = [_in_both(answer, "", noise.value)] if noise.value is not None else []
-    found += [_in_both(answer, "at least ", noise.low)] if noise.low is not None else []
+    found += [_in_both(answer, "at least ", noise.low)]
     found += [_in_both(answer, "at most ", noise.high)] if noise.high is not None else []
-    return f"The noise scale at step {noise.step:,} ({noise.key}) is {', '.join(found)}."
+    return f"The noise scale ({noise.where}) is {', '.join(found)}."
 
 
 def _in_both(answer: Answer, before: str, value: float) -> str:

@@ -162,11 +162,10 @@ def draw(answer: Answer, out: Path) -> None:
         axes.axvline(critical, color="tab:green", linestyle="--", label="largest batch within")
     noise = answer.noise
     if noise is not None:
-        if noise.low is not None:
-            is_open = noise.high is None
-            high = 1.2 * max([noise.low, *xs]) if noise.high is None else noise.high
-            label = f"{noise.key}: {'lower bound, no upper one' if is_open else 'bounds'}"
-            axes.axvspan(noise.low, high, color="tab:orange", alpha=0.15, label=label)
+        is_open = noise.high is None
+        high = 1.2 * max([noise.low, *xs]) if noise.high is None else noise.high
+        label = f"{noise.key}: {'lower bound, no upper one' if is_open else 'bounds'}"
+        axes.axvspan(noise.low, high, color="tab:orange", alpha=0.15, label=label)
         if noise.value is not None:
             axes.axvline(noise.value, color="tab:orange", label=noise.key)
     axes.set_xscale("log", base=2)

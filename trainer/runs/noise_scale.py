@@ -43,9 +43,10 @@ class NoiseScale:
         return f"{self.key} at step {self.step:,}{from_steps}"
 
 
-def noise_scale_of(run: RunRecord) -> NoiseScale | None:
-    """The noise scale in the last row that has a batch size; None where that row does not know it."""
-    batches = _column(run, B_BIG)
+def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
+    """The noise scale in the last row (by a step, if one is given) that has a batch size; None where that row does not know
+    it."""
+    batches = {step: size for step, size in _column(run, B_BIG).items() if by is None or step <= by}
     if not batches:
         return None
     step = max(batches)

@@ -59,10 +59,10 @@ def test_what_the_error_bar_decided_is_said(make_study):
 
 
 def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study, record):
-    rows = record({90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0}})
+    rows = record({90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0, "gns/b_big": 16.0}})
     found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
     assert found.endswith(
-        "The noise scale at step 90 (gns/b_simple) is 20 sequences (2,000 tokens), at least 15 sequences (1,500 tokens), "
+        "The noise scale (gns/b_simple at step 90) is 20 sequences (2,000 tokens), at least 15 sequences (1,500 tokens), "
         "at most 30 sequences (3,000 tokens)."
     )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trainer.errors import UserError
+from trainer.training.step.components import split as in_halves
 from trainer.training.step.microbatch import accepted_inputs, masked_copy, split
 
 
@@ -62,3 +63,27 @@ def test_the_model_s_own_signature_says_what_it_takes():
 
     assert accepted_inputs(Plain()) == {"tokens", "resets"}
     assert accepted_inputs(Any()) is None
+
+
+def test_halves_have_all_rows_in_order_with_their_groups_and_extras():
+    more = {
+        "dataset_labels": ["x", "y"],
+        "token_types": torch.tensor([[1] * 3, [2] * 3]),
+        "instability_meta_json": "{}",
+    }
+    micro = split(batch(**more, temperature=0.5, noise=torch.zeros(5)), None)
+    first, second = in_halves([micro])
+    assert [half.targets.tolist() for half in (first, second)] == [[row] for row in micro.targets.tolist()]
+    assert second.carry is not None
+    assert (second.carry.group_ids.tolist(), second.carry.is_last.tolist()) == ([5], [True])
+    assert (first.extras["dataset_labels"], second.extras["dataset_labels"]) == (["x"], ["y"])
+    assert second.extras["token_types"].tolist() == [[2] * 3]
+    # What has no entry for each row is shared.
+    assert second.inputs["temperature"] == 0.5
+    assert len(second.inputs["noise"]) == 5
+    assert second.meta == micro.meta
+
+
+def test_a_single_row_is_not_cut():
+    (whole,) = in_halves([split(masked_copy(batch()), None)])
+    assert len(whole.targets) == 1

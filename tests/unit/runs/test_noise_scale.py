@@ -1,0 +1,47 @@
+"""The one noise scale that report, diagnosis and `train cbs` speak of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.runs.load import RunRecord
+from trainer.runs.noise_scale import NoiseScale, noise_scale_of
+from trainer.runs.table import RowTable
+
+
+def record(rows: dict[int, dict[str, float]]) -> RunRecord:
+    table = RowTable(merge_same_step=False)
+    for step, values in rows.items():
+        row = {"gns/b_big": 16.0, **values}
+        table.add(step, 0, tuple(row), row.values())
+    return RunRecord(Path("run"), table, RowTable(merge_same_step=True))
+
+
+def test_it_is_that_of_the_last_row_or_of_the_last_by_a_step() -> None:
+    rows = {n: {"gns/b_now": 1.0 * n, "gns/b_now_low": n / 2, "gns/b_now_high": 2.0 * n} for n in (5, 10, 15)}
+    run = record(rows)
+    assert noise_scale_of(run, by=12) == NoiseScale("gns/b_now", 10, 16.0, 5.0, 10.0, 20.0, None)
+    found = noise_scale_of(run)
+    assert found is not None
+    assert found.step == 15
+    assert noise_scale_of(run, by=4) is None
+
+
+def test_a_lower_bound_alone_is_told_without_a_value_of_an_earlier_row() -> None:
+    run = record({5: {"gns/b_now": 4.0, "gns/b_now_low": 3.0, "gns/b_now_high": 9.0}, 10: {"gns/b_now_low": 6.0}})
+    assert noise_scale_of(run) == NoiseScale("gns/b_now", 10, 16.0, 6.0, None, None, None)
+
+
+def test_what_says_most_is_preferred() -> None:
+    bounds = {f"gns/b_{name}_low": low for name, low in (("simple", 1.0), ("now", 2.0), ("drawn", 3.0))}
+    for key in ("gns/b_drawn", "gns/b_now", "gns/b_simple"):
+        found = noise_scale_of(record({5: {**bounds, "gns/b_now_steps": 9.0}}))
+        assert found is not None
+        assert found.key == key
+        assert found.steps == (9 if key == "gns/b_now" else None)
+        del bounds[f"{key}_low"]
+
+
+def test_a_row_that_does_not_know_it_has_none() -> None:
+    assert noise_scale_of(record({5: {"gns/b_now_low": 7.0}, 10: {}})) is None
+    assert noise_scale_of(record({5: {"loss": 4.0}})) is None
