@@ -124,7 +124,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 
 def square_norms(tensors: Sequence[Tensor]) -> np.ndarray:
     """Square norm of each tensor, float64 [P]."""
-    return torch.stack(torch._foreach_norm(tensors)).double().square().numpy()
+    return torch.stack(torch._foreach_norm(list(tensors))).double().square().numpy()
 
 
 def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:

@@ -52,6 +52,7 @@ SETTINGS = (
     "model.num_layers=3",
     "optimizer.lr=2e-3",
     'scheduler.name="constant"',
+    "metrics.per_layer=true",
 )
 
 

@@ -63,6 +63,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         weights_are_tokens: bool = True,
     ) -> None:
         super().__init__(ema)
+        self.parameter_squares: Tensor | None = None
+        """[P] float64, `SMALL_SQUARE` of each parameter on this rank; None in a window without `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
         self._group = self._leaves.group
@@ -84,17 +86,20 @@ class GradientNoiseScale(NoiseScaleAverage):
             accumulated = partial(self._hook, owner, self._accumulated)
             self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
-    def begin_window(self, num_micros: int | None = None) -> None:
+    def begin_window(self, num_micros: int | None = None, *, by_parameter: bool = False) -> None:
         """Start a window; an unfinished one is discarded.
 
         Args:
             num_micros: micro-batches to come. On a single rank it places the middle, which `gns/consistency` needs;
                 without it that key is absent there.
+            by_parameter: keep the square norms of each parameter's micro-gradients apart too, for `PerLayer`.
         """
         device = self._parameters[0].device
         self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=device)
         self._sums[noise_scale.RANKS] = 1.0
         self._micro_square = self._middle_square = self._sums.new_zeros(())
+        self._own_squares: dict[int, Tensor] = {}  # of the micro-batch, by the parameter's index
+        self.parameter_squares = self._sums.new_zeros(len(self._parameters)) if by_parameter else None
         self._middle_at = (num_micros + 1) // 2 if num_micros is not None and self._world_size == 1 else None
         self._window_start = self._micro
         self._middle_fires = 0
@@ -143,6 +148,11 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._warn_of_repeats()
         update = [factor, small, factor * noise, factor.square() * noise, zero, zero, zero, tokens, zero, fault]
         self._sums += torch.stack(update)
+        if self.parameter_squares is not None:
+            own = [self._own_squares.get(index, zero) for index in range(len(self._parameters))]
+            own_small = torch.stack(own) / torch.where(has_weight, factor, 1.0)
+            self.parameter_squares += torch.where(has_weight, own_small, 0.0)
+            self._own_squares.clear()
         # The middle needs `.grad` to be the sum over its group for every parameter. It is not if a parameter with an older
         # gradient was not used in this micro-batch, if FSDP2 keeps the sum elsewhere (it reduces in another type than it
         # accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has that one's norm.
@@ -196,6 +206,11 @@ class GradientNoiseScale(NoiseScaleAverage):
         return self.metrics()
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that average gradients; None on a single process."""
+        return self._group
+
+    @property
     def metric_keys(self) -> tuple[str, ...]:
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         return tuple(spec.name for spec in ROWS)
@@ -233,7 +248,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         elif gns._world_size > 1:
             gns._is_moved |= gns._leaves.reduces_now()
         gns._window_fires.add(index)
-        gns._micro_square += square_norm(grad).to(gns._sums.device)
+        square = square_norm(grad).to(gns._sums.device)
+        gns._micro_square += square
+        if gns.parameter_squares is not None:
+            gns._own_squares[index] = square
 
     @staticmethod
     def _accumulated(owner: weakref.ref[GradientNoiseScale], parameter: Tensor) -> None:

@@ -8,7 +8,8 @@ the multiplication that clipping needs anyway.
 
 Collectives. Beside those of DDP or FSDP there is one all-reduce per step: token and loss sums, the votes (stop, background save
 written, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank may hold
-shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it.
+shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. With `metrics.per_layer` a logged
+step has a second one after its update.
 
 Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
 loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
@@ -34,6 +35,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
 from trainer.shards import is_dtensor
@@ -65,6 +67,8 @@ class Launched:
     ready_at: float
     """When this rank reached the backward that reduces the gradient over ranks, by the step's clock, without the time that
     it had spent waiting in the ledger's exchanges."""
+    layer_numbers: HostCopy | None = None
+    """The sums of `PerLayer`; None on steps that it does not measure."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,13 @@ class TrainStep:
         model: the model as its strategy runs it: with DDP around it, sharded, or itself on a single rank.
         ledger: where recurrent states live; None for a model without state.
         gns: hooks of the noise scale; None if it is off.
+        per_layer: measures the layers on steps that log; None if it is off.
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
         averaging: of the gradients over ranks; None on a single rank.
         autocast: makes the context in which forward and loss run.
-        diagnostics: guards of the noise scale, of a step's details and of its probe: their failure costs them, never the
-            step.
+        diagnostics: guards of the noise scale, of a step's layers and details and of its probe: their failure costs them,
+            never the step.
         clock: monotonic seconds.
     """
 
@@ -115,6 +120,7 @@ class TrainStep:
         gns: GradientNoiseScale | None,
         scaler: torch.amp.GradScaler,
         settings: StepSettings,
+        per_layer: PerLayer | None = None,
         averaging: GradientAveraging | None = None,
         world_size: int,
         device: torch.device,
@@ -127,6 +133,8 @@ class TrainStep:
         self._objective = objective
         self._optimizer = optimizer
         self._gns = gns
+        self._per_layer = per_layer
+        self._measures_layers = False
         self._scaler = scaler
         self._clip_grad_norm = settings.clip_grad_norm
         self._no_sync = nullcontext if averaging is None else averaging.no_sync
@@ -136,6 +144,7 @@ class TrainStep:
         self._autocast = autocast
         diagnostics = diagnostics or Diagnostics()
         self._gns_guard = diagnostics.best_effort("gns")
+        self._per_layer_guard = diagnostics.best_effort("per_layer")
         self._details_guard = diagnostics.best_effort("step_details")
         self._probe_guard = diagnostics.best_effort("carry probe")
         self._clock = clock
@@ -164,13 +173,15 @@ class TrainStep:
 
         Args:
             step: global step, for the ledger's clock.
-            details: collects what is logged beside the loss; None on steps that do not log.
+            details: collects what is logged beside the loss; None on steps that do not log, on which layers are not measured
+                either.
             probe: measures what carrying is worth; None on steps that do not probe.
         """
         if self._ledger is not None:
             self._ledger.begin_step(step)
+        self._measures_layers = self._per_layer is not None and details is not None
         if self._gns is not None:
-            self._gns_guard.run(self._gns.begin_window, len(window))
+            self._gns_guard.run(self._gns.begin_window, len(window), by_parameter=self._measures_layers)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros_like(self._loss_sum)
         exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
@@ -235,10 +246,14 @@ class TrainStep:
             packed = torch.cat([packed, packed.new_zeros(NUM_SUMS) if sums is None else sums])
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
-        gradients: list[Any] = [p.grad for p in self._parameters if p.grad is not None]
+        used = [p for p in self._parameters if p.grad is not None]
+        gradients: list[Any] = [p.grad for p in used]
         if self._has_shards:
             gradients = [gradient.to_local() for gradient in gradients]
-        own_sq = torch.stack([square_norm(gradient) for gradient in gradients]).sum()
+        squares = [square_norm(gradient) for gradient in gradients]
+        if self._per_layer is not None and self._measures_layers:
+            self._per_layer_guard.run(self._per_layer.before_update, dict(zip(used, squares, strict=True)))
+        own_sq = torch.stack(squares).sum()
         packed = torch.cat([packed, own_sq.reshape(1) / self._copies])
         if self._world_size > 1:
             dist.all_reduce(packed)
@@ -254,8 +269,20 @@ class TrainStep:
             self._scaler.step(self._optimizer)
         if self._scaler.is_enabled():
             self._scaler.update()
+        layer_numbers = None
+        if self._per_layer is not None and self._measures_layers:
+            layer_numbers = self._layer_numbers(self._per_layer)
         self._optimizer.zero_grad(set_to_none=True)
-        return Launched(numbers, self._ready_at)
+        return Launched(numbers, self._ready_at, layer_numbers)
+
+    def _layer_numbers(self, per_layer: PerLayer) -> HostCopy:
+        has_noise = self._gns is not None and self._gns_guard.enabled
+        sums = self._per_layer_guard.run(per_layer.after_update, has_noise=has_noise)
+        if sums is None:
+            sums = self._tokens.new_zeros(per_layer.num_sums)
+        if self._world_size > 1:
+            dist.all_reduce(sums)
+        return HostCopy(sums)
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
@@ -269,6 +296,10 @@ class TrainStep:
             else:
                 # On some rank it has failed: its averages would stand still from here on, and look like measurements.
                 self._gns_guard.enabled = False
+        if self._per_layer is not None and launched.layer_numbers is not None:
+            is_taken = is_finite and tokens > 0
+            layer_sums = launched.layer_numbers.read()
+            self._per_layer_guard.run(self._per_layer.finish, layer_sums, grad_factor=factor, is_taken=is_taken)
         return StepOutcome(
             is_exhausted=reduced[EXHAUSTED] == self._world_size,
             is_finite=is_finite,
