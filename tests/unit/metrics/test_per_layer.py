@@ -102,9 +102,7 @@ def test_a_sample_of_a_large_tensor_stands_for_all_of_it_within_its_error(limit:
 def test_what_is_kept_of_the_weights_does_not_grow_with_the_model() -> None:
     weights = [nn.Parameter(torch.zeros(1000, 1000)) for _ in range(3)]
     sample = WeightSample(weights, limit=sample_limit(3))
-    sample.take()
-    assert sample._before is not None
-    assert len(sample._before) == 3 * MOST_PER_TENSOR
+    assert len(sample._before) == len(sample._now) == 3 * MOST_PER_TENSOR
     places = {id(place): place for place in sample._places}
     assert [len(place) for place in places.values()] == [MOST_PER_TENSOR]  # one for all tensors of a size
     assert all(count * sample_limit(count) <= MOST_IN_ALL for count in (1, 60, 700, 16_000))

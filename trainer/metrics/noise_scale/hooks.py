@@ -98,7 +98,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=device)
         self._sums[noise_scale.RANKS] = 1.0
         self._micro_square = self._middle_square = self._sums.new_zeros(())
-        self._own_squares: dict[int, Tensor] = {}  # of the micro-batch, by the parameter's index
         self.parameter_squares = self._sums.new_zeros(len(self._parameters)) if by_parameter else None
         self._middle_at = (num_micros + 1) // 2 if num_micros is not None and self._world_size == 1 else None
         self._window_start = self._micro
@@ -112,6 +111,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         in_window = self._micro - self._window_start
         self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
         self._is_first = in_window == 1
+        if self.parameter_squares is not None:
+            # [P], filled in place: a small block per gradient, kept until the backward ends, would scatter the heap.
+            self._own_squares = torch.zeros_like(self.parameter_squares)
         self._micro_square = self._sums.new_zeros(())
         self._repeats = 0
         self._is_active = True
@@ -149,10 +151,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         update = [factor, small, factor * noise, factor.square() * noise, zero, zero, zero, tokens, zero, fault]
         self._sums += torch.stack(update)
         if self.parameter_squares is not None:
-            own = [self._own_squares.get(index, zero) for index in range(len(self._parameters))]
-            own_small = torch.stack(own) / torch.where(has_weight, factor, 1.0)
+            own_small = self._own_squares / torch.where(has_weight, factor, 1.0)
             self.parameter_squares += torch.where(has_weight, own_small, 0.0)
-            self._own_squares.clear()
         # The middle needs `.grad` to be the sum over its group for every parameter. It is not if a parameter with an older
         # gradient was not used in this micro-batch, if FSDP2 keeps the sum elsewhere (it reduces in another type than it
         # accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has that one's norm.

@@ -56,18 +56,23 @@ class WeightSample:
                 own = drawn[(drawn >= first) & (drawn < stop)] - first
                 shared[key] = own.to(own_part(parameter).device)
             self._places.append(shared[key])
-        own_sizes = [own_part(parameter.detach()).numel() for parameter in parameters]
-        self._sizes = [
-            size if places is None else len(places) for size, places in zip(own_sizes, self._places, strict=True)
+        sizes = [
+            own_part(parameter.detach()).numel() if places is None else len(places)
+            for parameter, places in zip(parameters, self._places, strict=True)
         ]
+        # Allocated once: entries that come and go between gradients would leave holes in the heap as large as those.
+        kind = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
+        self._before, self._now = torch.zeros(2, sum(sizes), dtype=kind, device=self._device)
+        self._before_parts, self._now_parts = (list(torch.split(e, sizes)) for e in (self._before, self._now))
+        self._is_taken = False
         scales = [max(parameter.numel() / limit, 1.0) for parameter in parameters]
         self._scales = torch.tensor(scales, dtype=torch.float64).to(self._device)  # [P] entries per entry looked at
-        self._before: Tensor | None = None
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy the sample; call before the optimizer's step."""
-        self._before = self._read()
+        self._read(self._before_parts)
+        self._is_taken = True
 
     @torch.no_grad()
     def compare(self) -> tuple[Tensor, Tensor]:
@@ -75,23 +80,20 @@ class WeightSample:
 
         Of a shard both are this rank's share. Call after the optimizer's step.
         """
-        assert self._before is not None, "compare without take"
-        before, self._before = self._before, None
-        weights = self._squares(before)
-        return self._squares(self._read().sub_(before)), weights
+        assert self._is_taken, "compare without take"
+        self._is_taken = False
+        self._read(self._now_parts)
+        self._now.sub_(self._before)
+        return self._squares(self._now_parts), self._squares(self._before_parts)
 
-    def _read(self) -> Tensor:
-        entries = []
-        for parameter, places in zip(self._parameters, self._places, strict=True):
+    def _read(self, parts: list[Tensor]) -> None:
+        for part, parameter, places in zip(parts, self._parameters, self._places, strict=True):
             own = own_part(parameter.detach())
             # `take` counts as a flat view would, without the copy that flattening a transposed tensor makes.
-            read = own.reshape(-1) if places is None else torch.take(own, places)
-            entries.append((read if read.dtype == torch.float64 else read.float()).to(self._device))
-        return torch.cat(entries)
+            part.copy_(own.reshape(-1) if places is None else torch.take(own, places))
 
-    def _squares(self, entries: Tensor) -> Tensor:
-        norms = torch._foreach_norm(list(torch.split(entries, self._sizes)), 2, torch.float64)
-        return torch.stack(norms).square() * self._scales
+    def _squares(self, parts: list[Tensor]) -> Tensor:
+        return torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square() * self._scales
 
 
 def _own_entries(parameter: nn.Parameter) -> tuple[int, int]:
