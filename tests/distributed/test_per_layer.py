@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.checkpoints import weights
 from tests.support.gloo import run_on_ranks
 from tests.support.layered import everything
 from tests.support.runs import losses, read_rows, run, write_tiny_config
+from trainer.metrics.noise_scale.weight_sample import WeightSample
 
 pytestmark = pytest.mark.distributed
 KEYS = ("layer/", "param_group/")
@@ -35,6 +39,31 @@ def test_two_ranks_measure_each_layer_as_the_closed_form_says() -> None:
         assert row == other
         parts = [value for key, value in row.items() if key.startswith("layer/") and key.endswith("/grad_norm")]
         assert math.fsum(part**2 for part in parts) == pytest.approx(row["grad_sq"], rel=1e-6)
+
+
+def moved_by_rank(rank: int, world_size: int) -> tuple[float, float]:
+    """Squared norms of a change that differs by place, seen in a sample of a tensor in shards of unequal size."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(2)
+    weight, change = torch.randn(301, 30), torch.randn(301, 30) * torch.linspace(0.1, 3.0, 301)[:, None]
+    results = []
+    for shard in (False, True):
+        parameter = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]) if shard else weight.clone())
+        moved = distribute_tensor(change, mesh, [Shard(0)]) if shard else change
+        sample = WeightSample([parameter], limit=500)
+        sample.take()
+        with torch.no_grad():
+            parameter += moved
+        square = sample.compare()[0]
+        if shard:
+            torch.distributed.all_reduce(square)
+        results.append(float(square))
+    return results[0], results[1]
+
+
+def test_shards_are_sampled_as_the_whole_tensor_is() -> None:
+    for whole, shards in run_on_ranks(moved_by_rank, 2, torch_keeps_group=True):
+        assert shards == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +102,14 @@ def test_layers_change_no_weight_and_are_absent_unless_asked_for(tmp_path: Path)
         losses(tmp_path / "measured" / "metrics.jsonl").items()
         <= losses(tmp_path / "without" / "metrics.jsonl").items()
     )
+
+
+def test_a_run_reports_the_noise_scale_of_its_layers(tmp_path: Path) -> None:
+    sets = ("metrics.per_layer=true", "train.micro_batches=8", "optimizer.lr=1e-4")
+    rows = train(write_tiny_config(tmp_path), tmp_path / "run", *sets, steps=30)
+    found = {key: value for key, value in rows[30].items() if key.startswith(KEYS) and key.endswith("/b_simple")}
+    assert found
+    assert all(0.0 < value < 1000.0 for value in found.values())
 
 
 def test_a_skipped_step_reports_no_layer(tmp_path: Path) -> None:

@@ -563,3 +563,10 @@ def test_a_layer_that_takes_all_is_said_to_shrink_the_others_where_clipping_is_o
     assert "clipping to 1 shrinks all others" in check("dominant_layer", clipped).sentence
     free = make_run(norm_rows(0.001, 0.001), config={**CONFIG, "train": {"clip_grad_norm": 0.0}})
     assert "clipping" not in check("dominant_layer", free).sentence
+
+
+def test_a_share_is_of_the_squared_norm() -> None:
+    """Others with 1.2 % of the norm, which is 0.0145 % of its square, and with 0.9 %."""
+    assert check("dominant_layer", make_run(norm_rows(0.015))).verdict == "not_measured"  # two layers
+    assert check("dominant_layer", make_run(norm_rows(0.009, 0.008))).verdict == "healthy"
+    assert check("dominant_layer", make_run(norm_rows(0.007, 0.006))).verdict == "finding"

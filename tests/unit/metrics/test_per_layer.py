@@ -175,18 +175,11 @@ def test_the_state_goes_through_json_bit_for_bit() -> None:
     assert other.state_dict() == state
 
 
-def test_a_rank_that_did_not_measure_ends_it_on_all() -> None:
-    model = Layered()
-    layers = PerLayer(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    with pytest.raises(RuntimeError, match="0 of 1 ranks"):
-        layers.finish([0.0] * layers.num_sums)
-
-
 def test_windows_without_the_squares_of_parameters_have_norms_alone(model: nn.Module, gns: GradientNoiseScale) -> None:
     layers = PerLayer(model, torch.optim.SGD(model.parameters(), lr=0.1), gns)
     window(gns, model, 2)  # by_parameter is not set
     layers.before_update()
-    found = layers.step(grad_factor=1.0)
+    found = layers.step()
     assert found["layer/0/grad_norm"] > 0.0
     assert layers.state_dict()["layer/0"]["count"] == 0.0
 

@@ -43,7 +43,8 @@ from trainer.metrics.noise_scale.weight_sample import WeightSample, sample_limit
 from trainer.shards import is_dtensor, own_part
 
 WHAT = ("grad_norm", "update_ratio", "b_simple")
-HEAD = 1 + NUM_SUMS  # 1 from every rank, and the noise scale's sums; then four columns of one number per parameter
+NUM_MEASURED = 0  # place of the sum to which each rank that has measured adds 1
+HEAD = 1 + NUM_SUMS  # that and the noise scale's sums; then four columns of one number per parameter
 
 
 class PerLayer:
@@ -79,6 +80,8 @@ class PerLayer:
         if not named:
             raise UserError("metrics.per_layer", "the model has no trainable parameter", "set it to false")
         self._parameters = list(named.values())
+        self.num_sums = HEAD + 4 * len(self._parameters)
+        """Length of the vector that `after_update` returns."""
         self._gns = gns
         self._group = group
         self._world_size = 1 if self._group is None else dist.get_world_size(self._group)
@@ -93,11 +96,6 @@ class PerLayer:
         self._noise = {} if gns is None else {key: PairAverage(ema) for key in self._members}
         self._squares: list[Tensor] = []  # of each parameter's gradient, while a step is under way
         self._values: dict[str, float] = {}
-
-    @property
-    def num_sums(self) -> int:
-        """Length of the vector that `after_update` returns."""
-        return HEAD + 4 * len(self._parameters)
 
     def before_update(self, squares: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Measure the gradient and copy a sample of the weights.
@@ -134,12 +132,7 @@ class PerLayer:
             grad_factor: c, where the gradient is c times that of the mean loss; None: as in `estimate`, or 1 without the
                 noise scale.
             is_taken: False: the step was skipped. It has neither a gradient norm nor an update, and is no window.
-
-        Raises:
-            RuntimeError: some rank did not measure.
         """
-        if reduced[0] != self._world_size:
-            raise RuntimeError(f"{reduced[0]:.0f} of {self._world_size} ranks have measured their layers")
         self._values = {}
         if is_taken:
             self._add(reduced[1:HEAD], _columns(reduced[HEAD:]), grad_factor)

@@ -35,7 +35,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.per_layer import PerLayer
+from trainer.metrics.noise_scale.per_layer import NUM_MEASURED, PerLayer
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
 from trainer.shards import is_dtensor
@@ -297,9 +297,12 @@ class TrainStep:
                 # On some rank it has failed: its averages would stand still from here on, and look like measurements.
                 self._gns_guard.enabled = False
         if self._per_layer is not None and launched.layer_numbers is not None:
-            is_taken = is_finite and tokens > 0
             layer_sums = launched.layer_numbers.read()
-            self._per_layer_guard.run(self._per_layer.finish, layer_sums, grad_factor=factor, is_taken=is_taken)
+            if layer_sums[NUM_MEASURED] == self._world_size:
+                is_taken = is_finite and tokens > 0
+                self._per_layer_guard.run(self._per_layer.finish, layer_sums, grad_factor=factor, is_taken=is_taken)
+            else:
+                self._per_layer_guard.enabled = False  # as above
         return StepOutcome(
             is_exhausted=reduced[EXHAUSTED] == self._world_size,
             is_finite=is_finite,
