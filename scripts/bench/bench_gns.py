@@ -1,8 +1,10 @@
 """Overhead of the noise scale per step: with over without its hooks, alternating in one run, by micro-batches per step.
 
-One process trains the reference model (10.4 million parameters) on random bytes. Steps without hooks, with hooks and with
-the snapshot recipe (the gradients are copied after every backward, and each micro-gradient is a difference) alternate in
-an order drawn anew for every round, on the same weights and data, so that other load on the machine affects all alike. A
+One process trains the reference model (10.4 million parameters) on random bytes. Steps without hooks, with hooks, with layers
+measured too (`metrics.per_layer`, on steps that log) and with the snapshot recipe (the gradients are copied after every
+backward, and each micro-gradient is a difference) alternate in an order drawn anew for every round, on the same weights and
+data, so that other load on the machine affects all alike. "Everything on, every step logged" is the worst case; "every 10th" is
+nine steps with hooks and one with layers, from the same round. A
 round gives one ratio; the table shows the median ratio and its quartiles. The micro-batch size is fixed, so m = 8 is four
 times the work of m = 2. "inside the hooks alone" is the time that the hooks themselves took, measured in the same steps,
 relative to a step without them: it is not a difference of two long times, so it is robust on a busy machine.
@@ -13,7 +15,8 @@ loop that calls `GradientNoiseScale.step` and clips by other means pays for one 
 Times are the process's CPU time: it has one thread and waits for nothing, so on an idle machine this equals wall time,
 and on a busy one it excludes the waiting. --clock wall measures wall time.
 
-Memory is the growth of the peak resident set over two steps on one short row, after one step without any measuring.
+Memory is the growth of the peak resident set over two steps on one short row, after one step without any measuring. The sample
+of the weights is in it from the start.
 
 In steps without hooks the hooks stay registered and return at once, because no micro-batch was begun.
 """
@@ -23,23 +26,26 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import resource
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from bench_table import Figure, print_figures, ratio_figure
+from bench_table import Figure, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.per_layer import PerLayer
+from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.model.build import build
 
 VOCAB = 256
 GOAL = 1.02
-KINDS = ("none", "hooks", "snapshot")
+KINDS = ("none", "hooks", "layers", "snapshot")
+MEASURED = ("hooks", "layers")
+LOG_INTERVAL = 10
 
 
 class TimedNoiseScale(GradientNoiseScale):
@@ -109,6 +115,7 @@ class Bench:
         self.model = build(VOCAB, dim, layers)
         self.gns = TimedNoiseScale(self.model, clock)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self._layers = PerLayer(self.model, self._optimizer, self.gns)
         self._snapshots = Snapshots(self.model)
         self._rows = torch.randint(VOCAB, (rows, seq_len + 1))
 
@@ -120,61 +127,81 @@ class Bench:
     def step(self, kind: str, m: int) -> float:
         """One optimizer step; its seconds."""
         began = self._clock()
-        if kind == "hooks":
-            self.gns.begin_window(m)
+        if kind in MEASURED:
+            self.gns.begin_window(m, by_parameter=kind == "layers")
         for k in range(m):
             logits = self.model(self._rows[:, :-1]).logits
             loss = nn.functional.cross_entropy(logits.reshape(-1, VOCAB), self._rows[:, 1:].reshape(-1)) / m
-            if kind == "hooks":
+            if kind in MEASURED:
                 self.gns.begin_micro(last=k == m - 1)
             loss.backward()  # type: ignore[no-untyped-call]
-            if kind == "hooks":
+            if kind in MEASURED:
                 self.gns.end_micro(1 / m, len(self._rows))
             elif kind == "snapshot":
                 self._snapshots.measure()
-        # As in the trainer's step: clipping measures the gradient with the same kernel, and the noise scale reuses that.
-        grad_sq = self.gns.grad_sq()
-        if kind == "hooks":
+        # As in the trainer's step: clipping measures the gradient with the same kernel, and what is measured reuses that.
+        squares = {p: square_norm(p.grad) for p in self.model.parameters() if p.grad is not None}
+        grad_sq = torch.stack(list(squares.values())).sum()
+        if kind in MEASURED:
             self.gns.take(grad_sq)
         elif kind == "snapshot":
             self._snapshots.reset()
+        if kind == "layers":
+            self._timed(lambda: self._layers.before_update(squares))
         shrink = min(1.0, 1.0 / (math.sqrt(float(grad_sq)) + 1e-6))
         torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], shrink)
         self._optimizer.step()
+        if kind == "layers":
+            self._timed(lambda: self._layers.step(grad_factor=1.0))
         self._optimizer.zero_grad(set_to_none=True)
         return self._clock() - began
 
+    def _timed(self, part: Callable[[], object]) -> None:
+        began = self._clock()
+        part()
+        self.gns.own_seconds += self._clock() - began
+
 
 def ratios(bench: Bench, m: int, rounds: int, rng: random.Random) -> dict[str, list[float]]:
-    """Per round, each kind's seconds relative to "none"; "none" has absolute seconds, "own" is 1 + the hooks' share."""
-    result: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "own")}
+    """Per round, each kind's seconds relative to "none"; "none" has absolute seconds, "own hooks" and "own layers" are 1 + the
+    share of what measures itself."""
+    result: dict[str, list[float]] = {kind: [] for kind in (*KINDS, *(f"own {kind}" for kind in MEASURED))}
     for number in range(rounds + 1):
-        own_before = bench.gns.own_seconds
-        seconds = {kind: bench.step(kind, m) for kind in rng.sample(KINDS, len(KINDS))}
+        seconds, own = {}, {}
+        for kind in rng.sample(KINDS, len(KINDS)):
+            before = bench.gns.own_seconds
+            seconds[kind] = bench.step(kind, m)
+            own[kind] = bench.gns.own_seconds - before
         if number == 0:
             continue  # warm-up
         result["none"].append(seconds["none"])
-        result["own"].append(1.0 + (bench.gns.own_seconds - own_before) / seconds["none"])
-        for kind in ("hooks", "snapshot"):
+        for kind in MEASURED:
+            result[f"own {kind}"].append(1.0 + own[kind] / seconds["none"])
+        for kind in KINDS[1:]:
             result[kind].append(seconds[kind] / seconds["none"])
     return result
 
 
-def peak_growth(make: Callable[[], Bench], kind: str) -> int:
-    """Growth of the peak resident set in bytes over two steps of m = 2, after one without any measuring."""
+def mixed(hooks: Sequence[float], layers: Sequence[float]) -> list[float]:
+    """Ratios of a run in which every `LOG_INTERVAL`th step measures its layers."""
+    return [a + (b - a) / LOG_INTERVAL for a, b in zip(hooks, layers, strict=True)]
+
+
+def peak_growth(make: Callable[[], Bench], kind: str) -> float:
+    """Growth of the peak resident set in MB over two steps of m = 2, after one without any measuring."""
     bench = make()
     bench.step("none", 2)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mb("cpu")
     for _ in range(2):
         bench.step(kind, 2)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return peak_mb("cpu") - before
 
 
 def growth_in_child(kind: str, arguments: argparse.Namespace) -> float:
     """`peak_growth` in a separate process, in MB; on one short row, so that activations do not hide it."""
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("dim", "layers", "threads")]
     command = [sys.executable, __file__, f"--memory-of={kind}", "--rows=1", "--seq-len=16", *sizes]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1e6
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
@@ -185,13 +212,21 @@ def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
         each = ratios(bench, m, max(args.rounds * min(8 // m, 4), 2), rng)
         found += [
             ratio_figure(f"m={m}: step time, with hooks over without", each["hooks"], at_most=GOAL),
-            ratio_figure(f"m={m}: by time inside the hooks alone", each["own"]),
+            ratio_figure(f"m={m}: by time inside the hooks alone", each["own hooks"]),
+            ratio_figure(
+                f"m={m}: everything on, every {LOG_INTERVAL}th step logged",
+                mixed(each["hooks"], each["layers"]),
+                at_most=GOAL,
+            ),
+            ratio_figure(f"m={m}: the same by time inside alone", mixed(each["own hooks"], each["own layers"])),
+            ratio_figure(f"m={m}: everything on, every step logged", each["layers"]),
+            ratio_figure(f"m={m}: the same by time inside alone, every step logged", each["own layers"]),
             ratio_figure(f"m={m}: snapshot recipe over without", each["snapshot"]),
         ]
     size = bench.num_parameters * 4 / 1e6
     found.append(Figure("one copy of the gradients", size, "MB"))
     for kind in KINDS:
-        goal = 0.1 * size if kind == "hooks" else None
+        goal = 0.1 * size if kind in MEASURED else None
         found.append(
             Figure(f"peak memory beyond the first step: {kind}", growth_in_child(kind, args), "MB", at_most=goal)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -34,6 +35,17 @@ def runs(tmp_path_factory) -> list[Path]:
         done = run("--config", config, "--stdout", "off", *arguments)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return [first, second]
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory) -> Path:
+    """A real run with metrics by layer."""
+    directory = tmp_path_factory.mktemp("layered")
+    words = ("--set", "metrics.per_layer=true", "--set", "train.micro_batches=8")
+    config = write_tiny_config(directory)
+    done = run("--config", config, "--stdout", "off", "--run-dir", directory / "run", "--steps", 30, *words)
+    assert done.returncode == 0, done.stderr
+    return directory / "run"
 
 
 def make_report(out: Path, *runs: Path) -> Path:
@@ -124,6 +136,51 @@ def test_hover_shows_the_value_and_a_drag_zooms_all_charts(one, runs):
         page.click("#reset")
         assert page.locator("#reset").is_disabled()
         assert seen.complaints == []
+
+
+def test_layers_are_heat_maps_that_can_be_read_and_zoomed(layered, tmp_path):
+    rows = read_rows(layered / "metrics.jsonl")
+    with opened(make_report(tmp_path / "layers.html", layered)) as seen:
+        page = seen.page
+        for what in ("grad_norm", "update_ratio", "b_simple"):
+            title = {"grad_norm": "Gradient norm by layer", "update_ratio": "Update over weight by layer"}.get(
+                what, "Noise scale by layer"
+            )
+            plot = card(page, title).locator(".plot")
+            plot.scroll_into_view_if_needed()
+            plot.locator(".heatmaplayer image").first.wait_for(state="attached")
+            shown = plot.evaluate(
+                "p => ({x: [...p.data[0].x], z: p.data[0].z.map(r => [...r]), names: [...p.layout.yaxis.ticktext]})"
+            )
+            names = {key.split("/")[1] for row in rows.values() for key in row if re.fullmatch(f"layer/.*/{what}", key)}
+            assert set(shown["names"]) == names
+            for name, cells in zip(shown["names"], shown["z"], strict=True):
+                for step, cell in zip(shown["x"], cells, strict=True):
+                    value = rows["train", step].get(f"layer/{name}/{what}")
+                    # A ratio of 0 (step 1 of a warm-up) has the lowest color.
+                    assert (cell is None) == (value is None)
+                    assert not value or cell == pytest.approx(math.log10(value), abs=1e-4)
+        assert shown["names"] == sorted(shown["names"])
+        plot = card(page, "Gradient norm by layer").locator(".plot")
+        plot.scroll_into_view_if_needed()
+        where = plot.evaluate(
+            "p => { const a = p._fullLayout; return [a._size.l + a.xaxis.d2p(10), a._size.t + a.yaxis.d2p(1)]; }"
+        )
+        box = plot.bounding_box()
+        page.mouse.move(box["x"] + where[0], box["y"] + where[1])
+        plot.locator(".hoverlayer text").first.wait_for()
+        readout = card(page, "Gradient norm by layer").locator(".readout").inner_text()
+        expected = rows["train", 10]["layer/blocks.1/grad_norm"]
+        assert readout.startswith("step 10: blocks.1: ")
+        assert number_after("blocks.1: ", readout) == pytest.approx(expected, rel=1e-4)
+        plot.focus()
+        page.keyboard.press("Home")
+        assert card(page, "Gradient norm by layer").locator(".readout").inner_text().startswith("step 1: blocks.0 ")
+        page.keyboard.press("+")
+        page.wait_for_function("() => !document.getElementById('reset').disabled")
+        page.click("#theme")
+        assert seen.complaints == []
+        assert seen.requests == []
 
 
 def test_smoothing_adds_a_calmer_curve_and_keeps_the_values(one):

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.distributed
 
 EXTRA = """
 per_source = true
+per_layer = true
 peak_tflops = 1.0
 tensorboard = true
 stdout = "line"
@@ -50,6 +51,11 @@ NAMED = [
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale.finish",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics",
+    "trainer.metrics.noise_scale.per_layer.PerLayer.before_update",
+    "trainer.metrics.noise_scale.per_layer.PerLayer.after_update",
+    "trainer.metrics.noise_scale.per_layer.PerLayer.finish",
+    "trainer.metrics.noise_scale.per_layer.PerLayer.drain_metrics",
+    "trainer.metrics.noise_scale.weight_sample.WeightSample.compare",
     "trainer.metrics.spikes.SpikeDetector.update",
     "trainer.metrics.memory.get_memory_stats",
     "trainer.metrics.mfu.compute_mfu",
@@ -67,6 +73,8 @@ ABSENT = {
     "trainer.ledger.probe.CarryProbe.measure": (*PROBED, "time/probe"),
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
+    "trainer.metrics.noise_scale.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
+    "trainer.metrics.noise_scale.per_layer.PerLayer.finish": ("layer/", "param_group/"),
     "trainer.metrics.mfu.compute_mfu": ("mfu", "smoothed/mfu"),
     "trainer.metrics.smoothing.Ema.update": "smoothed/",
     "trainer.training.step.details.StepDetails.drain_metrics": (
@@ -144,12 +152,18 @@ def test_each_that_is_named_in_an_issue_may_fail_alone(tmp_path):
         assert last_row(tmp_path, name).keys() == whole.keys() - missing, name
 
 
-def test_a_noise_scale_that_fails_on_one_rank_is_absent_on_all(tmp_path):
-    name = "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure"
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure", "gns/"),
+        ("trainer.metrics.noise_scale.per_layer.PerLayer.after_update", "layer/"),
+    ],
+)
+def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path, name, prefix):
     outcomes = train_with_broken(tmp_path, make_config(tmp_path), {name: [name]}, world_size=2, breaks_on=[1])
     check(tmp_path, outcomes, [1])
-    assert any(key.startswith("gns/") for key in last_row(tmp_path, ""))
-    assert not any(key.startswith("gns/") for key in last_row(tmp_path, name))
+    assert any(key.startswith(prefix) for key in last_row(tmp_path, ""))
+    assert not any(key.startswith(prefix) for key in last_row(tmp_path, name))
 
 
 @pytest.mark.slow

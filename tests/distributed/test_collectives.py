@@ -80,12 +80,14 @@ def count(folder: Path, world_size: int, *sets: str, gns: bool = True) -> list[l
     return found
 
 
-def check(found: list[list[Counter[str]]], expected: dict[str, int]) -> None:
-    """The same in every step; a logged one has one gathering more, of all that is logged."""
+def check(found: list[list[Counter[str]]], expected: dict[str, int], *, more: int = 0) -> None:
+    """The same in every step; a logged one has one gathering more, of all that is logged, and `more` all-reduces."""
     for steps in found:
         for number, step in enumerate(steps[1:-1], start=2):  # the set-up and the run's end are in the outer ones
-            logged = {"c10d::allgather_": 1} if number % LOG_INTERVAL == 0 else {}
-            assert step == {**expected, **logged}, (number, step)
+            logged = (
+                Counter({"c10d::allgather_": 1, "c10d::allreduce_": more}) if number % LOG_INTERVAL == 0 else Counter()
+            )
+            assert step == Counter(expected) + logged, (number, step)
 
 
 @pytest.mark.parametrize("has_gns", [True, False])
@@ -94,6 +96,11 @@ def test_a_step_has_one_gradient_sync_and_one_small_reduction_and_a_logged_one_m
 ) -> None:
     # DDP's one bucket, and the step's own sums.
     check(count(tmp_path, 2, gns=has_gns), {"c10d::allreduce_": 2})
+
+
+@pytest.mark.parametrize("gns", [True, False])
+def test_layers_take_one_small_reduction_of_a_logged_step_alone(tmp_path: Path, gns: bool) -> None:
+    check(count(tmp_path, 2, "metrics.per_layer=true", gns=gns), {"c10d::allreduce_": 2}, more=1)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ holdout_fraction = 0.2
 [checkpoint]
 every = 10
 """
-ARGUMENTS = ("--steps", "30", "--set", "gns.ema=0.9")
+ARGUMENTS = ("--steps", "30", "--set", "gns.ema=0.9", "--set", "metrics.per_layer=true")
 
 
 def children(pid: int) -> list[int]:

@@ -14,6 +14,7 @@ from tests.support.runs import ROOT
 from trainer.diagnostics.diagnose import diagnose
 from trainer.diagnostics.rules.all_rules import RULES
 from trainer.diagnostics.smoke_matrix import SPEED_RULES
+from trainer.model.families import FAMILIES
 from trainer.runs.load import load_run
 
 HEALTHY_RUNS = 40
@@ -79,9 +80,14 @@ def test_a_fault_is_found_in_time_whatever_the_seed(fault: Fault, tmp_path: Path
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", REAL_RUNS)
 def test_a_real_run_that_nothing_is_wrong_with_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    if (family := FAMILIES.get(name.removeprefix("layers, "))) and family.builder.endswith("hugging_face:build"):
+        pytest.importorskip("transformers")
     diagnosis = diagnose(load_run(REAL_RUNS[name](tmp_path)))
     alarms = [ruling for ruling in diagnosis.findings if ruling.rule.name not in SPEED_RULES]
     assert alarms == []
     verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in diagnosis.rulings}
     for measured in ("cold_starts", "stuck_reader", "starved_modality", "shares", "non_finite", "loss_spikes"):
-        assert verdicts[measured] == "healthy", measured
+        # The transformer has no ledger whose cells could start cold.
+        assert verdicts[measured] == "healthy" or (measured, name) == ("cold_starts", "layers, transformer"), measured
+    for about_layers in ("still_layer", "dominant_layer"):
+        assert verdicts[about_layers] == ("healthy" if name.startswith("layers, ") else "not_measured")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.support.metric_streams import Rows, add_restarts, healthy_scenario, write_run
+from tests.support.real_runs import start
 from trainer.data import StreamMixingDataset
 from trainer.diagnostics.diagnose import diagnose
 from trainer.runs.load import load_run
@@ -30,6 +31,7 @@ class Fault:
         make: writes the record of a run with the fault, for a seed, into a directory.
         onset: the step before which nothing is wrong.
         within: steps from the onset until it has to be found.
+        is_real: it is a real run, whose speed depends on the machine.
     """
 
     rule: str
@@ -37,6 +39,7 @@ class Fault:
     make: Callable[[int, Path], Path]
     onset: int
     within: int
+    is_real: bool = False
 
 
 def detected_after(fault: Fault, run_dir: Path) -> int | None:
@@ -219,6 +222,17 @@ def _break_contract(seed: int, path: Path) -> Path:
     return run
 
 
+def _real_layers(*overrides: str) -> Callable[[int, Path], Path]:
+    """A real run of 40 steps with its layers; `{n}` in an override is the seed."""
+
+    def make(seed: int, path: Path) -> Path:
+        own = ("metrics.per_layer=true", "train.steps=40", f"run.seed={seed}", "model.num_layers=3")
+        return start(path, overrides=(*own, *(each.replace("{n}", str(seed)) for each in overrides)))
+
+    return make
+
+
+_LAYERED = ('model.target="tests.support.models:layered"', "model.contract=false")
 _ONE_POOL: dict[str, Any] = {"num_sources": 1, "world_size": 1, "batching_mode": "per_stream"}
 _BUSY: dict[str, Any] = {**_ONE_POOL, "micro_batches": 4, "log_interval": 2}
 
@@ -337,6 +351,30 @@ FAULTS = (
         _scenario(noise_scale=0.4, world_size=1, micro_batches=4),
         0,
         60,
+    ),
+    Fault(
+        "still_layer",
+        "a layer with an lr_scale of 1e-6",
+        _real_layers('optimizer.group=[{match="blocks.1.*", lr_scale=1e-6}]'),
+        0,
+        20,
+        is_real=True,
+    ),
+    Fault(
+        "still_layer",
+        "a layer behind a detach",
+        _real_layers(*_LAYERED, "model.args.cuts_off=true"),
+        0,
+        20,
+        is_real=True,
+    ),
+    Fault(
+        "dominant_layer",
+        "a layer whose output is multiplied by 1,000 to 1,900",
+        _real_layers(*_LAYERED, "model.args.multiplier=1{n}00.0", "optimizer.lr=1e-6"),
+        0,
+        20,
+        is_real=True,
     ),
     Fault("non_finite", "a NaN loss", _rows(_nan), ONSET, 5),
     Fault("loss_spikes", "one to three losses that give back what was learnt", _rows(_spike), ONSET, 5),

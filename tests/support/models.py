@@ -59,3 +59,32 @@ class Scaled(DropoutModel):
 def scaled(vocab_size: int, dim: int, num_layers: int) -> Scaled:
     """For `[model] target`."""
     return Scaled(vocab_size, dim)
+
+
+class Layered(DropoutModel):
+    """Residual layers, the first of which has something wrong with it.
+
+    Args:
+        cuts_off: no gradient reaches the first layer.
+        multiplier: of the first layer's output; its weights begin that much smaller.
+    """
+
+    def __init__(self, vocab_size: int, dim: int, num_layers: int, *, cuts_off: bool, multiplier: float) -> None:
+        super().__init__(vocab_size, dim)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_layers))
+        self.cuts_off, self.multiplier = cuts_off, multiplier
+        with torch.no_grad():
+            for parameter in self.layers[0].parameters():
+                parameter /= multiplier
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        x = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            y = torch.tanh(layer(x) * (self.multiplier if number == 0 else 1.0))
+            x = x + (y.detach() if number == 0 and self.cuts_off else y)
+        return ModelOutput(self.head(x), None)
+
+
+def layered(vocab_size: int, dim: int, num_layers: int, cuts_off: bool = False, multiplier: float = 1.0) -> Layered:
+    """For `[model] target`."""
+    return Layered(vocab_size, dim, num_layers, cuts_off=cuts_off, multiplier=multiplier)

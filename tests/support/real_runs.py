@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.runs import run, write_tiny_config
+from trainer.model.families import FAMILIES
 
 
 def start(directory: Path, *, overrides: tuple[str, ...], nproc: int | None = None) -> Path:
@@ -36,4 +37,10 @@ REAL_RUNS: Mapping[str, Callable[[Path], Path]] = {
     ),
     "probed": partial(start, overrides=("run.seed=6", "ledger.probe_every=5", "metrics.log_interval=5")),
     "packed": partial(start, overrides=("run.seed=5", "data.pack=true", "train.micro_batches=4")),
+    **{
+        f"layers, {family}": partial(start, overrides=("metrics.per_layer=true", f'model.family="{family}"'))
+        for family in FAMILIES
+    },
+    "layers, sgd": partial(start, overrides=("metrics.per_layer=true", 'optimizer.name="sgd"', "optimizer.lr=0.1")),
+    "layers, muon": partial(start, overrides=("metrics.per_layer=true", 'optimizer.name="muon"')),
 }

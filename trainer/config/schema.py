@@ -282,6 +282,8 @@ class MetricsTable(Table):
     """auto: one readable line per logged step on a terminal, JSON payloads elsewhere."""
     per_source: bool = False
     """Also report metrics per source and modality, with its name in the key."""
+    per_layer: bool = False
+    """Also report gradient norm, update over weight and noise scale per layer and per parameter group of the optimizer."""
     smoothing_alpha: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Weight of the newest value in the moving averages `smoothed/*`."""
     peak_tflops: NonNegative = 0.0

@@ -53,8 +53,9 @@ _CALIBRATION_HEAD = """\
 Measured by `python scripts/calibrate_diagnosis.py`. Synthetic runs use real components where that is cheap:
 `StreamMixingDataset` and `BlendDataset` mix their streams, `Ledger` keeps their states, and `NoiseScaleAverage` estimates their
 noise scale from random gradients. Losses and times are random, with heavy tails. The seed determines the settings (readers,
-ranks, micro-batches, sources, log interval, batching mode). Real runs are 120 steps of the trainer on a small corpus. They are
-not judged by the rules about speed: a shared machine is slow at times, and reporting that is not a false alarm.
+ranks, micro-batches, sources, log interval, batching mode). Real runs are 120 steps of the trainer on a small corpus, and the
+faults of layers are real runs of 40. They are not judged by the rules about speed: a shared machine is slow at times, and
+reporting that is not a false alarm.
 """
 
 

@@ -13,7 +13,7 @@ from trainer.metrics.catalog.spec import Band
 from trainer.report.curves import Curve, band_curve, make_curve
 from trainer.runs.load import RunRecord
 
-Style = Literal["line", "area"]
+Style = Literal["line", "area", "heat"]
 Variant = Literal["train", "eval", "worst"]
 OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
@@ -56,7 +56,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. `facts` are (heading, text) pairs shown below it."""
+    """One chart. `facts` are (heading, text) pairs shown below it. Of style `heat`, a line is a row of cells over steps, whose
+    colors are logarithmic."""
 
     title: str
     unit: str

@@ -225,7 +225,7 @@ def _legend(chart: Chart, *, is_single: bool) -> Html:
             data_lines=" ".join(map(str, positions)),
         )
         for (label, color, dash), positions in entries.items()
-        if len(entries) > 1
+        if len(entries) > 1 and chart.style != "heat"  # whose rows are labeled
     ]
     for label in dict.fromkeys(reference.label for reference in chart.references):
         values = _values_text(reference.value for reference in chart.references if reference.label == label)

@@ -1,14 +1,16 @@
-"""Charts that combine several keys: the pool, the ledger, the noise scale against the batch, the time of a step."""
+"""Charts that combine several keys: the pool, the ledger, the noise scale against the batch, layers, the time of a step."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from trainer.metrics.catalog import rows_layers
 from trainer.metrics.catalog.lookup import family, keys_under, lookup
 from trainer.report.charts import Chart, Columns, Line, Reference, Style, family_of, is_error, make_facts, variant_of
 from trainer.report.curves import Curve, band_curve, make_curve, running_total
@@ -158,6 +160,17 @@ VIEWS: Final = (
         max_keys=3,
         spread_rows=("gns/b_now_low", "gns/b_now_high"),
     ),
+    *(
+        View(
+            title=spec.title,
+            rows=(spec.name,),
+            what=spec.description,
+            healthy=spec.healthy,
+            trouble=spec.pathological,
+            style="heat",
+        )
+        for spec in rows_layers.ROWS
+    ),
 )
 
 
@@ -168,10 +181,17 @@ def make_views(columns: Columns, keys: Sequence[str]) -> tuple[list[Chart], set[
         shown = [key for row in view.rows for key in keys if _belongs(key, row) and columns.curves(key)]
         if not shown or (not columns.is_single and len(shown) > view.max_keys):
             continue
+        if view.style == "heat":
+            shown.sort(key=_natural_order)
         charts.append(_chart(view, columns, shown))
         used.update(shown)
         used.update(view.spread_rows)
     return charts, used
+
+
+def _natural_order(key: str) -> list[tuple[int, str]]:
+    """So that `blocks.10` follows `blocks.9`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", key)]
 
 
 def _belongs(key: str, row: str) -> bool:

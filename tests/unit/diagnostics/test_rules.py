@@ -100,6 +100,18 @@ def probes(*, gain: float, gap: float, error: float = 0.01, count: int = 20) -> 
     }
 
 
+def layer_rows(what: str, values: Mapping[str, float], count: int = 20) -> dict[str, list[float]]:
+    return {f"layer/{name}/{what}": [value] * count for name, value in values.items()}
+
+
+def norm_rows(*others: float) -> dict[str, list[float]]:
+    """The head's gradient is 1, and the whole's is that of all."""
+    norms = {"head": 1.0, **{f"blocks.{number}": norm for number, norm in enumerate(others)}}
+    return {**layer_rows("grad_norm", norms), "grad_norm": [math.hypot(*norms.values())] * 20}
+
+
+RATIOS = {"embedding": 2e-5, "blocks.0": 1e-3, "blocks.1": 2e-3, "head": 5e-3}
+
 HEALTHY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
     "false_evictions_stale": make_run({FALSE["stale"]: [0.0] * 9}),
@@ -118,6 +130,8 @@ HEALTHY: dict[str, RunRecord] = {
     "masked_ranks": make_run({MASKED: [0.0, 0.2] * 20}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.01}}),
     "batch_size": make_run({**GNS, "gns/b_big": [16.0] * 40}),
+    "still_layer": make_run(layer_rows("update_ratio", RATIOS)),
+    "dominant_layer": make_run(norm_rows(0.02, 0.01)),
     "non_finite": make_run({"loss": [2.0] * 9, "grad_norm": [1.0] * 9, "non_finite_steps": [0.0] * 9}),
     "loss_spikes": make_run({"loss": noisy(2.0, 60)}),
     "throughput_regression": make_run({"tokens_per_sec": SPEED}),
@@ -149,6 +163,8 @@ FAULTY: dict[str, RunRecord] = {
     "masked_ranks": make_run({MASKED: [0.4] * 40}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
     "batch_size": make_run({**GNS, "gns/b_big": [100.0] * 40}),
+    "still_layer": make_run(layer_rows("update_ratio", {**RATIOS, "blocks.1": 1e-7})),
+    "dominant_layer": make_run(norm_rows(0.005, 0.004)),
     "non_finite": make_run({"loss": [2.0, math.nan, 2.0]}),
     "loss_spikes": make_run({"loss": [*noisy(2.0, 40), 3.0, *noisy(2.0, 10)]}),
     "throughput_regression": make_run({"tokens_per_sec": SPEED[:60] + [0.7 * value for value in SPEED[60:]]}),
@@ -544,3 +560,44 @@ def test_a_gap_of_states_that_were_lost_is_explained() -> None:
     rows = probes(gain=0.5, gap=-0.2)
     assert check("stale_states", make_run({**rows, "ledger/cold_starts": {5: 3.0, 80: 0.0}})).verdict == "finding"
     assert check("stale_states", make_run({**rows, "ledger/cold_starts": {5: 0.0, 80: 3.0}})).verdict == "explained"
+
+
+def test_a_layer_that_no_gradient_reaches_is_named_with_the_group_that_slows_it() -> None:
+    rows = layer_rows("update_ratio", {**RATIOS, "norm": 1e-3, "blocks.0": 0.0, "blocks.1": 1e-9})
+    norms = layer_rows("grad_norm", {**RATIOS, "blocks.0": 0.0})
+    groups = [{"match": "head.*", "lr_scale": 2.0}, {"match": "blocks.0.*", "lr_scale": 1e-6}]
+    outcome = check("still_layer", make_run({**rows, **norms}, config={**CONFIG, "optimizer": {"group": groups}}))
+    assert outcome.sentence.startswith("blocks.0 (0 of the median), blocks.1 (")
+    assert outcome.sentence.endswith("; no gradient reaches blocks.0")
+    assert outcome.knob is not None
+    assert (outcome.knob.key, outcome.knob.current) == ("optimizer.group.lr_scale", 1e-6)
+
+
+def test_layers_that_all_stand_still_are_not_judged() -> None:
+    """A learning rate of 0."""
+    assert (
+        check("still_layer", make_run(layer_rows("update_ratio", dict.fromkeys(RATIOS, 0.0)))).verdict == "not_measured"
+    )
+
+
+def test_layers_are_judged_by_the_second_half_and_not_by_few_rows() -> None:
+    early = {"layer/head/update_ratio": [1e-9] * 9 + [1e-3] * 11}
+    rows = layer_rows("update_ratio", RATIOS)
+    assert check("still_layer", make_run({**rows, **early})).verdict == "healthy"
+    few = layer_rows("update_ratio", {**RATIOS, "head": 0.0}, count=5)
+    assert check("still_layer", make_run(few)).verdict == "not_measured"
+    assert check("still_layer", make_run(layer_rows("update_ratio", {"a": 1.0, "b": 0.0}))).verdict == "not_measured"
+
+
+def test_a_layer_that_takes_all_is_said_to_shrink_the_others_where_clipping_is_on() -> None:
+    clipped = make_run(norm_rows(0.001, 0.001), config={**CONFIG, "train": {"clip_grad_norm": 1.0}})
+    assert "clipping to 1 shrinks all others" in check("dominant_layer", clipped).sentence
+    free = make_run(norm_rows(0.001, 0.001), config={**CONFIG, "train": {"clip_grad_norm": 0.0}})
+    assert "clipping" not in check("dominant_layer", free).sentence
+
+
+def test_a_share_is_of_the_squared_norm() -> None:
+    """Others with 1.2 % of the norm, which is 0.0145 % of its square, and with 0.9 %."""
+    assert check("dominant_layer", make_run(norm_rows(0.015))).verdict == "not_measured"  # two layers
+    assert check("dominant_layer", make_run(norm_rows(0.009, 0.008))).verdict == "healthy"
+    assert check("dominant_layer", make_run(norm_rows(0.007, 0.006))).verdict == "finding"

@@ -86,6 +86,17 @@ def test_the_noise_scale_has_a_band_where_both_bounds_are_known_and_else_a_lower
     assert chart.lines[1].spread is None
 
 
+def test_layers_of_one_run_are_heat_maps_in_the_order_of_their_numbers(make_run):
+    names = ["blocks.10", "blocks.2", "blocks.9", "embedding"]
+    run = make_run("a", {f"layer/{name}/grad_norm": [1.0, 2.0] for name in names})
+    (heat,) = make_charts([run])
+    assert (heat.style, heat.title) == ("heat", "Gradient norm by layer")
+    assert [line.label for line in heat.lines] == ["blocks.2", "blocks.9", "blocks.10", "embedding"]
+    lines = make_charts([run, make_run("b", {"layer/embedding/grad_norm": [1.0]})])
+    assert {chart.style for chart in lines} == {"line"}
+    assert len(lines) == len(names)
+
+
 def test_lost_state_is_a_running_total(make_run):
     run = make_run("a", {"ledger/cold_starts": [0.0, 2.0, 3.0], "ledger/cold_starts_max": [0.0, 1.0, 3.0]})
     total, worst = make_charts([run])

@@ -24,6 +24,7 @@ from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.model.build import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
@@ -31,6 +32,7 @@ from trainer.training import loop
 from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
 from trainer.training.signals import STOP_SIGNALS
+from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy
 from trainer.training.step.step import HEAD, StepSettings, TrainStep
@@ -86,9 +88,11 @@ def make_step(
     make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
     *,
     wipe_mode: str = "lru",
+    has_layers: bool = False,
 ) -> tuple[TrainStep, Ledger]:
     torch.manual_seed(0)
     model = build(VOCABULARY, dim=8, num_layers=2).to(device)
+    optimizer, gns = make_optimizer(model.parameters()), GradientNoiseScale(model)
     ledger = Ledger(
         state_width=16,
         capacity=ROWS if wipe_mode == "lru" else 64,
@@ -101,8 +105,9 @@ def make_step(
         model=model,
         ledger=ledger,
         objective=Objective(z_loss=1e-2, coord=CoordSettings(first_token=2, num_bins=4, sigma=1.0)),
-        optimizer=make_optimizer(model.parameters()),
-        gns=GradientNoiseScale(model),
+        optimizer=optimizer,
+        gns=gns,
+        per_layer=PerLayer(model, optimizer, gns) if has_layers else None,
         scaler=torch.amp.GradScaler(device.type, enabled=False),
         settings=StepSettings(
             micro_batches=MICROS,
@@ -143,6 +148,15 @@ def test_steps_that_do_not_log_read_nothing_but_the_step_before(numbers_of_a_goo
                 assert step.finish(previous).loss == 2.0
     assert len(numbers_of_a_good_step) == 7
     assert all(values.shape == (HEAD + 10 + 1,) for values in numbers_of_a_good_step)
+
+
+def test_layers_are_measured_without_waiting(numbers_of_a_good_step):
+    step, _ = make_step(META, GuardedSgd, has_layers=True)
+    for number, window in enumerate(itertools.islice(windows(META), 3), start=1):
+        with NoBlockingCopies():
+            step.accumulate(number, window, details=StepDetails(()))
+            launched = step.launch(lr=0.1, stop=False, saved=False)
+        assert launched.layer_numbers is not None
 
 
 def test_the_check_sees_a_reading_of_each_kind():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from trainer.diagnostics.rules import batch, blend, carry, ledger, mixing, model, record, speed, stability
+from trainer.diagnostics.rules import batch, blend, carry, layers, ledger, mixing, model, record, speed, stability
 from trainer.diagnostics.rules.rule import Rule
 
 RULES: Final[tuple[Rule, ...]] = (
@@ -14,6 +14,7 @@ RULES: Final[tuple[Rule, ...]] = (
     *mixing.RULES,
     *blend.RULES,
     *batch.RULES,
+    *layers.RULES,
     *stability.RULES,
     *speed.RULES,
     *record.RULES,

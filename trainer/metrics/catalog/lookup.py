@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Final
 
-from trainer.metrics.catalog import rows_data, rows_gns, rows_ledger, rows_speed, rows_training
+from trainer.metrics.catalog import rows_data, rows_gns, rows_layers, rows_ledger, rows_speed, rows_training
 from trainer.metrics.catalog.spec import MetricSpec
 from trainer.metrics.logger import get_logger
 
@@ -23,6 +23,7 @@ CATALOG: Final[tuple[MetricSpec, ...]] = (
     *rows_data.ROWS,
     *rows_ledger.ROWS,
     *rows_gns.ROWS,
+    *rows_layers.ROWS,
 )
 logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"

@@ -64,6 +64,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         weights_are_tokens: bool = True,
     ) -> None:
         super().__init__(ema)
+        self.parameter_squares: Tensor | None = None
+        """[P] float64, `SMALL_SQUARE` of each parameter on this rank; None in a window without `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
         self._group = self._leaves.group
@@ -85,18 +87,20 @@ class GradientNoiseScale(NoiseScaleAverage):
             accumulated = partial(self._hook, owner, self._accumulated)
             self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
-    def begin_window(self, num_micros: int | None = None, *, pairs: bool = False) -> None:
+    def begin_window(self, num_micros: int | None = None, *, pairs: bool = False, by_parameter: bool = False) -> None:
         """Start a window; an unfinished one is discarded.
 
         Args:
             num_micros: micro-batches to come. On a single rank it places the middle, which `gns/consistency` needs;
                 without it that key is absent there.
             pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients of each micro-batch.
+            by_parameter: keep the square norms of each parameter's micro-gradients apart too, for `PerLayer`.
         """
         device = self._parameters[0].device
         self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=device)
         self._sums[noise_scale.RANKS] = 1.0
         self._pairs: list[Tensor] | None = [] if pairs else None
+        self.parameter_squares = self._sums.new_zeros(len(self._parameters)) if by_parameter else None
         self._middle_at = (num_micros + 1) // 2 if num_micros is not None and self._world_size == 1 else None
         self._window_start = self._micro
         self._is_moved = False  # `.grad` is no longer what this rank has accumulated
@@ -109,6 +113,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
         self._is_first = in_window == 1
         self._sums_up = self._is_middle or self._pairs is not None
+        if self.parameter_squares is not None:
+            # [P], filled in place: a small block per gradient, kept until the backward ends, would scatter the heap.
+            self._own_squares = torch.zeros_like(self.parameter_squares)
         self._micro_square = self._sums.new_zeros(())
         self._sum_square = self._sums.new_zeros(())  # of the running sum
         self._sum_fires = self._repeats = 0
@@ -146,6 +153,9 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._warn_of_repeats()
         update = [factor, small, factor * noise, factor.square() * noise, zero, zero, zero, tokens, zero, fault]
         self._sums += torch.stack(update)
+        if self.parameter_squares is not None:
+            own_small = self._own_squares / torch.where(has_weight, factor, 1.0)
+            self.parameter_squares += torch.where(has_weight, own_small, 0.0)
         # The middle, and pairs, need `.grad` to be the sum over its group for every parameter. It is not if a parameter with
         # an older gradient was not used in this micro-batch, if FSDP2 keeps the sum elsewhere (it reduces in another type
         # than it accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has that one's
@@ -207,6 +217,11 @@ class GradientNoiseScale(NoiseScaleAverage):
         return self.metrics()
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that average gradients; None on a single process."""
+        return self._group
+
+    @property
     def metric_keys(self) -> tuple[str, ...]:
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         return tuple(spec.name for spec in ROWS)
@@ -244,7 +259,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         if not gns._is_middle and gns._world_size > 1:
             gns._is_moved |= gns._leaves.reduces_now()
         gns._window_fires.add(index)
-        gns._micro_square += square_norm(grad).to(gns._sums.device)
+        square = square_norm(grad).to(gns._sums.device)
+        gns._micro_square += square
+        if gns.parameter_squares is not None:
+            gns._own_squares[index] = square
 
     @staticmethod
     def _accumulated(owner: weakref.ref[GradientNoiseScale], parameter: Tensor) -> None:

@@ -66,7 +66,7 @@
     state.hiddenRuns.has(line.run) || (state.hiddenLines.get(index)?.has(place) ?? false);
 
   function canBeLog(chart) {
-    return chart.style !== "area" && chart.lines.every((line) => line.y.every((v) => v > 0) && (line.low ?? line.y).every((v) => v > 0));
+    return chart.style === "line" && chart.lines.every((line) => line.y.every((v) => v > 0) && (line.low ?? line.y).every((v) => v > 0));
   }
 
   const isLog = (chart) => (state.log || chart.log) && canBeLog(chart);
@@ -86,7 +86,40 @@
     return { ...common, ...outline, mode: "lines", line: { width: 0 }, fill: "toself", fillcolor: faded(color, alpha), hoverinfo: "skip" };
   }
 
+  /* ---- Heat maps: a row of cells for each line, with logarithmic colors ---- */
+  const isHeat = (index) => page.charts[index].style === "heat";
+  const ROW_HEIGHT = 17, HEAT_MARGIN = 60, LOWEST_HEIGHT = 160;
+
+  function heatTrace(index) {
+    const chart = page.charts[index];
+    const x = [...new Set(chart.lines.flatMap((line) => page.steps[line.steps].x))].sort((a, b) => a - b);
+    const columns = new Map(x.map((step, column) => [step, column]));
+    const positive = chart.lines.flatMap((line) => line.y.filter((v) => v > 0)).map(Math.log10);
+    const low = positive.length ? Math.min(...positive) : -1, high = positive.length ? Math.max(...positive) : 0;
+    const z = [], words = [];
+    for (const line of chart.lines) {
+      const cells = Array(x.length).fill(null), own = Array(x.length).fill("");
+      const texts = hoverTexts(line, chart);
+      page.steps[line.steps].x.forEach((step, i) => {
+        const column = columns.get(step);
+        // A value of 0 or below has no logarithm: it takes the color of the lowest.
+        cells[column] = line.y[i] > 0 ? Math.log10(line.y[i]) : low;
+        own[column] = `${line.label}: ${texts[i]}`;
+      });
+      z.push(cells);
+      words.push(own);
+    }
+    const powers = [];
+    for (let power = Math.ceil(low); power <= Math.floor(high); power++) powers.push(power);
+    const ticks = powers.length > 1 ? powers : [low, high];
+    return { type: "heatmap", name: "", x, y: chart.lines.map((_, row) => row), z, customdata: words, hovertemplate: "step %{x}<br>%{customdata}",
+      colorscale: "Viridis", zmin: low, zmax: high > low ? high : low + 1, hoverongaps: false,
+      colorbar: { thickness: 10, outlinewidth: 0, tickvals: ticks, ticktext: ticks.map((power) => text(Number((10 ** power).toPrecision(2)))),
+        tickfont: { size: 10, color: colors.muted } } };
+  }
+
   function tracesOf(index) {
+    if (isHeat(index)) return [heatTrace(index)];
     const chart = page.charts[index];
     const traces = [];
     chart.lines.forEach((line, place) => {
@@ -257,16 +290,17 @@
       gridcolor: colors.grid, linecolor: colors.line, zeroline: false, tickfont: { size: 11, color: colors.muted },
       automargin: true, showspikes: false,
     };
-    const range = valueRange(index);
+    const range = isHeat(index) ? [chart.lines.length - 0.5, -0.5] : valueRange(index);
+    const rows = { tickmode: "array", tickvals: chart.lines.map((_, row) => row), ticktext: chart.lines.map((line) => line.label), showgrid: false };
     return {
       margin: { l: 44, r: 10, t: 16, b: 28 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
       font: { family: getComputedStyle(document.body).fontFamily, color: colors.ink, size: 12 },
-      hovermode: "x unified", hoverlabel: { bgcolor: colors.card, bordercolor: colors.line, font: { size: 12, color: colors.ink } },
+      hovermode: isHeat(index) ? "closest" : "x unified", hoverlabel: { bgcolor: colors.card, bordercolor: colors.line, font: { size: 12, color: colors.ink } },
       dragmode: isTouch ? false : "zoom",
       xaxis: { ...axis, range: state.range ? [...state.range] : wholeRange(), autorange: false, nticks: 6, tickformat: "~s", hoverformat: ",.6~f",
         unifiedhovertitle: { text: "step %{x}" }, showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: colors.mark },
       yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 5, exponentformat: range && !isLog(chart) && range[1] >= 1e4 ? "SI" : "power", minexponent: 4,
-        ...(isLog(chart) && range ? logTicks(range) : {}), ...(range ? { range, autorange: false } : { autorange: true }) },
+        ...(isLog(chart) && range ? logTicks(range) : {}), ...(isHeat(index) ? rows : {}), ...(range ? { range, autorange: false } : { autorange: true }) },
       shapes: shapesOf(index), annotations: marksOf(index),
     };
   }
@@ -289,6 +323,7 @@
     stale.delete(index);
     const isFirst = !drawn.has(index);
     drawn.add(index);
+    if (isHeat(index)) target.style.height = `${Math.max(ROW_HEIGHT * page.charts[index].lines.length + HEAT_MARGIN, LOWEST_HEIGHT)}px`;
     Plotly.react(target, tracesOf(index), layoutOf(index), CONFIG);
     if (isFirst) listen(target, index);
   }
@@ -397,7 +432,7 @@
 
   function readOut(index, points) {
     const known = points.filter((point) => point.customdata !== undefined);
-    if (known.length) say(index, known[0].x, known.map((point) => `${point.data.name} ${point.customdata}`));
+    if (known.length) say(index, known[0].x, known.map((point) => `${point.data.name} ${point.customdata}`.trim()));
   }
 
   function say(index, step, values) {

@@ -13,6 +13,7 @@ from trainer.data.blending.blend import BlendDataset
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import WindowAggregator
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.metrics.spikes import Spike, SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 
@@ -31,6 +32,7 @@ class TrainState:
     tracker: MetricsTracker
     gns: GradientNoiseScale | None
     spikes: SpikeDetector | None
+    per_layer: PerLayer | None = None
 
     def shared(self) -> dict[str, Any]:
         """The states that are the same on all ranks and fit JSON."""
@@ -38,6 +40,7 @@ class TrainState:
             "tracker": self.tracker.state_dict(),
             "gns": self.gns.state_dict() if self.gns is not None else None,
             "spikes": self.spikes.state_dict() if self.spikes is not None else None,
+            "per_layer": self.per_layer.state_dict() if self.per_layer is not None else None,
             "state_layout": self.state_layout,
         }
 
@@ -55,6 +58,8 @@ class TrainState:
         # Absent in checkpoints from before spikes were detected.
         if self.spikes is not None and saved.get("spikes") is not None:
             self.spikes.load_state_dict(saved["spikes"])
+        if self.per_layer is not None and saved.get("per_layer") is not None:
+            self.per_layer.load_state_dict(saved["per_layer"])
 
 
 # What the host counts itself, beside the data set's metrics: see `Position.unlogged`.

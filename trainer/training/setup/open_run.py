@@ -148,6 +148,7 @@ def open_run(
         "ledger metrics": state.ledger,
         "carry probe": probe,
         "gns": state.gns,
+        "per_layer": state.per_layer,
     }
     reporters = {name: part for name, part in parts.items() if part is not None}
     loader = Loader(
@@ -261,6 +262,7 @@ def _train_step(
         objective=loss,
         optimizer=state.optimizer,
         gns=state.gns,
+        per_layer=state.per_layer,
         scaler=state.scaler,
         settings=StepSettings(
             micro_batches=table.micro_batches,

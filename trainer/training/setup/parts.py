@@ -18,6 +18,7 @@ from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.cellwise import Cellwise
@@ -31,7 +32,7 @@ from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.sharding import sharded_model
-from trainer.training.step.optimizer import build_optimizer
+from trainer.training.step.optimizer import build_optimizer, group_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,11 +80,17 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, mesh: DeviceMes
 
 
 def with_noise_scale(state: TrainState, config: RunConfig, info: RankInfo) -> TrainState:
-    """The state with the noise scale's hooks, if it is enabled. Every rank must call it: of shards it gathers each once."""
-    if not config.gns.enabled:
-        return state
+    """The state with the noise scale's hooks and what measures the layers, if they are enabled. Every rank must call it: of
+    shards it gathers each once."""
     group = dist.group.WORLD if info.world_size > 1 else None
-    return replace(state, gns=GradientNoiseScale(state.model, ema=config.gns.ema, process_group=group))
+    if config.gns.enabled:
+        state = replace(state, gns=GradientNoiseScale(state.model, ema=config.gns.ema, process_group=group))
+    if config.metrics.per_layer:
+        names = group_names(state.optimizer, state.model, config.optimizer)
+        ema = config.gns.ema
+        layers = PerLayer(state.model, state.optimizer, state.gns, group_names=names, ema=ema, process_group=group)
+        state = replace(state, per_layer=layers)
+    return state
 
 
 def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Module:

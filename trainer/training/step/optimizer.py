@@ -111,7 +111,7 @@ def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        number = next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
+        number = _group_number(name, table)
         is_vector = parameter.ndim < 2
         settings = {"weight_decay": 0.0 if is_vector else table.weight_decay, LR_SCALE: 1.0}
         if number >= 0:
@@ -127,6 +127,30 @@ def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
         problem += " that an earlier group has not" if len(table.group) > 1 else ""
         raise UserError("optimizer.group", problem, f"names are such as {names}")
     return [found[key] for key in sorted(found)]
+
+
+def _group_number(name: str, table: OptimizerTable) -> int:
+    """The first `[[optimizer.group]]` that matches a parameter's name; -1: none."""
+    return next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
+
+
+def group_names(optimizer: torch.optim.Optimizer, model: nn.Module, table: OptimizerTable) -> list[str]:
+    """A name for each of the optimizer's parameter groups: its number; of muon the part that trains it; the pattern that its
+    parameters match, or `rest`; and `matrices` or `vectors`. `0.rest.matrices`, `2.blocks.*.vectors`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def label(part: str, parameter: nn.Parameter) -> str:
+        number = _group_number(names[id(parameter)], table)
+        pattern = table.group[number].match if number >= 0 else "rest"
+        return ".".join(filter(None, (part, pattern, "vectors" if parameter.ndim < 2 else "matrices")))
+
+    found: list[str] = []
+    for part, own in _parts(optimizer).items():
+        for group in own.param_groups:
+            # A target of the user's own may have put together what was apart.
+            labels = {label(part, parameter): None for parameter in group["params"] if id(parameter) in names}
+            found.append(".".join([str(len(found)), *labels]))
+    return found
 
 
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

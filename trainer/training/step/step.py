@@ -8,7 +8,8 @@ the multiplication that clipping needs anyway.
 
 Collectives. Beside those of DDP or FSDP there is one all-reduce per step: token and loss sums, the votes (stop, background save
 written, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank may hold
-shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it.
+shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. With `metrics.per_layer` a logged
+step has a second one after its update.
 
 Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
 loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
@@ -34,6 +35,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import BIG_NOISE, FAULTS, KAPPA, NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.per_layer import NUM_MEASURED, PerLayer
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
 from trainer.shards import is_dtensor
@@ -68,6 +70,8 @@ class Launched:
     it had spent waiting in the ledger's exchanges."""
     coincidence: float | None
     """See `TrainStep.accumulate`."""
+    layer_numbers: HostCopy | None = None
+    """The sums of `PerLayer`; None on steps that it does not measure."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,13 @@ class TrainStep:
         model: the model as its strategy runs it: with DDP around it, sharded, or itself on a single rank.
         ledger: where recurrent states live; None for a model without state.
         gns: hooks of the noise scale; None if it is off.
+        per_layer: measures the layers on steps that log; None if it is off.
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
         averaging: of the gradients over ranks; None on a single rank.
         autocast: makes the context in which forward and loss run.
-        diagnostics: guards of the noise scale, of a step's details and of its probe: their failure costs them, never the
-            step.
+        diagnostics: guards of the noise scale, of a step's layers and details and of its probe: their failure costs them,
+            never the step.
         clock: monotonic seconds.
     """
 
@@ -118,6 +123,7 @@ class TrainStep:
         gns: GradientNoiseScale | None,
         scaler: torch.amp.GradScaler,
         settings: StepSettings,
+        per_layer: PerLayer | None = None,
         averaging: GradientAveraging | None = None,
         world_size: int,
         device: torch.device,
@@ -130,6 +136,8 @@ class TrainStep:
         self._objective = objective
         self._optimizer = optimizer
         self._gns = gns
+        self._per_layer = per_layer
+        self._measures_layers = False
         self._scaler = scaler
         self._clip_grad_norm = settings.clip_grad_norm
         self._no_sync = nullcontext if averaging is None else averaging.no_sync
@@ -139,6 +147,7 @@ class TrainStep:
         self._autocast = autocast
         diagnostics = diagnostics or Diagnostics()
         self._gns_guard = diagnostics.best_effort("gns")
+        self._per_layer_guard = diagnostics.best_effort("per_layer")
         self._details_guard = diagnostics.best_effort("step_details")
         self._probe_guard = diagnostics.best_effort("carry probe")
         self._clock = clock
@@ -172,15 +181,18 @@ class TrainStep:
 
         Args:
             step: global step, for the ledger's clock.
-            details: collects what is logged beside the loss; None on steps that do not log.
+            details: collects what is logged beside the loss; None on steps that do not log, on which layers are not measured
+                either.
             probe: measures what carrying is worth; None on steps that do not probe.
             coincidence: the window is `split`, to find where gradient noise comes from; see `NoiseComponents.update`. None on
                 other steps.
         """
         if self._ledger is not None:
             self._ledger.begin_step(step)
+        self._measures_layers = self._per_layer is not None and details is not None
         if self._gns is not None:
-            self._gns_guard.run(self._gns.begin_window, len(window), pairs=coincidence is not None)
+            split, by_parameter = coincidence is not None, self._measures_layers
+            self._gns_guard.run(self._gns.begin_window, len(window), pairs=split, by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros_like(self._loss_sum)
         exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
@@ -250,10 +262,14 @@ class TrainStep:
                 packed = torch.cat([packed, no_equations(self._device) if self._equations is None else self._equations])
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
-        gradients: list[Any] = [p.grad for p in self._parameters if p.grad is not None]
+        used = [p for p in self._parameters if p.grad is not None]
+        gradients: list[Any] = [p.grad for p in used]
         if self._has_shards:
             gradients = [gradient.to_local() for gradient in gradients]
-        own_sq = torch.stack([square_norm(gradient) for gradient in gradients]).sum()
+        squares = [square_norm(gradient) for gradient in gradients]
+        if self._per_layer is not None and self._measures_layers:
+            self._per_layer_guard.run(self._per_layer.before_update, dict(zip(used, squares, strict=True)))
+        own_sq = torch.stack(squares).sum()
         packed = torch.cat([packed, own_sq.reshape(1) / self._copies])
         if self._world_size > 1:
             dist.all_reduce(packed)
@@ -269,8 +285,20 @@ class TrainStep:
             self._scaler.step(self._optimizer)
         if self._scaler.is_enabled():
             self._scaler.update()
+        layer_numbers = None
+        if self._per_layer is not None and self._measures_layers:
+            layer_numbers = self._layer_numbers(self._per_layer)
         self._optimizer.zero_grad(set_to_none=True)
-        return Launched(numbers, self._ready_at, self._coincidence)
+        return Launched(numbers, self._ready_at, self._coincidence, layer_numbers)
+
+    def _layer_numbers(self, per_layer: PerLayer) -> HostCopy:
+        has_noise = self._gns is not None and self._gns_guard.enabled
+        sums = self._per_layer_guard.run(per_layer.after_update, has_noise=has_noise)
+        if sums is None:
+            sums = self._tokens.new_zeros(per_layer.num_sums)
+        if self._world_size > 1:
+            dist.all_reduce(sums)
+        return HostCopy(sums)
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
@@ -284,6 +312,13 @@ class TrainStep:
             else:
                 # On some rank it has failed: its averages would stand still from here on, and look like measurements.
                 self._gns_guard.enabled = False
+        if self._per_layer is not None and launched.layer_numbers is not None:
+            layer_sums = launched.layer_numbers.read()
+            if layer_sums[NUM_MEASURED] == self._world_size:
+                is_taken = is_finite and tokens > 0
+                self._per_layer_guard.run(self._per_layer.finish, layer_sums, grad_factor=factor, is_taken=is_taken)
+            else:
+                self._per_layer_guard.enabled = False  # as above
         return StepOutcome(
             is_exhausted=reduced[EXHAUSTED] == self._world_size,
             is_finite=is_finite,

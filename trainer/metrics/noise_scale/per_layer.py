@@ -1,0 +1,204 @@
+"""Gradient norm, update over weight and noise scale of each layer and of each parameter group of the optimizer.
+
+In a loop of one's own, beside `GradientNoiseScale` (or without it: the noise scale is then left out):
+
+    layers = PerLayer(model, optimizer, gns)      # after both of them
+    ...
+    gns.begin_window(m, by_parameter=True)        # in the steps that are measured; then the window as usual
+    layers.before_update()                        # after the last backward (and `unscale_`), before clipping
+    optimizer.step()
+    metrics = layers.step()
+
+The sums of a window are kept for each parameter until they have been added up over ranks; layers and groups are sums of those,
+so that the squares of the layers' norms add up to that of the whole gradient, and their estimates of tr(Sigma) and |G|^2 to the
+whole's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.errors import UserError
+from trainer.metrics.noise_scale.estimate import (
+    KAPPA,
+    MIDDLE_KAPPA,
+    NUM_SUMS,
+    RANKS,
+    SMALL_SQUARE,
+    PairAverage,
+    Window,
+    estimate,
+)
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.noise_scale.layer_names import as_segment, grouped
+from trainer.metrics.noise_scale.square_norm import square_norm
+from trainer.metrics.noise_scale.weight_sample import WeightSample, sample_limit
+from trainer.shards import is_dtensor, own_part
+
+WHAT = ("grad_norm", "update_ratio", "b_simple")
+NUM_MEASURED = 0  # place of the sum to which each rank that has measured adds 1
+HEAD = 1 + NUM_SUMS  # that and the noise scale's sums; then four columns of one number per parameter
+
+
+class PerLayer:
+    """The numbers of a measured step by layer and by parameter group.
+
+    Args:
+        model: as it is given to `GradientNoiseScale`.
+        optimizer: its parameter groups are reported; it steps between `before_update` and `after_update`.
+        gns: its hooks measure the micro-gradients; None: no noise scale by layer.
+        group_names: of the optimizer's groups, in their order; None: their numbers.
+        ema: weight of the past in the averages of the noise scale, over measured steps.
+        process_group: for a loop that averages gradients over ranks itself, without DDP.
+
+    Raises:
+        UserError: there is nothing to train, or parameters are sharded otherwise than by rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        gns: GradientNoiseScale | None = None,
+        *,
+        group_names: Sequence[str] | None = None,
+        ema: float = 0.95,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        group = process_group or (gns.group if gns is not None else None)
+        inner: nn.Module = model
+        if isinstance(model, DistributedDataParallel):
+            inner, group = model.module, group or model.process_group
+        named = {name: parameter for name, parameter in inner.named_parameters() if parameter.requires_grad}
+        if not named:
+            raise UserError("metrics.per_layer", "the model has no trainable parameter", "set it to false")
+        self._parameters = list(named.values())
+        self.num_sums = HEAD + 4 * len(self._parameters)
+        """Length of the vector that `after_update` returns."""
+        self._gns = gns
+        self._group = group
+        self._world_size = 1 if self._group is None else dist.get_world_size(self._group)
+        self._copies = _copies(self._parameters, self._world_size)
+        self._sample = WeightSample(self._parameters, limit=sample_limit(len(self._parameters)))
+        self._members = {f"layer/{name}": members for name, members in grouped(named).items()}
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        names = group_names or [str(number) for number in range(len(optimizer.param_groups))]
+        for name, settings in zip(names, optimizer.param_groups, strict=True):
+            if members := [numbers[parameter] for parameter in settings["params"] if parameter in numbers]:
+                self._members[f"param_group/{as_segment(name)}"] = members
+        self._noise = {} if gns is None else {key: PairAverage(ema) for key in self._members}
+        self._squares: list[Tensor] = []  # of each parameter's gradient, while a step is under way
+        self._values: dict[str, float] = {}
+
+    def before_update(self, squares: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        """Measure the gradient and copy a sample of the weights.
+
+        Args:
+            squares: square norm of each `.grad` (of a sharded one this rank's share), for a loop that has computed them.
+        """
+        if squares is None:
+            with_grad = [(p, p.grad) for p in self._parameters if p.grad is not None]
+            squares = {parameter: square_norm(own_part(grad)) for parameter, grad in with_grad}
+        zero = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        self._squares = [squares.get(parameter, zero).to(zero.device) for parameter in self._parameters]
+        self._sample.take()
+
+    def after_update(self, *, has_noise: bool = True) -> Tensor:
+        """[num_sums] float64 on the device: this rank's sums, to be SUM-reduced over ranks for `finish`.
+
+        Args:
+            has_noise: False: the noise scale's hooks did not measure this window.
+        """
+        big = torch.stack(self._squares)
+        moved, weights = self._sample.compare()
+        head, small = big.new_zeros(NUM_SUMS), torch.zeros_like(big)
+        if has_noise and self._gns is not None and self._gns.parameter_squares is not None:
+            head, small = self._gns.local_sums(), self._gns.parameter_squares
+        self._squares = []
+        shares = torch.cat([big, moved, weights]) / self._copies
+        return torch.cat([torch.ones_like(big[:1]), head, small, shares])
+
+    def finish(self, reduced: Sequence[float], *, grad_factor: float | None = None, is_taken: bool = True) -> None:
+        """Compute the step's numbers from the reduced sums.
+
+        Args:
+            grad_factor: c, where the gradient is c times that of the mean loss; None: as in `estimate`, or 1 without the
+                noise scale.
+            is_taken: False: the step was skipped. It has neither a gradient norm nor an update, and is no window.
+        """
+        self._values = {}
+        if is_taken:
+            self._add(reduced[1:HEAD], _columns(reduced[HEAD:]), grad_factor)
+        for key, average in self._noise.items():
+            ratio = average.ratio()
+            if ratio is not None and ratio.value is not None:
+                self._values[f"{key}/b_simple"] = ratio.value
+
+    def _add(self, sums: Sequence[float], columns: Sequence[Sequence[float]], grad_factor: float | None) -> None:
+        has_noise = sums[RANKS] == self._world_size
+        factor = grad_factor
+        if factor is None:
+            factor = sums[KAPPA] / sums[RANKS] if has_noise else 1.0
+        for key, members in self._members.items():
+            small, big, moved, weights = (math.fsum(column[number] for number in members) for column in columns)
+            self._values[f"{key}/grad_norm"] = math.sqrt(big) / factor
+            if weights > 0.0:
+                self._values[f"{key}/update_ratio"] = math.sqrt(moved / weights)
+            if has_noise:
+                own = list(sums)
+                # Without the middle, which is measured for the whole gradient alone.
+                own[SMALL_SQUARE], own[MIDDLE_KAPPA] = small, 0.0
+                window = estimate(own, big, grad_factor=factor)
+                if isinstance(window, Window):
+                    self._noise[key].update(window.tr_sigma, window.grad_sq)
+
+    def step(self, *, grad_factor: float | None = None) -> dict[str, float]:
+        """All-reduce, and return the metrics; for loops without a reduction of their own. Every rank must call it, after the
+        optimizer's step."""
+        sums = self.after_update()
+        if self._world_size > 1:
+            dist.all_reduce(sums, group=self._group)
+        reduced = sums.tolist()
+        self.finish(reduced, grad_factor=grad_factor, is_taken=all(map(math.isfinite, reduced)))
+        return self.drain_metrics()
+
+    @property
+    def metric_keys(self) -> tuple[str, ...]:
+        """Every key that `drain_metrics` can return; the values are the same on all ranks."""
+        return tuple(f"{key}/{what}" for key in self._members for what in WHAT)
+
+    def drain_metrics(self) -> dict[str, float]:
+        """The last measured step's values by catalog key; what is unknown is left out."""
+        values, self._values = self._values, {}
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages of the noise scale by layer and group, as plain floats; taken between steps."""
+        return {key: average.state_dict() for key, average in self._noise.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state exactly; layers that it does not have start anew."""
+        for key, average in self._noise.items():
+            if key in state:
+                average.load_state_dict(state[key])
+
+
+def _columns(numbers: Sequence[float]) -> list[Sequence[float]]:
+    """The four columns one after another: micro-gradients, gradient, change, weights."""
+    length = len(numbers) // 4
+    return [numbers[place * length : (place + 1) * length] for place in range(4)]
+
+
+def _copies(parameters: Sequence[nn.Parameter], world_size: int) -> int:
+    """How many ranks hold the same part of the gradient and of the weights."""
+    first = parameters[0]
+    if not is_dtensor(first):
+        return world_size
+    return first.device_mesh.size(0) if first.device_mesh.ndim == 2 else 1
