@@ -1431,8 +1431,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/schedule.py",
-            "table.warmup_tokens or table.warmup_steps * (length.full_step or 1)",
-            "table.warmup_steps * (length.full_step or 1)",
+            "table.warmup_tokens or length.in_full_steps(table.warmup_steps)",
+            "length.in_full_steps(table.warmup_steps)",
             "tests/distributed/test_length_in_tokens.py",
         ),
         Mutant(

@@ -105,7 +105,6 @@ def make_step(
         gns=GradientNoiseScale(model),
         scaler=torch.amp.GradScaler(device.type, enabled=False),
         settings=StepSettings(
-            micro_batches=MICROS,
             max_tokens_per_micro=ROWS * LENGTH,
             clip_grad_norm=1.0,
         ),

@@ -40,7 +40,8 @@ def check_batch_size(run: RunRecord) -> Outcome:
     is_known = len(scales) >= max(MIN_ROWS, len(late) // 4)
     low, size = median(lows.values), median(batches.values)
     per_step = f"{number_text(size)} sequences per step"
-    micros = micro_batches(run)
+    micros = micro_batches(run, since=batch.steps[-1])
+    is_constant = isinstance(run.setting("train.micro_batches", 1), int)
     if is_known:
         scale = median(scales.values)
         high = median([*highs.values, *[inf] * (len(lows) - len(highs))])
@@ -56,12 +57,14 @@ def check_batch_size(run: RunRecord) -> Outcome:
         return finding(
             f"the batch is too small: {words}; a larger batch takes fewer steps and hardly more tokens",
             evidence=evidence,
-            knob=Knob("train.micro_batches", micros, more),
+            knob=Knob("train.micro_batches", micros, more if is_constant else f"a schedule that reaches {more}"),
         )
     if size > WASTEFUL * high:
         key = "train.micro_batches" if micros > 1 else "data.mixing.batch_size"
         current = micros if micros > 1 else run.setting(key)
         suggested = max(round(current * factor), 1) if isinstance(current, int) else "smaller"
+        if not is_constant and micros > 1:
+            suggested = f"a schedule that ends at {suggested}"
         return finding(
             f"the batch is wasteful: {words}; a smaller batch reaches the same loss with fewer tokens",
             evidence=evidence,
