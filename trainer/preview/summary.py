@@ -171,11 +171,11 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
     forecast = count_run(plan, shapes, world_size)
     weights = [source.weight for source in plan.sources]
     batches_by_steps = plan.batches_by_steps
-    num_batches = batches_by_steps.batches_before(train.steps + 1)
+    num_batches = plan.num_batches
     expected = expected_batches(weights, num_batches, batches_by_steps)
     zeros = [first_zero(weight, num_batches, batches_by_steps) for weight in weights]
     sources = [
-        _source_view(plan, shape, batches, zero, forecast, num_batches)
+        _source_view(plan, shape, batches, zero, forecast)
         for shape, batches, zero in zip(shapes, expected, zeros, strict=True)
     ]
     tokens = max(sum(source.tokens or 0 for source in sources), 1)
@@ -192,7 +192,7 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
         ends_at_step=None if forecast.ended_at is None else batches_by_steps.step_of(forecast.ended_at),
         cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
         sources=tuple(shared),
-        ledger=_ledger_view(plan, shapes, sources, forecast, num_batches),
+        ledger=_ledger_view(plan, shapes, sources, forecast),
         curves=_curves(plan, num_batches),
         batch_changes=_batch_changes(batches_by_steps, train.steps),
         auto=_auto_in_words(plan.config.micro_batches),
@@ -236,9 +236,9 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
 
 
 def _source_view(
-    plan: Plan, shape: SourceShape, batches: float, zero: ZeroSpan | None, forecast: Forecast, num_batches: int
+    plan: Plan, shape: SourceShape, batches: float, zero: ZeroSpan | None, forecast: Forecast
 ) -> SourceView:
-    share = batches / num_batches
+    share = batches / plan.num_batches
     if not shape.streams:
         return SourceView(name=shape.name, batches=batches, batch_share=share, zero=zero)
     modalities = [_modality_view(name, shape, batches, forecast) for name in shape.modalities]
@@ -316,7 +316,7 @@ def _picks(shape: SourceShape, stream: StreamShape, rank: int) -> int:
 
 
 def _ledger_view(
-    plan: Plan, shapes: Sequence[SourceShape], sources: Sequence[SourceView], forecast: Forecast, num_batches: int
+    plan: Plan, shapes: Sequence[SourceShape], sources: Sequence[SourceView], forecast: Forecast
 ) -> LedgerView | None:
     width, table = plan.state_width(), plan.config.ledger
     if width == 0:
@@ -336,7 +336,7 @@ def _ledger_view(
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),
         waits_beyond_threshold=beyond,
-        probes=probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources], num_batches),
+        probes=probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources], plan.num_batches),
     )
 
 

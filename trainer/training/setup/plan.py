@@ -64,6 +64,11 @@ class Plan:
         return self.config.micro_batches.by_steps(self.facts.tokens_per_micro)
 
     @property
+    def num_batches(self) -> int:
+        """Micro-batches of a rank in the run, likewise."""
+        return self.batches_by_steps.batches_before(self.config.train.steps + 1)
+
+    @property
     def has_built_in_model(self) -> bool:
         """Whether the model is a family of this package, which the tests prove."""
         return self.config.model.target is None and family_of(self.config.model).is_own
