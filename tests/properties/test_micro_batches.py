@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.batch_tables import BatchScheduleTable, plan_of
-from trainer.data.blending.weights import ScheduledWeight, positions, zero_batches
+from trainer.data.blending.blend import BlendDataset, BlendSource
+from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, positions, zero_batches
 from trainer.micro_batches import AutoRule, MicroBatches
 
 PLANS = st.dictionaries(st.integers(0, 40), st.integers(1, 5), min_size=1, max_size=5)
@@ -49,7 +51,9 @@ def test_a_weight_by_steps_is_zero_in_the_batches_of_its_steps(points: dict[int,
 
 
 @QUICK
-@given(points=st.dictionaries(st.integers(0, 3000), st.integers(1, 5), min_size=1, max_size=5), micro=st.integers(1, 90))
+@given(
+    points=st.dictionaries(st.integers(0, 3000), st.integers(1, 5), min_size=1, max_size=5), micro=st.integers(1, 90)
+)
 def test_a_plan_by_tokens_is_one_by_steps_if_all_batches_are_full(points: dict[int, int], micro: int) -> None:
     plan, tokens, found = planned(points, "tokens"), 0, []
     for step in range(1, 80):
@@ -105,3 +109,54 @@ def test_a_number_is_a_plan_without_changes() -> None:
     assert (plan.is_constant, plan.is_known_ahead, plan.first, plan.least, plan.most) == (True, True, 3, 3, 3)
     assert [plan.step_of(batch) for batch in range(7)] == [1, 1, 1, 2, 2, 2, 3]
     assert plan.by_steps(0) == plan.fastest() == plan
+
+
+class Asked:
+    """A source that notes for which batches it was asked for the tokens before their cells."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def __iter__(self) -> Asked:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return self.next_with_tokens_before(0)
+
+    def next_with_tokens_before(self, tokens_before: int) -> dict[str, Any]:
+        self.asked.append(tokens_before > 0)
+        return {"tokens": np.zeros((1, 2))}
+
+
+@QUICK
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=8, max_size=30),
+    ahead=st.integers(0, 9),
+    every=st.integers(1, 9),
+    stale=st.lists(st.booleans(), min_size=30, max_size=30),
+)
+def test_batches_of_a_step_that_probes_have_the_tokens_before_however_far_they_are_made_ahead(
+    sizes: list[int], ahead: int, every: int, stale: list[bool]
+) -> None:
+    points = {1000 * n: m for n, m in enumerate([min(sizes), max(sizes)])}
+    source = Asked()
+    blend = BlendDataset(
+        [BlendSource("x", source, ConstantWeight(1))],
+        seed=0,
+        micro_batches=planned(points, "tokens") if min(sizes) < max(sizes) else planned({0: 1, 1: 6}, "tokens"),
+        history_every=every,
+        history_tokens=4,
+    )
+    read, due = 0, []
+    for step, (m, is_late) in enumerate(zip(sizes, stale, strict=False), start=1):
+        made_before_it_is_told = read + ahead if is_late else read
+        while len(source.asked) < made_before_it_is_told:
+            next(blend)
+        blend.window_begins(step, read, m)
+        due += [step % every == 0] * m
+        read += m
+        while len(source.asked) < read:
+            next(blend)
+    assert all(asked for asked, is_due in zip(source.asked, due, strict=False) if is_due)
+    if ahead == 0:
+        assert source.asked == due  # and no others

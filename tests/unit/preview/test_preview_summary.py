@@ -191,3 +191,19 @@ def test_the_cost_of_probes_is_bounded_and_their_reach_counted(tmp_path: Path) -
     assert alone is not None
     assert alone.probes is not None
     assert (alone.probes.passes, alone.probes.reach) == (0, None)
+
+
+def test_a_preview_shows_the_planned_batch_and_says_that_auto_decides_by_itself(tmp_path: Path) -> None:
+    points = 'train.micro_batches={schedule="step",points={0=1,5=3,90=9},lr="linear"}'
+    preview = make_preview(plan_of(tmp_path, points, "train.steps=40"), 2)
+    assert [(each.step, each.micro_batches, each.lr_factor) for each in preview.batch_changes] == [(5, 3, 3.0)]
+    assert (preview.num_batches, preview.auto) == (4 + 36 * 3, None)
+    constant = make_preview(plan_of(tmp_path, "train.micro_batches=1", "train.steps=40"), 2)
+    factors = [now / before for now, before in zip(preview.curves.lr, constant.curves.lr, strict=True)]
+    assert factors == pytest.approx([1.0] * 4 + [3.0] * 36)
+    auto = ('train.micro_batches={schedule="auto",start=2,every=7,multiple=1.5}', "data.source.first.weight=1")
+    preview = make_preview(plan_of(tmp_path, *auto, "train.steps=40"), 2)
+    assert preview.num_batches == 80
+    assert preview.auto is not None
+    assert "the run itself decides, every 7 steps" in preview.auto
+    assert "exceeds 1.5 times the batch" in preview.auto
