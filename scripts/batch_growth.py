@@ -30,7 +30,7 @@ import torch
 from trainer.runs.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
-TOKENS, START = 1_200_000, 2
+TOKENS, START = 1_000_000, 2
 CONSTANT, PLANNED, AUTO = "constant", "planned", "auto"
 SIZES: Mapping[str, str] = {
     CONSTANT: f"{START}",
@@ -54,7 +54,7 @@ seq_len = 128
 max_group_cells = 32
 
 [data.mixing]
-num_streams_mixed = 8
+num_streams_mixed = 64
 batch_size = 4
 
 [[data.source]]
@@ -64,7 +64,7 @@ root = "{corpus}"
 
 [eval]
 every = 50
-batches = 48
+batches = 64
 holdout_fraction = 0.02
 
 [model]
@@ -79,7 +79,7 @@ lr = {lr}
 
 [scheduler]
 name = "cosine"
-warmup_tokens = 60000
+warmup_tokens = 50000
 min_lr_ratio = 0.1
 
 [metrics]
@@ -138,7 +138,7 @@ def train(folder: Path, corpus: Path, name: str, seed: int, lr: float) -> Curve:
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(program)} failed:\n{done.stderr[-3000:]}")
     run = load_run(run_dir)
-    steps, losses = run.evals.column("eval/loss")
+    steps, losses = run.evals.column("eval_loss")
     changes = {int(e["global_step"]): int(e["to"]) for e in run.events if e.get("event") == "micro_batches"}
     tokens = int(run.train.column("tokens_seen")[1][-1])
     return Curve(list(steps), list(losses), sorted(changes.items()), tokens)
