@@ -34,7 +34,8 @@ OTHER_NAMES = {
     "scheduler.name": "lr_scheduler lr_scheduler_type lr_schedule",
     "scheduler.warmup_steps": "warmup warmup_iters warmup_ratio",
     "train.clip_grad_norm": "max_grad_norm grad_clip gradient_clip_val gradient_clipping",
-    "train.micro_batches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps",
+    "train.micro_batches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps "
+    "rampup_batch_size batch_size_schedule",
     "train.precision": "mixed_precision amp dtype bf16 fp16",
     "train.steps": "max_steps num_steps total_steps train_steps max_iters",
 }
