@@ -2,8 +2,8 @@
 
 For each seed three runs of the program on text (`make data`), with the same tokens, the same peak learning rate and a cosine
 over tokens: a constant batch; a batch that is planned to double twice; and one that grows by itself ("auto"). All begin with
-the batch of the constant run, and their rate is the constant run's best of a grid on the first seed. The bar: its held-out loss,
-in at least 15 % fewer optimizer steps.
+the batch of the constant run, and their rate is its best of a grid on the first seed. The bar: the held-out loss of the
+constant run, in at least 15 % fewer optimizer steps.
 
     python scripts/batch_growth.py                    # 5 seeds, 17 runs, about a quarter of an hour on one idle core
     python scripts/batch_growth.py --seeds 1 --lr 8e-3

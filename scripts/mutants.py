@@ -1519,13 +1519,13 @@ MUTANTS: dict[str, list[Mutant]] = {
             "trainer/training/loop.py",
             "run.length.reached_by(step, tokens_before, num_before + num_micros)",
             "run.length.reached_by(step, tokens_before, 2 * num_micros)",
-            "tests/distributed/test_batch_growth.py::test_a_run_in_tokens_with_a_growing_batch_ends_near_its_length_and_resumes[one rank]",
+            "tests/distributed/test_batch_growth.py::test_a_run_in_tokens_ends_near_its_length_and_resumes[one rank]",
         ),
         Mutant(
             "trainer/training/checkpointing/saver.py",
             '"micro_batches": [position.micro_batches, position.micro_batches_since]',
             '"micro_batches": [0, position.micro_batches_since]',
-            "tests/distributed/test_batch_growth.py::test_a_run_resumed_before_at_and_after_a_change_is_the_whole_run[auto-one rank-0]",
+            "tests/distributed/test_batch_growth.py::test_a_run_resumed_around_a_change_is_the_whole_run[auto-one rank-0]",
         ),
         Mutant(
             "trainer/training/checkpointing/restore.py",

@@ -130,7 +130,7 @@ def test_planned_changes_come_where_they_are_planned(whole):
 
 
 @pytest.mark.parametrize("offset", [-2, -1, 0])
-def test_a_run_resumed_before_at_and_after_a_change_is_the_whole_run(whole, nproc, offset):
+def test_a_run_resumed_around_a_change_is_the_whole_run(whole, nproc, offset):
     kind, whole_dir = whole
     change = changes(whole_dir)[-1]["global_step"]  # the first step of the new size
     after = change + offset
@@ -198,7 +198,7 @@ def test_a_killed_pair_of_ranks_grows_as_if_nobody_had_touched_it(tmp_path):
     assert checkpoint_differences(last(whole_dir), last(run_dir)) == []
 
 
-def test_a_run_in_tokens_with_a_growing_batch_ends_near_its_length_and_resumes(tmp_path, nproc):
+def test_a_run_in_tokens_ends_near_its_length_and_resumes(tmp_path, nproc):
     sets = ("train.steps=0", "train.tokens=4000", "scheduler.warmup_steps=0")
     sets = (*sets, 'scheduler.name="linear"', "scheduler.min_lr_ratio=0.0")
     whole_dir = start(tmp_path, "whole", "tokens", *sets, nproc=nproc)

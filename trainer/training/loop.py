@@ -7,6 +7,9 @@ saves or may let the batch grow is read at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from trainer.distributed.agree import gather_from_ranks
 from trainer.metrics.logger import get_logger
 from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
@@ -38,7 +41,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
     step = run.position.step + (1 if previous is None else 2)
     tokens_before = run.position.tokens_before if previous is None else run.position.tokens  # through step - 2
-    num_micros, num_before = micro_batches_of(run, step, previous, tokens_before)
+    num_micros, num_before, change = micro_batches_of(run, step, previous, tokens_before)
     reached = run.length.reached_by(step, tokens_before, num_before + num_micros)
     lr = run.schedule(reached) * (1.0 if run.growth is None else run.growth.lr_factor(num_micros))
     if reached >= run.length.total:
@@ -55,6 +58,9 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         window = run.windows.read(step, num_micros)
     if window is None:
         return "data exhausted", None
+    if change is not None:
+        logger.info("step %d: %d micro-batches instead of %d: %s", step, num_micros, num_before, change["reason"])
+        run.event(change)
     run.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
         run.train_step.accumulate(
@@ -80,23 +86,24 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     return None, current
 
 
-def micro_batches_of(run: Run, step: int, previous: StepInFlight | None, tokens_before: int) -> tuple[int, int]:
-    """The micro-batches of a step and of the step before it, 0 if there is none; reports a change. The same on all ranks.
+def micro_batches_of(
+    run: Run, step: int, previous: StepInFlight | None, tokens_before: int
+) -> tuple[int, int, Mapping[str, Any] | None]:
+    """The micro-batches of a step, those of the step before it (0 if there is none), and the event of a change between them.
+
+    The same on all ranks.
 
     Args:
         tokens_before: tokens through step - 2.
     """
     if run.growth is None:
-        return run.micro_batches.first, run.micro_batches.first if step > 1 else 0
+        return run.micro_batches.first, run.micro_batches.first if step > 1 else 0, None
     position = run.position
     before = position.micro_batches if previous is None else len(previous.window.micros)
     num_micros, change = run.growth.of_step(
         step, before=before, changed_at=position.micro_batches_since, tokens_before=tokens_before
     )
-    if change is not None:
-        logger.info("step %d: %d micro-batches instead of %d: %s", step, num_micros, before, change["reason"])
-        run.event(change)
-    return num_micros, before or (num_micros if step > 1 else 0)
+    return num_micros, before or (num_micros if step > 1 else 0), change
 
 
 def is_read_at_once(run: Run, step: int) -> bool:
