@@ -354,8 +354,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/blending/blend.py",
-            "step % self._history_every == 0",
-            "step % self._history_every == 1",
+            "return plan.step_of(batch) % every == 0",
+            "return plan.step_of(batch) % every == 1",
             "tests/properties/test_data_tokens_before.py::test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else",
         ),
         Mutant(
@@ -1699,8 +1699,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/schedule.py",
-            "table.warmup_tokens or table.warmup_steps * (length.full_step or 1)",
-            "table.warmup_steps * (length.full_step or 1)",
+            "table.warmup_tokens or length.in_full_steps(table.warmup_steps)",
+            "length.in_full_steps(table.warmup_steps)",
             "tests/distributed/test_length_in_tokens.py",
         ),
         Mutant(
@@ -1708,6 +1708,104 @@ MUTANTS: dict[str, list[Mutant]] = {
             '"tokens": [position.tokens_before, position.tokens]',
             '"tokens": [position.tokens, position.tokens]',
             "tests/distributed/test_length_in_tokens.py",
+        ),
+    ],
+    "growth": [
+        Mutant(
+            "trainer/micro_batches.py",
+            "steps_with_m >= self.every and 2 * m",
+            "2 * m",
+            "tests/distributed/test_batch_growth.py::test_after_a_resume_with_another_interval_m_still_stays_as_long_as_that",
+        ),
+        Mutant(
+            "trainer/micro_batches.py",
+            "low > self.multiple * batch",
+            "low >= self.multiple * batch",
+            "tests/properties/test_micro_batches.py::test_auto_doubles_only_with_permission_and_never_more_often_than_every_n_steps",
+        ),
+        Mutant(
+            "trainer/micro_batches.py",
+            "return first_step + (batch - first_batch) // m",
+            "return first_step + batch // m",
+            "tests/properties/test_micro_batches.py::test_batches_and_steps_of_a_plan_are_those_of_a_loop_that_counts",
+        ),
+        Mutant(
+            "trainer/micro_batches.py",
+            "-(-max(x - tokens, 0) // (micro_tokens * m))",
+            "max(x - tokens, 0) // (micro_tokens * m)",
+            "tests/properties/test_micro_batches.py::test_a_plan_by_tokens_is_one_by_steps_if_all_batches_are_full",
+        ),
+        Mutant(
+            "trainer/micro_batches.py",
+            '"sqrt": math.sqrt(ratio)',
+            '"sqrt": ratio',
+            "tests/properties/test_micro_batches.py::test_the_learning_rate_follows_the_batch_by_the_rule_that_is_named",
+        ),
+        Mutant(
+            "trainer/config/rules.py",
+            "    if world_size == 1 and batches.first == 1:\n",
+            "    if False:\n",
+            "tests/unit/config/test_batch_size.py::test_what_cannot_work_is_refused_in_one_line_that_says_how_to_fix_it",
+        ),
+        Mutant(
+            "trainer/training/setup/sources.py",
+            "if by_step is None or config.micro_batches.is_known_ahead:",
+            "if True:",
+            "tests/unit/config/test_batch_size.py::test_what_cannot_work_is_refused_in_one_line_that_says_how_to_fix_it",
+        ),
+        Mutant(
+            "trainer/data/blending/blend.py",
+            "latest // every > (earliest - 1) // every",
+            "earliest % every == 0",
+            "tests/properties/test_micro_batches.py::test_batches_of_a_step_that_probes_have_the_tokens_before_however_far_they_are_made_ahead",
+        ),
+        Mutant(
+            "trainer/training/step/batch_growth.py",
+            "is_agreed = all(gather_from_ranks(own, world_size=self._world_size))",
+            "is_agreed = own",
+            "tests/distributed/test_batch_growth.py::test_ranks_agree_on_the_batch_when_one_of_them_lost_the_noise_scale[guard]",
+        ),
+        Mutant(
+            "trainer/training/step/batch_growth.py",
+            "tokens = tokens_before + before * self._micro_tokens",
+            "tokens = tokens_before",
+            "tests/distributed/test_batch_growth.py::test_planned_changes_come_where_they_are_planned[tokens-one rank]",
+        ),
+        Mutant(
+            "trainer/training/step/step.py",
+            "factor = launched.kappa * tokens",
+            "factor = self._kappa * tokens",
+            "tests/distributed/test_batch_growth.py::test_what_is_read_early_does_not_move_a_change[steps-one rank]",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "is_asked = run.growth is not None and run.growth.decides_after(step)",
+            "is_asked = False",
+            "tests/distributed/test_batch_growth.py::test_what_is_read_early_does_not_move_a_change[auto-one rank]",
+        ),
+        Mutant(
+            "trainer/training/loop.py",
+            "run.length.reached_by(step, tokens_before, num_before + num_micros)",
+            "run.length.reached_by(step, tokens_before, 2 * num_micros)",
+            "tests/distributed/test_batch_growth.py::test_a_run_in_tokens_ends_near_its_length_and_resumes[one rank]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/saver.py",
+            '"micro_batches": [position.micro_batches, position.micro_batches_since]',
+            '"micro_batches": [0, position.micro_batches_since]',
+            "tests/distributed/test_batch_growth.py::test_a_run_resumed_around_a_change_is_the_whole_run[auto-one rank-0]",
+        ),
+        Mutant(
+            "trainer/training/checkpointing/restore.py",
+            "config.micro_batches.auto is None or _was_auto(saved)",
+            "True",
+            "tests/distributed/test_batch_growth.py::test_auto_that_resumes_a_constant_batch_begins_at_its_start",
+        ),
+        Mutant(
+            "trainer/diagnostics/facts.py",
+            "min(logged, step) - min(before, step)",
+            "logged - before",
+            "tests/unit/diagnostics/test_rules.py::test_a_batch_that_grew_counts_with_what_it_was_at_each_step",
         ),
     ],
     "checkpoint": [

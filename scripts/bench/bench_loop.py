@@ -144,7 +144,7 @@ class BareLoop:
     def step(self) -> torch.Tensor:
         """One optimizer step; the loss, still on the device."""
         self._step += 1
-        window = [next(self._micros) for _ in range(self._config.train.micro_batches)]
+        window = [next(self._micros) for _ in range(self._config.micro_batches.first)]
         num_tokens = sum((micro.targets != IGNORED).sum() for micro in window)
         total = torch.zeros((), device=self._device)
         for micro in window:
@@ -233,7 +233,7 @@ def batches_of(plan: Plan, device: torch.device) -> Iterator[dict[str, Any]]:
 
 def ready_batches(plan: Plan, device: torch.device) -> list[dict[str, Any]]:
     """All batches of the run, in memory."""
-    needed = plan.config.train.steps * plan.config.train.micro_batches
+    needed = plan.config.train.steps * plan.config.micro_batches.first
     return [batch for batch, _ in zip(batches_of(plan, device), range(needed), strict=False)]
 
 

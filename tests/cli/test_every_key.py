@@ -85,6 +85,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
         "model.target=slow_saves:build",
         "metrics.log_interval=3",
         "ledger.probe_every=3",
+        'train.micro_batches={ schedule = "step", points = { 0 = 2, 500 = 3 } }',
     )
     arguments = [part for pair in sets for part in ("--set", pair)]
     result = run("--config", config, "--run-dir", directory / "run", "--steps", 500, *arguments, nproc=2, cwd=directory)

@@ -59,7 +59,7 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
         gns=None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=50, clip_grad_norm=1.0),
+        settings=StepSettings(max_tokens_per_micro=50, clip_grad_norm=1.0),
         world_size=world,
         device=torch.device("cpu"),
         autocast=nullcontext,

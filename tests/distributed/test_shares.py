@@ -51,7 +51,7 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(micro_batches=2, max_tokens_per_micro=64, clip_grad_norm=1.0),
+        settings=StepSettings(max_tokens_per_micro=64, clip_grad_norm=1.0),
         averaging=averaging,
         world_size=world_size,
         device=CPU,

@@ -58,7 +58,7 @@ def make_step(
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(micro_batches=micros, max_tokens_per_micro=max_tokens, clip_grad_norm=clip),
+        settings=StepSettings(max_tokens_per_micro=max_tokens, clip_grad_norm=clip),
         averaging=averaging,
         world_size=world,
         device=CPU,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero
+from trainer.micro_batches import MicroBatches
 
 PROFILE = settings(max_examples=300, deadline=None, derandomize=True)
 HORIZON = 80  # beyond the last point in batches: constant from there on
@@ -82,7 +83,7 @@ def test_first_all_zero_equals_trying_every_batch(
 
     limit = HORIZON if num_batches is None else num_batches
     start = next((batch for batch in range(limit) if is_zero(batch)), None)
-    found = first_all_zero(specs, micro_batches=micro_batches, num_batches=num_batches)
+    found = first_all_zero(specs, micro_batches=MicroBatches.constant(micro_batches), num_batches=num_batches)
     if start is None:
         assert found is None
         return

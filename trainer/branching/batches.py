@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
@@ -34,9 +35,10 @@ class BranchBatch:
         return steps.numerator
 
 
-def micro_batches_in_force(config: RunConfig, step: int) -> int:
-    """Micro-batches per step and rank at `step`."""
-    return config.train.micro_batches
+def micro_batches_in_force(config: RunConfig, saved: Mapping[str, Any]) -> int:
+    """Micro-batches per step and rank of the step that a checkpoint was saved after."""
+    in_force, _ = saved.get("micro_batches", (0, 0))
+    return in_force or config.micro_batches.first  # a checkpoint from before batches could grow
 
 
 def row_sizes(config: RunConfig) -> list[int]:

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from trainer.branching.batches import micro_batches_in_force
 from trainer.config.data_tables import SourceTable
 from trainer.config.schema import RunConfig
-from trainer.data.blending.weights import positions
 from trainer.errors import UserError
 from trainer.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
@@ -147,13 +146,13 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
     step, world_size = saved["step"], saved["world_size"]
     config = _config_of(saved, path)
     plan = _plan_of(config, _config_path(saved, run_dir), world_size)
-    lr = make_schedule(config, plan.length)(saved.get("reached", step))
+    micro_batches = micro_batches_in_force(config, saved)
+    lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
     if lr <= 0:
         problem = f"the learning rate at step {step} is 0, at which no branch learns"
         raise UserError("--at", problem, "choose another step")
-    micro_batches = micro_batches_in_force(config, step)
     batches = checkpoint.read_rank(path, 0)["data"]["batch_index"]
-    leaves = [_frozen(source, batches, micro_batches) for source in plan.sources]
+    leaves = [_frozen(source, step, batches) for source in plan.sources]
     run = load_run(run_dir)
     tokens_seen = saved["tracker"]["tokens_seen"]
     return Origin(
@@ -183,9 +182,9 @@ def _plan_of(config: RunConfig, config_path: Path, world_size: int) -> Plan:
         raise UserError(error.key, error.problem, fix, where=error.where) from None
 
 
-def _frozen(source: Source, batches: int, micro_batches: int) -> SourceTable:
-    """A source under its full name, with the weight that it has now."""
-    weight = source.weight.evaluate(positions(source.weight.unit, batches, micro_batches))
+def _frozen(source: Source, step: int, batches: int) -> SourceTable:
+    """A source under its full name, with the weight that it has after a step and so many batches."""
+    weight = source.weight.evaluate(step + 1 if source.weight.unit == "step" else batches)
     return source.table.model_copy(update={"name": source.name, "weight": weight})
 
 

@@ -11,6 +11,8 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Discr
 # brackets keep them distinct from keys.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
+AUTO_TAG = "<auto>"
+TAGS = (NUMBER_TAG, SCHEDULE_TAG, AUTO_TAG)
 # String patterns, and how error messages describe them.
 PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
@@ -45,7 +47,7 @@ class Table(BaseModel):
     )
 
 
-def _integer_keys(value: Any) -> Any:
+def integer_keys(value: Any) -> Any:
     """Converts the points' keys to integers: TOML keys are strings."""
     if not isinstance(value, Mapping):
         return value
@@ -60,7 +62,7 @@ def _integer_keys(value: Any) -> Any:
     return points
 
 
-Points = Annotated[dict[WholeNumber, NonNegative], BeforeValidator(_integer_keys), Field(min_length=1)]
+Points = Annotated[dict[WholeNumber, NonNegative], BeforeValidator(integer_keys), Field(min_length=1)]
 
 
 def _accept_kind(schema: dict[str, Any]) -> None:

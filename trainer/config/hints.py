@@ -34,7 +34,8 @@ OTHER_NAMES = {
     "scheduler.name": "lr_scheduler lr_scheduler_type lr_schedule",
     "scheduler.warmup_steps": "warmup warmup_iters warmup_ratio",
     "train.clip_grad_norm": "max_grad_norm grad_clip gradient_clip_val gradient_clipping",
-    "train.micro_batches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps",
+    "train.micro_batches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps "
+    "rampup_batch_size batch_size_schedule",
     "train.precision": "mixed_precision amp dtype bf16 fp16",
     "train.steps": "max_steps num_steps total_steps train_steps max_iters",
 }
@@ -69,6 +70,8 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     # `optimizer.weight_decay`, rather than that of its groups.
     tables = {key.rpartition(".")[0] for key in same} - {""}
     same = [key for key in same if not any(key.rpartition(".")[0].startswith(f"{table}.") for table in tables)]
+    # `optimizer.lr`, rather than how it follows the batch.
+    same = [key for key in same if not key.startswith("train.micro_batches.")]
     # A name that many tables have (`name`, `every`) does not tell which one was meant.
     found = ([renamed] if renamed else []) + (same if len(same) <= 2 else [])
     close = [] if renamed else difflib.get_close_matches(word, known, n=1, cutoff=0.6)

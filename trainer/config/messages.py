@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config.base import FORMS, NUMBER_TAG, SCHEDULE_TAG
+from trainer.config.base import FORMS, TAGS
 from trainer.config.hints import hint, keys_of
 from trainer.config.lines import KeyPath
 from trainer.errors import UserError
@@ -43,7 +43,7 @@ def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable
     """
     found = []
     for details in error.errors(include_url=False):
-        path = tuple(part for part in details["loc"] if part not in (NUMBER_TAG, SCHEDULE_TAG))
+        path = tuple(part for part in details["loc"] if part not in TAGS)
         problem, fix = _describe(details, path, model)
         found.append(UserError(_dotted(path) or "config", problem, fix, where=locate(path)))
     return found

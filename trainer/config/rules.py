@@ -15,13 +15,16 @@ from trainer.wording import counted
 
 @dataclass(frozen=True)
 class Facts:
-    """What follows from a config at a world size. Counts are upper bounds: a stream's last batches are smaller."""
+    """What follows from a config at a world size. Counts are upper bounds: a stream's last batches are smaller. Those of a step
+    are for the largest number of micro-batches that it can have."""
 
     world_size: int
     steps: int
-    """Of the run; with `train.tokens` the least number, if all batches were full."""
+    """Of the run; with `train.tokens` the number if all batches were full, and `micro_batches = "auto"` never grew."""
     cells_per_step: int
     tokens_per_step: int
+    tokens_per_micro: int
+    """Of a micro-batch over all ranks; 0 if all data sets are the user's own."""
     tokens_in_run: int
     groups_in_flight: int
     """Most groups whose state a rank has to hold at once."""
@@ -58,8 +61,9 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     mixings = [mixing_of(config, source) for source in sources if source.target is None]
     # One group in each lane: a reader has a lane per cell of its batch.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
-    tokens = tokens_per_step(config, sources, world_size)
-    steps = least_steps(config, tokens)
+    micro_tokens = tokens_per_micro(config, sources, world_size)
+    tokens = micro_tokens * config.micro_batches.most
+    steps = least_steps(config, micro_tokens)
     if found := _broken_rules(config, sources, in_flight, steps, tokens, world_size):
         raise found[0] if len(found) == 1 else UserErrors(found)
     ownership, reason = _ownership(config, sources, world_size)
@@ -68,7 +72,9 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         steps=steps,
         cells_per_step=tokens // config.row_tokens,
         tokens_per_step=tokens,
-        tokens_in_run=config.train.tokens or tokens * steps,
+        tokens_per_micro=micro_tokens,
+        tokens_in_run=config.train.tokens
+        or micro_tokens * config.micro_batches.by_steps(micro_tokens).batches_before(steps + 1),
         groups_in_flight=in_flight,
         capacity_to_change_ranks=in_flight * (world_size + 1),
         ledger_capacity=config.ledger.capacity,
@@ -78,17 +84,18 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     )
 
 
-def tokens_per_step(config: RunConfig, sources: list[SourceTable], world_size: int) -> int:
-    """Most tokens of a step over all ranks; 0 if all data sets are the user's own."""
+def tokens_per_micro(config: RunConfig, sources: list[SourceTable], world_size: int) -> int:
+    """Most tokens of a micro-batch over all ranks; 0 if all data sets are the user's own."""
     cells = [largest_batch(mixing_of(config, source)) for source in sources if source.target is None]
-    return max(cells, default=0) * config.train.micro_batches * world_size * config.row_tokens
+    return max(cells, default=0) * world_size * config.row_tokens
 
 
-def least_steps(config: RunConfig, tokens_per_step: int) -> int:
-    """Steps of the run; with `train.tokens` as many as it takes if all batches are full."""
+def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
+    """Steps of the run; with `train.tokens` as many as it takes if all batches are full, and `auto` never grows."""
     if not config.train.tokens:
         return config.train.steps
-    return -(-config.train.tokens // max(tokens_per_step, 1))
+    batches = -(-config.train.tokens // max(tokens_per_micro, 1))
+    return config.micro_batches.by_steps(tokens_per_micro).step_of(batches - 1)
 
 
 def _broken_rules(
@@ -118,6 +125,7 @@ def _broken_rules(
     if config.gns.components_every and not config.gns.enabled:
         problem = "needs the noise scale, which gns.enabled = false turns off"
         found.append(UserError("gns.components_every", problem, "set it to 0, or gns.enabled to true"))
+    found += _broken_growth(config, world_size)
     found += _broken_sharding(config, world_size)
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
@@ -131,6 +139,20 @@ def _broken_rules(
             "that are still needed would be evicted"
         )
         found.append(UserError("ledger.capacity", problem, f"set it to {in_flight} or more"))
+    return found
+
+
+def _broken_growth(config: RunConfig, world_size: int) -> list[UserError]:
+    batches, key = config.micro_batches, "train.micro_batches"
+    if batches.auto is None:
+        return []
+    found = []
+    if not config.gns.enabled:
+        problem = '"auto" asks the gradient noise scale, which gns.enabled = false turns off'
+        found.append(UserError(key, problem, "set gns.enabled = true, or plan the changes by a schedule"))
+    if world_size == 1 and batches.first == 1:
+        problem = '"auto" with start = 1 on one rank: a single micro-batch per step has no noise that could be measured'
+        found.append(UserError(key, problem, 'write { schedule = "auto", start = 2 }'))
     return found
 
 

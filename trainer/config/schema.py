@@ -19,7 +19,9 @@ from trainer.config.base import (
     Text,
     WholeNumber,
 )
+from trainer.config.batch_tables import BatchSize, plan_of
 from trainer.config.data_tables import DataTable, EvalTable
+from trainer.micro_batches import MicroBatches
 
 
 class RunTable(Table):
@@ -42,8 +44,9 @@ class TrainTable(Table):
     tokens: WholeNumber = 0
     """Length of the run in target tokens over all ranks, to within two steps; 0: steps says it. Warm-up and decay then go by
     tokens, too."""
-    micro_batches: Count = 1
-    """m: micro-batches per optimizer step and rank (gradient accumulation)."""
+    micro_batches: BatchSize = 1
+    """m: micro-batches per optimizer step and rank (gradient accumulation): a number; a schedule; or "auto", short for a table
+    with defaults, which lets m double as the noise scale permits (docs/gns.md)."""
     tbptt_cells: Count = 1
     """k: consecutive cells of a group that the gradient flows through (truncated back-propagation through time). Rows
     then have k * data.seq_len tokens, and groups at most data.max_group_cells // k rows."""
@@ -367,6 +370,11 @@ class RunConfig(Table):
     sample: SampleTable = SampleTable()
     checkpoint: CheckpointTable = CheckpointTable()
     distributed: DistributedTable = DistributedTable()
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """`train.micro_batches`, whichever form it has."""
+        return plan_of(self.train.micro_batches)
 
     @property
     def row_tokens(self) -> int:

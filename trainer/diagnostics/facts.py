@@ -11,11 +11,26 @@ from trainer.runs.load import RunRecord
 
 MODALITIES: Final = "stream_mixing/active/modalities/"
 SHARE_ERROR: Final = "blend/max_share_error"
+MICRO_BATCHES: Final = "train/micro_batches"
 
 
-def micro_batches(run: RunRecord) -> int:
-    """Micro-batches per step and rank; 1 if unknown."""
-    return max(int(run.setting("train.micro_batches", 1)), 1)
+def micro_batches(run: RunRecord, since: int = 0) -> int:
+    """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
+    setting = run.setting("train.micro_batches", 1)
+    if isinstance(setting, int):
+        return max(setting, 1)
+    steps, values = run.train.column(MICRO_BATCHES)
+    return int(min((m for step, m in zip(steps, values, strict=True) if step >= since), default=1))
+
+
+def batches_through(run: RunRecord, step: int) -> int:
+    """Micro-batches of a rank through a step. Where their number changes, as many in each step as in the next logged one."""
+    if isinstance(run.setting("train.micro_batches", 1), int):
+        return step * micro_batches(run)
+    total, before, m = 0.0, 0, 1.0
+    for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
+        total, before = total + (min(logged, step) - min(before, step)) * m, logged
+    return int(total + max(step - before, 0) * m)
 
 
 def ranks(run: RunRecord) -> int:

@@ -60,7 +60,17 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     found = [*_data_warnings(plan, preview)]
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
-    return [*found, *_run_warnings(plan.config)]
+    return [*found, *_growth_warnings(plan), *_run_warnings(plan.config)]
+
+
+def _growth_warnings(plan: Plan) -> Iterator[ConfigWarning]:
+    batches = plan.config.micro_batches
+    length = plan.config.train.steps if batches.unit == "steps" else plan.facts.tokens_in_run
+    beyond = [x for x, _ in batches.points if x > length]
+    if beyond:
+        problem = f"has a point at {beyond[0]:,}, but the run has {length:,} {batches.unit} and never reaches it"
+        fix = f"move the last point to at most {length}"
+        yield ConfigWarning("train.micro_batches.points", problem, fix, settable=False)
 
 
 def _data_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:

@@ -58,9 +58,9 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
         world_size: number of ranks.
         most: limit of batches over all ranks; at least one optimizer step is counted.
     """
-    num_micro = plan.config.train.micro_batches
+    batches = plan.batches_by_steps
     ranks = range(1 if all(shape.shared or not shape.streams for shape in shapes) else world_size)
-    steps = min(plan.config.train.steps, max(most // (len(ranks) * num_micro), 1))
+    steps = min(plan.config.train.steps, max(batches.step_of(most // len(ranks)) - 1, 1))
     cells = np.zeros(steps, dtype=np.int64)
     tallies: dict[str, list[Tally]] = {shape.name: [] for shape in shapes}
     in_flight = 0
@@ -75,9 +75,10 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
                 tallies[part.shape.name].append(part.tally)
     # Ranks without data run masked batches until no rank has any.
     ended_at = max(ends) if len(ends) == len(ranks) else None
-    num_batches = steps * num_micro if ended_at is None else ended_at
+    num_batches = batches.batches_before(steps + 1) if ended_at is None else ended_at
     is_whole = steps == plan.config.train.steps or ended_at is not None
-    return Forecast(num_batches, is_whole, ended_at, tallies, cells[: -(-num_batches // num_micro)], in_flight)
+    counted_steps = batches.step_of(num_batches - 1) if num_batches else 0
+    return Forecast(num_batches, is_whole, ended_at, tallies, cells[:counted_steps], in_flight)
 
 
 def _counted(plan: Plan, source: Source, shape: SourceShape, rank: int) -> CountedMixing | _Uncounted:
@@ -91,21 +92,21 @@ def _count_rank(
     plan: Plan, parts: Sequence[CountedMixing | _Uncounted], cells: Ints, *, is_first: bool
 ) -> tuple[int, int | None]:
     """Add the cells of one rank to `cells`; returns (most rows in flight, the batch at which the data ended)."""
-    num_micro = plan.config.train.micro_batches
+    batches = plan.batches_by_steps
     blend = BlendDataset(
         [BlendSource(source.name, part, source.weight) for source, part in zip(plan.sources, parts, strict=True)],
         seed=plan.config.run.seed,
-        micro_batches=num_micro,
+        micro_batches=batches,
     )
     mixings = [part for part in parts if isinstance(part, CountedMixing)]
     most = 0
     for step in range(1, len(cells) + 1):
         for mixing in mixings:
             mixing.step = step
-        for micro in range(num_micro):
+        for index in range(batches.batches_before(step), batches.batches_before(step + 1)):
             batch = next(blend, None)
             if batch is None:
-                return most, (step - 1) * num_micro + micro
+                return most, index
             # The first rank counts the batches of a shared pool for all ranks.
             if is_first or not batch["is_shared"]:
                 cells[step - 1] += batch["rows"]

@@ -37,12 +37,15 @@ class ProbeView:
     reach: float | None
 
 
-def probe_view(config: RunConfig, shapes: Sequence[SourceShape], epochs: Sequence[float]) -> ProbeView | None:
+def probe_view(
+    config: RunConfig, shapes: Sequence[SourceShape], epochs: Sequence[float], num_batches: int
+) -> ProbeView | None:
     """The probes of a run with a ledger; None if it has none.
 
     Args:
         shapes: of the sources.
         epochs: how often each source is read.
+        num_batches: micro-batches of a rank in the run.
     """
     table, steps, interval = config.ledger, config.train.steps, config.metrics.log_interval
     if not table.probe_every:
@@ -68,6 +71,6 @@ def probe_view(config: RunConfig, shapes: Sequence[SourceShape], epochs: Sequenc
         count=len(probed),
         cells=table.probe_cells,
         passes=passes,
-        cost=len(probed) * passes / (steps * config.train.micro_batches * PASSES_OF_A_STEP),
+        cost=len(probed) * passes / (num_batches * PASSES_OF_A_STEP),
         reach=measured / continuing if continuing else None,
     )

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.data.blending.weights import WeightSpec, positions, zero_batches
+from trainer.micro_batches import MicroBatches
 
 CHUNK = 1 << 16  # batches evaluated at once, to bound memory
 FloatArray = npt.NDArray[np.float64]
@@ -23,7 +24,7 @@ class ZeroSpan:
     last: int | None
 
 
-def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: int) -> FloatArray:
+def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: MicroBatches) -> FloatArray:
     """The probability of each source at each batch, float64 [sources, batches]; zero where all weights are zero."""
     raw = np.array([spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in weights])
     total = raw.sum(axis=0)
@@ -31,7 +32,7 @@ def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: int) 
     return shares
 
 
-def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batches: int) -> list[float]:
+def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batches: MicroBatches) -> list[float]:
     """The expected number of micro-batches of each source: the sum of its probability over the run."""
     sums = np.zeros(len(weights))
     for start in range(0, num_batches, CHUNK):
@@ -40,7 +41,7 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
     return [float(total) for total in sums]
 
 
-def first_zero(weight: WeightSpec, num_batches: int, micro_batches: int) -> ZeroSpan | None:
+def first_zero(weight: WeightSpec, num_batches: int, micro_batches: MicroBatches) -> ZeroSpan | None:
     """The first range within the run in which the weight is zero."""
     for first, last in zero_batches(weight, micro_batches):
         if first < num_batches:

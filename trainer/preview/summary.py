@@ -10,6 +10,7 @@ import numpy as np
 
 from trainer.config.rules import check_state_rules, costs_of_carry
 from trainer.data.mixing.dataset import BatchingMode
+from trainer.micro_batches import MicroBatches
 from trainer.preview.forecast import Forecast, count_run
 from trainer.preview.probes import ProbeView, probe_view
 from trainer.preview.shapes import SourceShape, StreamShape, source_shape
@@ -17,6 +18,7 @@ from trainer.preview.shares import ZeroSpan, expected_batches, first_zero, sampl
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.schedule import make_schedule
+from trainer.wording import counted
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,16 @@ class LedgerView:
 
 
 @dataclass(frozen=True)
+class BatchChange:
+    """The first step with another number of micro-batches, and what the learning rate of the scheduler is multiplied by from
+    then on."""
+
+    step: int
+    micro_batches: int
+    lr_factor: float
+
+
+@dataclass(frozen=True)
 class Curves:
     """The plotted curves: shares of the sources at some batches, learning rate at some steps."""
 
@@ -117,11 +129,15 @@ class Preview:
     """All numbers of a run before it starts.
 
     Attributes:
+        micro_batches: of the first step.
+        num_batches: micro-batches per rank; with `auto`, if it never grew.
         is_counted: picks, exhausts and tokens are counted for this seed; otherwise they are averages.
         counted_batches: batches per rank that were counted.
         ends_at_step: the step at which a source without `repeat` runs out of data.
         cells_per_step: minimum, mean, maximum over the counted steps, over all ranks.
         ledger: None for a model without recurrent state.
+        batch_changes: of the number of micro-batches, as planned.
+        auto: how that number may grow by itself, in words; None: it does not.
         costs_of_carry: of `train.tbptt_cells` and `ledger.burn_in`, in words.
     """
 
@@ -129,6 +145,7 @@ class Preview:
     world_size: int
     steps: int
     micro_batches: int
+    num_batches: int
     is_counted: bool
     counted_batches: int
     ends_at_step: int | None
@@ -136,12 +153,9 @@ class Preview:
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None
     curves: Curves
+    batch_changes: tuple[BatchChange, ...] = ()
+    auto: str | None = None
     costs_of_carry: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def num_batches(self) -> int:
-        """Micro-batches per rank."""
-        return self.steps * self.micro_batches
 
 
 def make_preview(plan: Plan, world_size: int) -> Preview:
@@ -156,9 +170,10 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
     shapes = [source_shape(plan, source, world_size) for source in plan.sources]
     forecast = count_run(plan, shapes, world_size)
     weights = [source.weight for source in plan.sources]
-    num_batches = train.steps * train.micro_batches
-    expected = expected_batches(weights, num_batches, train.micro_batches)
-    zeros = [first_zero(weight, num_batches, train.micro_batches) for weight in weights]
+    batches_by_steps = plan.batches_by_steps
+    num_batches = plan.num_batches
+    expected = expected_batches(weights, num_batches, batches_by_steps)
+    zeros = [first_zero(weight, num_batches, batches_by_steps) for weight in weights]
     sources = [
         _source_view(plan, shape, batches, zero, forecast)
         for shape, batches, zero in zip(shapes, expected, zeros, strict=True)
@@ -170,15 +185,33 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
         name=plan.config.run.name,
         world_size=world_size,
         steps=train.steps,
-        micro_batches=train.micro_batches,
+        micro_batches=batches_by_steps.first,
+        num_batches=num_batches,
         is_counted=forecast.is_whole,
         counted_batches=forecast.num_batches,
-        ends_at_step=None if forecast.ended_at is None else forecast.ended_at // train.micro_batches + 1,
+        ends_at_step=None if forecast.ended_at is None else batches_by_steps.step_of(forecast.ended_at),
         cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
         sources=tuple(shared),
         ledger=_ledger_view(plan, shapes, sources, forecast),
         curves=_curves(plan, num_batches),
+        batch_changes=_batch_changes(batches_by_steps, train.steps),
+        auto=_auto_in_words(plan.config.micro_batches),
         costs_of_carry=costs_of_carry(plan.config),
+    )
+
+
+def _batch_changes(batches: MicroBatches, steps: int) -> tuple[BatchChange, ...]:
+    later = [(step, m) for step, _, m in batches.stretches[1:] if step <= steps]
+    return tuple(BatchChange(step, m, batches.lr_factor(m)) for step, m in later)
+
+
+def _auto_in_words(batches: MicroBatches) -> str | None:
+    if (rule := batches.auto) is None:
+        return None
+    return (
+        f"auto: the run itself decides, every {counted(rule.every, 'step')}, whether its {batches.first} micro-batches double, "
+        f"up to {batches.most}: when the lower bound of the noise scale exceeds {rule.multiple:g} times the batch; "
+        f"this forecast is for {batches.first} throughout"
     )
 
 
@@ -194,7 +227,7 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
         picks_per_slice: n of every slice.
         num_mixed: K.
         share: of the micro-batches.
-        micro_batches: m.
+        micro_batches: m, the smallest of the run.
     """
     if num_mixed <= 1 or share <= 0 or not picks_per_slice:
         return round(1 / (share * micro_batches)) if share > 0 else 0
@@ -205,8 +238,7 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
 def _source_view(
     plan: Plan, shape: SourceShape, batches: float, zero: ZeroSpan | None, forecast: Forecast
 ) -> SourceView:
-    train = plan.config.train
-    share = batches / (train.steps * train.micro_batches)
+    share = batches / plan.num_batches
     if not shape.streams:
         return SourceView(name=shape.name, batches=batches, batch_share=share, zero=zero)
     modalities = [_modality_view(name, shape, batches, forecast) for name in shape.modalities]
@@ -233,7 +265,7 @@ def _source_view(
         masked_share=shape.worst_masked_shares(),
         padding_share=1 - epoch_tokens / (epoch_cells * plan.config.row_tokens),
         lane_fill=rows / configured_rows,
-        wait_bound_steps=wait_bound(picks, num_mixed, share, train.micro_batches),
+        wait_bound_steps=wait_bound(picks, num_mixed, share, plan.batches_by_steps.least),
         modalities=tuple(modalities),
     )
 
@@ -304,18 +336,22 @@ def _ledger_view(
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),
         waits_beyond_threshold=beyond,
-        probes=probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources]),
+        probes=probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources], plan.num_batches),
     )
 
 
 def _curves(plan: Plan, num_batches: int) -> Curves:
     config = plan.config
     batches, steps = sample_points(num_batches), sample_points(config.train.steps) + 1
-    shares = shares_at([source.weight for source in plan.sources], batches, config.train.micro_batches)
+    by_steps = plan.batches_by_steps
+    shares = shares_at([source.weight for source in plan.sources], batches, by_steps)
     schedule = make_schedule(config, plan.length)
     return Curves(
         batches=batches.tolist(),
         shares={source.name: row for source, row in zip(plan.sources, shares.tolist(), strict=True)},
         steps=steps.tolist(),
-        lr=[schedule(plan.length.of_full_steps(step)) for step in steps.tolist()],
+        lr=[
+            schedule(plan.length.of_full_steps(step)) * by_steps.lr_factor(by_steps.at(step, 0))
+            for step in steps.tolist()
+        ],
     )

@@ -14,7 +14,7 @@ from trainer.data.mixing.dataset import BATCHING_MODES
 from trainer.fitted_table import Column, fitted_table
 from trainer.preview.config_warnings import ConfigWarning
 from trainer.preview.probes import ProbeView
-from trainer.preview.summary import LedgerView, Preview, SourceView
+from trainer.preview.summary import BatchChange, LedgerView, Preview, SourceView
 from trainer.wording import counted
 
 PLOT_HEIGHT = 14
@@ -55,8 +55,17 @@ def _headline(preview: Preview) -> str:
             f"waits and absences were counted over the first {preview.counted_batches:,} of {preview.num_batches:,} batches; "
             "picks, exhausts and tokens are averages"
         )
+    if preview.batch_changes:
+        lines.append("micro-batches change as planned: " + "; ".join(map(_change, preview.batch_changes)))
+    if preview.auto is not None:
+        lines.append(preview.auto)
     lines += [f"{name}: {cost}" for name, cost in preview.costs_of_carry.items()]
     return "\n".join(lines)
+
+
+def _change(change: BatchChange) -> str:
+    lr = "" if change.lr_factor == 1.0 else f", learning rate x {change.lr_factor:.3g}"
+    return f"{change.micro_batches} from step {change.step:,}{lr}"
 
 
 def _blend_plot(preview: Preview, width: int) -> str:

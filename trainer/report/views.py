@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from trainer.diagnostics.facts import batches_through
 from trainer.metrics.catalog import rows_layers
 from trainer.metrics.catalog.lookup import family, keys_under, lookup
 from trainer.report.charts import Chart, Columns, Line, Reference, Style, family_of, is_error, make_facts, variant_of
@@ -61,7 +62,7 @@ def _surprise_bound(columns: Columns) -> tuple[Reference, ...]:
     found = []
     for number, run in enumerate(columns.runs):
         if run.steps:
-            picks = run.steps[-1] * max(int(run.setting("train.micro_batches", 1)), 1)
+            picks = batches_through(run, run.steps[-1])
             found.append(Reference("ln(picks / 0.001)", math.log(max(picks, 1) / SURPRISE_ALPHA), number))
     return tuple(found)
 

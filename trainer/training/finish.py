@@ -36,6 +36,8 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     position, step = run.position, taken.step
     position.step, position.reached, position.data_state = step, taken.reached, taken.window.data_state
     position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens
+    if len(taken.window.micros) != position.micro_batches:
+        position.micro_batches, position.micro_batches_since = len(taken.window.micros), step
     for metrics in taken.window.metrics:
         run.diagnostics.best_effort("data metrics").run(position.unlogged.add, metrics)
     if not outcome.is_finite:
@@ -71,6 +73,8 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
         run.count({"non_finite_steps": 0.0})  # reported as 0, not left out
         if run.spikes is not None:
             run.count({"loss_spike": 0.0})
+        if run.growth is not None:
+            run.count({"train/micro_batches": float(len(taken.window.micros))})
         if (grad_scale := run.train_step.grad_scale) is not None:
             run.count({"grad_scale": grad_scale})
         if run.info.world_size > 1:
@@ -93,7 +97,7 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
             step,
             loss=outcome.loss if outcome.tokens else None,
             grad_norm=outcome.grad_norm if outcome.tokens else None,
-            lr=run.schedule(taken.reached),
+            lr=taken.lr,
             tokens_in_step=outcome.tokens,
             extra=extra,
             force_log=bool(reporters),

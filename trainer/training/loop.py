@@ -1,16 +1,21 @@
 """The step loop: from the first step to the last.
 
 A step's numbers are read after the next step is launched, so that the device has work while the host reads: a stop, an end of
-the data and a streak of skipped steps take effect one step later, on all ranks alike. A step that logs, evaluates, samples or
-saves is read at once.
+the data and a streak of skipped steps take effect one step later, on all ranks alike. A step that logs, evaluates, samples,
+saves or may let the batch grow is read at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from trainer.distributed.agree import gather_from_ranks
+from trainer.metrics.logger import get_logger
 from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
 from trainer.training.run import Run, StepInFlight
-from trainer.training.step.components import split
+
+logger = get_logger(__name__)
 
 
 def run_loop(run: Run) -> str:
@@ -36,7 +41,9 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
     step = run.position.step + (1 if previous is None else 2)
     tokens_before = run.position.tokens_before if previous is None else run.position.tokens  # through step - 2
-    reached = run.length.reached_by(step, tokens_before)
+    num_micros, num_before, change = micro_batches_of(run, step, previous, tokens_before)
+    reached = run.length.reached_by(step, tokens_before, num_before + num_micros)
+    lr = run.schedule(reached) * (1.0 if run.growth is None else run.growth.lr_factor(num_micros))
     if reached >= run.length.total:
         run.position.last_step = step
     at_once = is_read_at_once(run, step)
@@ -48,17 +55,20 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     run.tracker.start_step()
     run.at("data", step)
     with run.tracker.section("data"):
-        window = run.windows.read()
+        window = run.windows.read(step, num_micros)
     if window is None:
         return "data exhausted", None
-    micros, coincidence = window.micros, None
+    if change is not None:
+        logger.info("step %d: %d micro-batches instead of %d: %s", step, num_micros, num_before, change["reason"])
+        run.event(change)
+    coincidence = None
     if run.coincidence_at is not None and run.splits(step):
-        micros, coincidence = split(micros), run.coincidence_at((step - 1) * len(micros))
+        coincidence = run.coincidence_at(step, (step - 1) * num_micros)
     run.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
         run.train_step.accumulate(
             step,
-            micros,
+            window.micros,
             details=run.details if run.logs(step) else None,
             probe=run.probe if run.probes(step) else None,
             coincidence=coincidence,
@@ -66,13 +76,13 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     run.at("optimizer", step)
     with run.tracker.section("optimizer"):
         launched = run.train_step.launch(
-            lr=run.schedule(reached),
+            lr=lr,
             stop=run.stop.requested,
             saved=run.saver.is_written,
             spiked=bool(run.position.found_spikes),
             exhausted=window.is_exhausted,
         )
-    current = StepInFlight(step, reached, window, launched)
+    current = StepInFlight(step, reached, window, launched, lr)
     reason = None if previous is None else finish(run, previous)
     if at_once or reason is not None:
         # The stop takes effect now; the step that is in flight has happened and counts.
@@ -80,8 +90,29 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     return None, current
 
 
+def micro_batches_of(
+    run: Run, step: int, previous: StepInFlight | None, tokens_before: int
+) -> tuple[int, int, Mapping[str, Any] | None]:
+    """The micro-batches of a step, those of the step before it (0 if there is none), and the event of a change between them.
+
+    The same on all ranks.
+
+    Args:
+        tokens_before: tokens through step - 2.
+    """
+    if run.growth is None:
+        return run.micro_batches.first, run.micro_batches.first if step > 1 else 0, None
+    position = run.position
+    before = position.micro_batches if previous is None else len(previous.window.micros)
+    num_micros, change = run.growth.of_step(
+        step, before=before, changed_at=position.micro_batches_since, tokens_before=tokens_before
+    )
+    return num_micros, before or (num_micros if step > 1 else 0), change
+
+
 def is_read_at_once(run: Run, step: int) -> bool:
     """Whether the step's numbers are needed right after it; the same on all ranks."""
     config = run.config
     intervals = (config.eval.every, config.checkpoint.every, config.sample.every)
-    return run.logs(step) or any(every and step % every == 0 for every in intervals)
+    is_asked = run.growth is not None and run.growth.decides_after(step)
+    return run.logs(step) or is_asked or any(every and step % every == 0 for every in intervals)

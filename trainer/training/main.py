@@ -143,14 +143,14 @@ def _train_in_group(
                 in_flight = plan.facts.groups_in_flight
                 position = restore(*found, state, config, info, device, data, groups_in_flight=in_flight)
         length = plan.length
-        if not length.full_step:
+        if not length.is_in_tokens:
             position.last_step = length.total
         elif position.reached >= length.total:
             position.last_step = position.step
         is_over = position.last_step is not None and position.step >= position.last_step
         if is_over and not position.evaluation_is_due:
             text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
-            unit = "tokens" if length.full_step else "steps"
+            unit = "tokens" if length.is_in_tokens else "steps"
             logger.info(text, run_dir.path, position.step, unit, length.total)
             return 0
         contract: dict[str, Any] | None = None

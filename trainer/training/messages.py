@@ -71,7 +71,10 @@ def _own_bytes(tensor: Tensor) -> int:
 def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     """Log what happened, where the record is, and what to look at next."""
     position = run.position
-    lines = [f"{state} at step {position.step} of {run.config.train.steps}: {reason}"]
+    # In tokens, how many steps a run has is known at its end alone if its batch decides for itself.
+    grows = run.length.is_in_tokens and run.micro_batches.auto is not None
+    of = "" if grows else f" of {run.config.train.steps}"
+    lines = [f"{state} at step {position.step}{of}: {reason}"]
     first, last = position.first_loss, position.last_loss
     if first is not None and last is not None:
         change = f"loss {first:.4f} -> {last:.4f} ({last / first:.0%} of the first)"

@@ -17,6 +17,7 @@ from trainer.metrics.rank_reduction import Reporter
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
+from trainer.micro_batches import MicroBatches
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position
 from trainer.training.evaluation.evaluator import Evaluator
@@ -24,6 +25,7 @@ from trainer.training.evaluation.sampler import Sampler
 from trainer.training.progress import Progress
 from trainer.training.run_dir import StatusKeeper
 from trainer.training.signals import StopRequest
+from trainer.training.step.batch_growth import BatchGrowth
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.details import StepDetails
 from trainer.training.step.schedule import Length, Schedule
@@ -40,6 +42,7 @@ class StepInFlight:
     """See `Length.reached_by`."""
     window: Window
     launched: Launched
+    lr: float
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,18 @@ class Run:
     windows: WindowReader
     train_step: TrainStep
     length: Length
+    micro_batches: MicroBatches
+    growth: BatchGrowth | None
+    """Decides on a step's micro-batches; None: they are always the same."""
     schedule: Schedule
     details: StepDetails
     probe: StepProbe | None
     """None: off, or the model has no state."""
     reporters: Mapping[str, Reporter]
     """What a logged step reports beside its loss, by the name of its guard; `position.unlogged` and `details` among them."""
-    coincidence_at: Callable[[int], float] | None
-    """Micro-batch -> probability that two rows of the data, drawn independently, come from the same stream; None: where
-    gradient noise comes from is not measured."""
+    coincidence_at: Callable[[int, int], float] | None
+    """Step and its first micro-batch -> probability that two rows of the data, drawn independently, come from the same
+    stream; None: where gradient noise comes from is not measured."""
     metric_keys: tuple[str, ...]
     """Every key that a reporter of any rank can have."""
     diagnostics: Diagnostics

@@ -14,6 +14,7 @@ from trainer.data.blending.weights import (
     first_all_zero,
 )
 from trainer.errors import UserError
+from trainer.micro_batches import MicroBatches
 
 
 def test_linear_interpolates_and_clamps() -> None:
@@ -74,4 +75,4 @@ def test_a_point_where_all_touch_zero_is_found() -> None:
 
 def test_steps_are_stretched_to_batches() -> None:
     spec = ScheduledWeight("step", {0: 1.0, 3: 0.0, 5: 1.0}, unit="step")
-    assert first_all_zero([spec], micro_batches=4) == (8, 15)
+    assert first_all_zero([spec], micro_batches=MicroBatches.constant(4)) == (8, 15)

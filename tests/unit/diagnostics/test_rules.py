@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trainer.diagnostics.facts import batches_through, micro_batches
 from trainer.diagnostics.outcome import Outcome
 from trainer.diagnostics.rules.all_rules import RULES
 from trainer.diagnostics.rules.stability import find_spikes
@@ -601,3 +602,20 @@ def test_a_share_is_of_the_squared_norm() -> None:
     assert check("dominant_layer", make_run(norm_rows(0.015))).verdict == "not_measured"  # two layers
     assert check("dominant_layer", make_run(norm_rows(0.009, 0.008))).verdict == "healthy"
     assert check("dominant_layer", make_run(norm_rows(0.007, 0.006))).verdict == "finding"
+
+
+def test_a_batch_that_grew_counts_with_what_it_was_at_each_step() -> None:
+    config = {**CONFIG, "train": {"micro_batches": {"schedule": "auto", "start": 1}}}
+    run = make_run({"train/micro_batches": {1: 1.0, 10: 1.0, 20: 2.0, 30: 4.0}}, config=config)
+    assert [batches_through(run, step) for step in (1, 10, 15, 20, 30, 40)] == [1, 10, 20, 30, 70, 110]
+    assert [micro_batches(run, since=step) for step in (0, 11, 30)] == [1, 2, 4]
+    assert batches_through(make_run({"loss": [1.0]}), 7) == 14
+
+
+def test_advice_on_a_batch_with_a_schedule_names_the_schedule() -> None:
+    config = {**CONFIG, "train": {"micro_batches": {"schedule": "step", "points": {"0": 1, "20": 4}}}}
+    columns = {**GNS, "gns/b_big": [1.0] * 40, "train/micro_batches": [1.0] * 20 + [4.0] * 20}
+    knob = check("batch_size", make_run(columns, config=config)).knob
+    assert knob is not None
+    assert (knob.key, knob.current) == ("train.micro_batches", 4)
+    assert str(knob.suggested).startswith("a schedule that reaches ")

@@ -149,3 +149,16 @@ def test_pools_of_their_own_are_advised_only_where_all_ranks_have_files(
     alone, after = preview_of(tmp_path, *overrides, "data.mixing.batching_mode=device_per_stream", world_size=8)
     assert alone.sources[0].rank_token_shares == view.rank_token_shares
     assert any(each.key == found.key for each in after) == (not is_advised)
+
+
+def test_a_batch_that_is_planned_beyond_the_run_is_named(tmp_path: Path) -> None:
+    only = source(tmp_path / "corpus", "weight=1")
+    for setting, problem in (
+        ("{0=1,6=2,7=4}", "a point at 7, but the run has 6 steps"),
+        ("{0=1,9999=2},unit='tokens'", "a point at 9,999, but the run has 768 tokens"),
+    ):
+        _, warnings = preview_of(tmp_path, only, f"train.micro_batches={{schedule='step',points={setting}}}")
+        found = next(each for each in warnings if each.key == "train.micro_batches.points")
+        assert problem in found.problem
+    _, warnings = preview_of(tmp_path, only, "train.micro_batches={schedule='step',points={0=1,6=2}}")
+    assert not [each for each in warnings if each.key.startswith("train.micro_batches")]

@@ -14,6 +14,7 @@ from trainer.config.load import load_config
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
 from trainer.data.streams.groups import build_groups
 from trainer.errors import UserError
+from trainer.micro_batches import ONE, MicroBatches
 from trainer.preview.forecast import count_run
 from trainer.preview.shapes import group_tokens, source_shape
 from trainer.preview.shares import expected_batches, first_zero, sample_points
@@ -41,7 +42,7 @@ def test_the_first_zero_is_the_first_batch_at_which_the_weight_is_zero(
     weight = ScheduledWeight(kind, points, unit=unit)  # type: ignore[arg-type]
     values = [weight.evaluate(b if unit == "batch" else b // micro_batches + 1) for b in range(40)]
     zeros = [batch for batch, value in enumerate(values) if value == 0]
-    span = first_zero(weight, 40, micro_batches)
+    span = first_zero(weight, 40, MicroBatches.constant(micro_batches))
     if not zeros:
         assert span is None
         return
@@ -54,7 +55,7 @@ def test_the_first_zero_is_the_first_batch_at_which_the_weight_is_zero(
 @pytest.mark.parametrize("last", [29, 30, 31])
 def test_a_zero_weight_until_the_end_of_the_run_has_no_last_batch(last: int) -> None:
     weight = ScheduledWeight("step", {0: 1.0, 10: 0.0, last + 1: 1.0})
-    span = first_zero(weight, 31, 1)
+    span = first_zero(weight, 31, ONE)
     assert span is not None
     assert (span.first, span.last) == (10, last if last < 30 else None)
 
@@ -79,7 +80,7 @@ def test_every_token_of_the_documents_belongs_to_one_group(
 
 def test_expected_batches_sum_the_probabilities_over_chunks() -> None:
     fading = ScheduledWeight("linear", {0: 3.0, 100_000: 0.0})
-    found = expected_batches([fading, ConstantWeight(1.0)], 150_000, 1)
+    found = expected_batches([fading, ConstantWeight(1.0)], 150_000, ONE)
     weights = np.clip(3.0 * (1 - np.arange(150_000) / 100_000), 0, None)
     assert found[0] == pytest.approx((weights / (weights + 1)).sum())
     assert sum(found) == pytest.approx(150_000)
@@ -190,3 +191,19 @@ def test_the_cost_of_probes_is_bounded_and_their_reach_counted(tmp_path: Path) -
     assert alone is not None
     assert alone.probes is not None
     assert (alone.probes.passes, alone.probes.reach) == (0, None)
+
+
+def test_a_preview_shows_the_planned_batch_and_says_that_auto_decides_by_itself(tmp_path: Path) -> None:
+    points = 'train.micro_batches={schedule="step",points={0=1,5=3,90=9},lr="linear"}'
+    preview = make_preview(plan_of(tmp_path, points, "train.steps=40"), 2)
+    assert [(each.step, each.micro_batches, each.lr_factor) for each in preview.batch_changes] == [(5, 3, 3.0)]
+    assert (preview.num_batches, preview.auto) == (4 + 36 * 3, None)
+    constant = make_preview(plan_of(tmp_path, "train.micro_batches=1", "train.steps=40"), 2)
+    factors = [now / before for now, before in zip(preview.curves.lr, constant.curves.lr, strict=True)]
+    assert factors == pytest.approx([1.0] * 4 + [3.0] * 36)
+    auto = ('train.micro_batches={schedule="auto",start=2,every=7,multiple=1.5}', "data.source.first.weight=1")
+    preview = make_preview(plan_of(tmp_path, *auto, "train.steps=40"), 2)
+    assert preview.num_batches == 80
+    assert preview.auto is not None
+    assert "the run itself decides, every 7 steps" in preview.auto
+    assert "exceeds 1.5 times the batch" in preview.auto

@@ -110,7 +110,6 @@ def make_step(
         per_layer=PerLayer(model, optimizer, gns) if has_layers else None,
         scaler=torch.amp.GradScaler(device.type, enabled=False),
         settings=StepSettings(
-            micro_batches=MICROS,
             max_tokens_per_micro=ROWS * LENGTH,
             clip_grad_norm=1.0,
         ),

@@ -184,14 +184,13 @@ def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     loaded = [type("Loaded", (), {"batch": batch, "state": "after 1", "metrics": {"lr": 1.0}, "is_masked": False})()]
     reader = WindowReader(
         iter(loaded),  # type: ignore[arg-type]
-        micro_batches=2,
         accepted=None,
         data_state="before",
         info=RankInfo(),
         device=torch.device("cpu"),
         is_resumed=False,
     )
-    first, second = reader.read(), reader.read()
+    first, second = reader.read(1, 2), reader.read(2, 2)
     assert (first.data_state, second.data_state) == ("after 1", "after 1")
     mixed = [[metrics["stream_mixing/masked_share"] for metrics in window.metrics] for window in (first, second)]
     assert mixed == [[0.0, 1.0], [1.0, 1.0]]

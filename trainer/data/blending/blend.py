@@ -18,6 +18,7 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
+from trainer.micro_batches import MicroBatches
 
 MAX_SHARE_ERROR = "blend/max_share_error"
 ENDED_SOURCES = "blend/ended_sources"
@@ -61,7 +62,8 @@ class BlendDataset:
     Args:
         sources: names must be unique.
         seed: of the choices.
-        micro_batches: micro-batches per optimizer step; batch i belongs to step `i // micro_batches + 1`.
+        micro_batches: micro-batches per optimizer step; if it is a number m, batch i belongs to step `i // m + 1`. Where the
+            step is not known ahead, `window_begins` tells it.
         per_source: also report `blend/share/<name>`.
         history_every, history_tokens: the batches of steps that are a multiple of `history_every` have `history_tokens`
             tokens before each cell (see `Collator`), where the source has `next_with_tokens_before`; 0: none have.
@@ -75,7 +77,7 @@ class BlendDataset:
         sources: Sequence[BlendSource],
         *,
         seed: int,
-        micro_batches: int = 1,
+        micro_batches: int | MicroBatches = 1,
         per_source: bool = False,
         history_every: int = 0,
         history_tokens: int = 0,
@@ -86,10 +88,14 @@ class BlendDataset:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise UserError("data.source", f"two sources are called {twice[0]!r}", "give each a name of its own")
-        if micro_batches < 1:
-            raise UserError("micro_batches", f"must be >= 1, got {micro_batches}")
+        if isinstance(micro_batches, int):
+            if micro_batches < 1:
+                raise UserError("micro_batches", f"must be >= 1, got {micro_batches}")
+            micro_batches = MicroBatches.constant(micro_batches)
         self.sources = list(sources)
         self._micro_batches = micro_batches
+        self._window: tuple[int, int, int] | None = None  # a step, its first batch and its micro-batches
+        self._loaded_index = 0  # the batch at which the state that was loaded continues
         self._per_source = per_source
         self._history_every, self._history_tokens = history_every, history_tokens
         self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in sources]
@@ -134,9 +140,32 @@ class BlendDataset:
         Raises:
             StopIteration, UserError: as `next_with_tokens_before`.
         """
-        step = self._batch_index // self._micro_batches + 1
-        is_due = self._history_every and step % self._history_every == 0
+        is_due = self._history_every > 0 and self._may_be_due(self._batch_index)
         return self.next_with_tokens_before(self._history_tokens if is_due else 0)
+
+    def window_begins(self, step: int, num_read: int, num_micros: int) -> None:
+        """Say to which step the next micro-batches belong, where that is not known ahead; from any thread.
+
+        Args:
+            num_read: batches that were taken since the state was loaded. More may have been made ahead.
+            num_micros: of `step`.
+        """
+        self._window = step, self._loaded_index + num_read, num_micros
+
+    def _may_be_due(self, batch: int) -> bool:
+        """Whether the step of a batch is a multiple of `history_every`, or may be: a loader makes batches before it is known
+        which step they belong to, and tokens before a cell that nobody needs do no harm."""
+        every, plan = self._history_every, self._micro_batches
+        if plan.is_known_ahead:
+            return plan.step_of(batch) % every == 0
+        if self._window is None:
+            return True
+        step, first, num_micros = self._window
+        ahead = batch - first - num_micros
+        if ahead < 0:
+            return step % every == 0
+        earliest, latest = step + 1 + ahead // plan.most, step + 1 + ahead // plan.least
+        return latest // every > (earliest - 1) // every
 
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
         """The next micro-batch, with at least that many tokens before each cell if its source can give them.
@@ -168,11 +197,10 @@ class BlendDataset:
             batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
         return batch
 
-    def shares_at(self, batch: int) -> list[float]:
-        """What the weights call for at a batch: the share of each source, all zero where all weights are."""
-        at = [
-            source.weight.evaluate(positions(source.weight.unit, batch, self._micro_batches)) for source in self.sources
-        ]
+    def shares_at(self, step: int, batch: int) -> list[float]:
+        """What the weights call for in an optimizer step that begins with this micro-batch: the share of each source, all zero
+        where all weights are."""
+        at = [source.weight.evaluate(step if source.weight.unit == "step" else batch) for source in self.sources]
         return [weight / (sum(at) or 1.0) for weight in at]
 
     def _choose(self, expected: list[float]) -> None:
@@ -299,7 +327,8 @@ class BlendDataset:
         if gone:
             problem = f"the saved state has a source {gone[0]!r}, which is missing now"
             raise UserError("data.source", problem, "put it back")
-        self._batch_index = self._first = own["batch_index"]
+        self._batch_index = self._first = self._loaded_index = own["batch_index"]
+        self._window = None
         self._choices = []
         self._latest.clear()
         self._reported.clear()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.errors import UserError
+from trainer.micro_batches import ONE, MicroBatches
 
 # Far inside float64's range: no sum of weights overflows and no interpolated weight underflows, so a weight is zero
 # exactly where its schedule is.
@@ -163,23 +164,30 @@ def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -
 Batches = TypeVar("Batches", int, Ints)
 
 
-def positions(unit: str, batches: Batches, micro_batches: int) -> Batches:
+def positions(unit: str, batches: Batches, micro_batches: MicroBatches) -> Batches:
     """The x of a weight at a batch index: the index itself, or the optimizer step that it belongs to.
 
     Batches count from 0 and steps from 1, as `global_step` does.
     """
-    return batches if unit == "batch" else batches // micro_batches + 1
+    if unit == "batch":
+        return batches
+    if isinstance(batches, int):
+        return micro_batches.step_of(batches)
+    first_steps, first_batches, ms = np.array(micro_batches.stretches).T
+    at = np.searchsorted(first_batches, batches, side="right") - 1
+    steps: Ints = first_steps[at] + (batches - first_batches[at]) // ms[at]
+    return steps
 
 
-def zero_batches(spec: WeightSpec, micro_batches: int) -> list[Interval]:
+def zero_batches(spec: WeightSpec, micro_batches: MicroBatches) -> list[Interval]:
     """The batches at which a weight is zero: disjoint, ascending intervals; see `positions` for weights in steps."""
     if spec.unit == "batch":
         return spec.zero_intervals()
     found: list[Interval] = []
     for start, end in spec.zero_intervals():
         if end != 0:  # there is no step 0
-            first = (max(start, 1) - 1) * micro_batches
-            found.append((first, None if end is None else end * micro_batches - 1))
+            first = micro_batches.batches_before(max(start, 1))
+            found.append((first, None if end is None else micro_batches.batches_before(end + 1) - 1))
     return found
 
 
@@ -196,7 +204,7 @@ def _intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def first_all_zero(
-    specs: Sequence[WeightSpec], *, micro_batches: int = 1, num_batches: int | None = None
+    specs: Sequence[WeightSpec], *, micro_batches: MicroBatches = ONE, num_batches: int | None = None
 ) -> Interval | None:
     """The first interval of batches in which every weight is zero, or None.
 

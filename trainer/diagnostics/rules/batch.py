@@ -33,19 +33,22 @@ def check_batch_size(run: RunRecord) -> Outcome:
     )
     evidence = [_row(run, key, scale) for key in (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)]
     shown = [row.evidence() for row in evidence if len(row)]
-    micros, size = micro_batches(run), scale.batch
+    micros, size = micro_batches(run, since=scale.step), scale.batch
+    is_constant = isinstance(run.setting("train.micro_batches", 1), int)
     aim = scale.low if scale.value is None else scale.value
     if size < TOO_SMALL * scale.low:
         more = max(round(micros * min(aim / size, 1 / TOO_SMALL)), micros + 1)
         return finding(
             f"the batch is too small: {words}; a larger batch takes fewer steps and hardly more tokens",
             evidence=shown,
-            knob=Knob("train.micro_batches", micros, more),
+            knob=Knob("train.micro_batches", micros, more if is_constant else f"a schedule that reaches {more}"),
         )
     if scale.high is not None and size > WASTEFUL * scale.high:
         key = "train.micro_batches" if micros > 1 else "data.mixing.batch_size"
         current = micros if micros > 1 else run.setting(key)
         suggested = max(round(current * aim / size), 1) if isinstance(current, int) else "smaller"
+        if not is_constant and micros > 1:
+            suggested = f"a schedule that ends at {suggested}"
         return finding(
             f"the batch is wasteful: {words}; a smaller batch reaches the same loss with fewer tokens",
             evidence=shown,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainer.diagnostics.facts import SHARE_ERROR, micro_batches
+from trainer.diagnostics.facts import SHARE_ERROR, batches_through
 from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, series
@@ -20,15 +20,15 @@ def check_shares(run: RunRecord) -> Outcome:
     """Realised shares against configured ones."""
     errors = series(run, SHARE_ERROR)
     step = errors.steps[-1]
-    hits = [i for i in _doublings(errors) if errors.values[i] > share_limit(errors.steps[i] * micro_batches(run))]
+    hits = [i for i in _doublings(errors) if errors.values[i] > share_limit(batches_through(run, errors.steps[i]))]
     if not hits:
-        limit = share_limit(step * micro_batches(run))
+        limit = share_limit(batches_through(run, step))
         return healthy(
             f"shares are within {errors.values[-1]:.3f} of their weights at step {step}; "
             f"sampling noise explains at most {limit:.3f}"
         )
     step, error = errors.steps[hits[-1]], errors.values[hits[-1]]
-    limit = share_limit(step * micro_batches(run))
+    limit = share_limit(batches_through(run, step))
     words = f"the share of a source is off by {error:.3f} at step {step}; sampling noise explains at most {limit:.3f}"
     knob = Knob("data.source.weight", None, "a weight that the amount of data allows")
     evidence = [errors.evidence(hits)]

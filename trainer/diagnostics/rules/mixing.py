@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trainer.diagnostics.facts import (
     MODALITIES,
     batch_sizes,
+    batches_through,
     has_own_pools,
     is_one_pool,
     micro_batches,
@@ -52,7 +53,7 @@ def check_stuck_reader(run: RunRecord) -> Outcome:
     if mode == "round_robin":
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
     pools = ranks(run) if has_own_pools(run) else 1
-    limit = math.log(max(surprise.steps[-1] * micro_batches(run) * pools, 2) / ALPHA)
+    limit = math.log(max(batches_through(run, surprise.steps[-1]) * pools, 2) / ALPHA)
     hits = surprise.where(lambda value: value > limit)
     peak = number_text(max(surprise.values))
     words = f"the least probable wait has a surprise of {peak} nats, the limit for this number of picks is {limit:.1f}"
@@ -220,7 +221,7 @@ def check_exhaust_churn(run: RunRecord) -> Outcome:
     if len(ended) < 2:
         return not_measured("only one row")
     events = math.fsum(ended.values[1:])
-    picks = (ended.steps[-1] - ended.steps[0]) * micro_batches(run)
+    picks = batches_through(run, ended.steps[-1]) - batches_through(run, ended.steps[0])
     per_slice = ranks(run) * picks / events if events else math.inf
     words = f"{number_text(events / picks)} readers exhausted per micro-batch on {counted(ranks(run), 'rank')}"
     longest = max(series(run, REMAINING_MAX).values, default=0.0)
@@ -243,7 +244,7 @@ def check_masked_ranks(run: RunRecord) -> Outcome:
     if len(recent) < MASKED_ROWS:
         return not_measured(f"fewer than {2 * MASKED_ROWS} rows")
     steps_per_row = (recent.steps[-1] - recent.steps[0]) // (len(recent) - 1)
-    limit = max(_worst_of_healthy_ranks(steps_per_row * micro_batches(run), ranks(run)), MASKED_LIMIT)
+    limit = max(_worst_of_healthy_ranks(steps_per_row * micro_batches(run, recent.steps[0]), ranks(run)), MASKED_LIMIT)
     share = recent.total / len(recent)
     words = (
         f"the worst rank had no target in {share:.0%} of its micro-batches since step {recent.steps[0]}, "

@@ -50,6 +50,19 @@ ROWS: tuple[MetricSpec, ...] = (
         pathological="8 or more: worse than guessing bytes at random.",
     ),
     _Row(
+        name="train/micro_batches",
+        unit="",
+        window="last",
+        ranks="max",
+        precision=0,
+        title="Micro-batches per step",
+        description="Micro-batches of the step on each rank, where train.micro_batches is a schedule or auto; events.jsonl "
+        "has the reason of each change.",
+        healthy="Changes where it was planned, or doubles as the noise scale grows.",
+        pathological="auto stays at its start although gns/b_simple_low is far above gns/b_big: see events.jsonl for a noise "
+        "scale that failed.",
+    ),
+    _Row(
         name="grad_norm",
         unit="",
         title="Gradient norm",

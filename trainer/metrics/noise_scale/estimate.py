@@ -228,8 +228,16 @@ class NoiseScaleAverage:
             self.token_weight = self._ema * self.token_weight + fresh
 
     def current(self) -> Current | None:
-        """B as it is now, without the averages' lag; None before there are enough windows. What acts on B acts on this."""
+        """B as it is now, without the averages' lag; None before there are enough windows."""
         return self._history.current()
+
+    def reading(self) -> tuple[str, Ratio] | None:
+        """What decisions go by, with its key: B of the batch as it is drawn, where that is measured, otherwise B now."""
+        components = self.components.components()
+        if components is not None:
+            return "gns/b_drawn", components.drawn
+        current = self.current()
+        return None if current is None else ("gns/b_now", current.ratio)
 
     @property
     def reason(self) -> str | None:

@@ -96,15 +96,30 @@ def restore(
         else:
             state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])
         position = Position.of(state, saved["step"])
-    position.reached = saved.get("reached", saved["step"])  # absent in checkpoints from before lengths in tokens
-    position.tokens_before, position.tokens = saved.get("tokens", [saved["tracker"]["tokens_seen"]] * 2)
-    position.evaluation_is_due = saved.get("evaluation_is_due", False)
+    _place(position, saved, config)
     if own is not None:
         with loading(path, "counts"):
             # Absent in checkpoints from before it was kept.
             position.load_counts(state, own.get("unlogged", {}))
     logger.info("resuming after step %d from %s", position.step, path)
     return position
+
+
+def _place(position: Position, saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Put the position where the checkpoint was saved."""
+    position.reached = saved.get("reached", saved["step"])  # absent in checkpoints from before lengths in tokens
+    position.tokens_before, position.tokens = saved.get("tokens", [saved["tracker"]["tokens_seen"]] * 2)
+    if "micro_batches" in saved and (config.micro_batches.auto is None or _was_auto(saved)):
+        position.micro_batches, position.micro_batches_since = saved["micro_batches"]
+    else:  # from before it was saved, or `auto` begins here
+        position.micro_batches_since = position.step + 1
+    position.evaluation_is_due = saved.get("evaluation_is_due", False)
+
+
+def _was_auto(saved: Mapping[str, Any]) -> bool:
+    """Whether the saved run let its batch grow by itself."""
+    setting = saved["config"]["train"]["micro_batches"]
+    return isinstance(setting, Mapping) and setting["schedule"] == "auto"
 
 
 def _read_parts(

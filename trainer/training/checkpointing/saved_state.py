@@ -44,6 +44,7 @@ class _SavedState(_Part):
     world_size: Annotated[int, Field(ge=1, le=MOST)]
     format_version: int = 1
     model_files: list[Count] = [0]
+    micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)] = [0, 0]
     evaluation_is_due: bool = False
     tracker: _Tracker | None = None
     gns: _NoiseScale | None = None

@@ -97,6 +97,7 @@ class Saver:
             "step": step,
             "reached": position.reached,
             "tokens": [position.tokens_before, position.tokens],
+            "micro_batches": [position.micro_batches, position.micro_batches_since],
             "world_size": self._info.world_size,
             "model_files": model_ranks(self._state.model),
             "evaluation_is_due": position.evaluation_is_due,

@@ -67,6 +67,7 @@ HOST_KEYS = (
     "non_finite_steps",
     "loss_spike",
     "grad_scale",
+    "train/micro_batches",
     "checkpoint/save_sec",
     "time/slowest_rank_sec",
     "time/fastest_rank_sec",
@@ -101,6 +102,10 @@ class Position:
     """Target tokens over all ranks through the last finished step."""
     tokens_before: int = 0
     """The same without the last finished step."""
+    micro_batches: int = 0
+    """Of the last finished step; 0: not known."""
+    micro_batches_since: int = 1
+    """The first step with so many."""
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0

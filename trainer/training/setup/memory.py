@@ -105,7 +105,7 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)  # makes the optimizer's state
         sizes.append(live.now)
         window = [_micro_batch(plan)]
-        if config.train.micro_batches > 1:  # the last of them is the worst: the gradients of the others are there
+        if config.micro_batches.most > 1:  # the last of them is the worst: the gradients of the others are there
             if mesh is None:
                 _fill_gradients(model)
             else:
@@ -193,7 +193,7 @@ def _make_step(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> TrainSt
         optimizer=build_optimizer(model, config.optimizer),
         gns=gns,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
-        settings=StepSettings(1, max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
         averaging=averaging,
         world_size=1,  # its own sums over ranks take no memory to speak of
         device=CPU,

@@ -44,6 +44,7 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.sharding import average_over_ranks
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest
+from trainer.training.step.batch_growth import BatchGrowth
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.components import coincidence
 from trainer.training.step.details import StepDetails
@@ -174,16 +175,18 @@ def open_run(
         position=position,
         windows=WindowReader(
             loader,
-            micro_batches=config.train.micro_batches,
             accepted=accepted_inputs(state.model),
             data_state=position.data_state,
             info=info,
             device=device,
             is_resumed=source is not None,
             burns_in=config.ledger.burn_in > 0,
+            on_window=None if config.micro_batches.is_known_ahead else state.dataset.window_begins,
         ),
         train_step=train_step,
         length=plan.length,
+        micro_batches=config.micro_batches,
+        growth=_growth(plan, state, info, diagnostics),
         schedule=make_schedule(config, plan.length),
         details=details,
         probe=probe,
@@ -265,7 +268,6 @@ def _train_step(
         per_layer=state.per_layer,
         scaler=state.scaler,
         settings=StepSettings(
-            micro_batches=table.micro_batches,
             max_tokens_per_micro=max_tokens_per_micro(plan),
             clip_grad_norm=table.clip_grad_norm,
         ),
@@ -274,6 +276,19 @@ def _train_step(
         device=device,
         autocast=autocast_context(plan.config, device),
         diagnostics=diagnostics,
+    )
+
+
+def _growth(plan: Plan, state: TrainState, info: RankInfo, diagnostics: Diagnostics) -> BatchGrowth | None:
+    batches = plan.config.micro_batches
+    if batches.is_constant:
+        return None
+    return BatchGrowth(
+        batches,
+        micro_tokens=plan.facts.tokens_per_micro,
+        noise=state.gns,
+        guard=diagnostics.best_effort("gns"),
+        world_size=info.world_size,
     )
 
 

@@ -24,6 +24,7 @@ from trainer.distributed.strategy import refuse_scalars, shard_units
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
+from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.headless import output_layer
 from trainer.model.recompute import recompute_blocks
@@ -55,7 +56,17 @@ class Plan:
     @property
     def length(self) -> Length:
         """How long the run is."""
-        return Length.of(self.config, self.facts.tokens_per_step)
+        return Length.of(self.config, self.facts.tokens_per_micro)
+
+    @property
+    def batches_by_steps(self) -> MicroBatches:
+        """m by steps, as forecasts take it: as if all batches were full, and `auto` never grew."""
+        return self.config.micro_batches.by_steps(self.facts.tokens_per_micro)
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches of a rank in the run, likewise."""
+        return self.batches_by_steps.batches_before(self.config.train.steps + 1)
 
     @property
     def has_built_in_model(self) -> bool:
@@ -153,13 +164,13 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
     refuse_impossible(config)
     sources = resolve_sources(config, config_path, world_size)
     facts = check_rules(config, leaf_tables(sources), world_size)
-    if config.train.tokens:  # the least number of steps is what forecasts go by
+    if config.train.tokens:  # the number of full steps is what forecasts go by
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
     _check_text_split(sources)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     resolve_builder(config.model)
-    make_schedule(config, Length.of(config, facts.tokens_per_step))
+    make_schedule(config, Length.of(config, facts.tokens_per_micro))
     if config.sample.every:
         prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
     coord = config.objective.coord

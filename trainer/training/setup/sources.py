@@ -11,7 +11,7 @@ import numpy as np
 from trainer.config.base import ScheduleTable, Weight
 from trainer.config.data_tables import SourceTable
 from trainer.config.load import load_dataset_file
-from trainer.config.rules import least_steps, tokens_per_step
+from trainer.config.rules import least_steps, tokens_per_micro
 from trainer.config.schema import RunConfig
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.data.stored.cache import Cache, Snapshot
@@ -54,17 +54,33 @@ def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> li
     leaves: list[Source] = []
     cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
     _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), cache)
-    full_step = tokens_per_step(config, leaf_tables(leaves), world_size)
-    num_batches = least_steps(config, full_step) * config.train.micro_batches
-    gap = first_all_zero(
-        [leaf.weight for leaf in leaves], micro_batches=config.train.micro_batches, num_batches=num_batches
-    )
+    micro_tokens = tokens_per_micro(config, leaf_tables(leaves), world_size)
+    _refuse_unknown_steps(config, leaves, config_path)
+    # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
+    batches = (config.micro_batches if config.train.tokens else config.micro_batches.fastest()).by_steps(micro_tokens)
+    num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
+    gap = first_all_zero([leaf.weight for leaf in leaves], micro_batches=batches, num_batches=num_batches)
     if gap is not None:
         first, last = gap
         until = "the end" if last is None or last >= num_batches - 1 else f"batch {last}"
         problem = f"all weights are zero from batch {first} to {until} (the run has {num_batches} batches a rank)"
         raise UserError("data.source.weight", problem, "give a source a weight above 0 there", where=str(config_path))
     return leaves
+
+
+def _refuse_unknown_steps(config: RunConfig, leaves: list[Source], path: Path) -> None:
+    """Refuse weights by step where nobody knows ahead which step a micro-batch will belong to.
+
+    The loader reads ahead, and the batch that it reads must not depend on how far.
+    """
+    by_step = next((leaf.name for leaf in leaves if leaf.weight.unit == "step"), None)
+    if by_step is None or config.micro_batches.is_known_ahead:
+        return
+    is_auto = config.micro_batches.auto is not None
+    planned = '"auto"' if is_auto else 'a schedule with unit = "tokens"'
+    problem = f"source {by_step} has a weight by steps, and with {planned} nobody knows ahead which step a batch is of"
+    fix = 'give that weight unit = "batch"' + ("" if is_auto else ', or micro_batches unit = "steps"')
+    raise UserError("train.micro_batches", problem, fix, where=str(path))
 
 
 def leaf_tables(sources: list[Source]) -> list[SourceTable]:

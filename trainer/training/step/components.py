@@ -14,13 +14,14 @@ from trainer.metrics.noise_scale.components import NUM_SUMS, Piece, normal_equat
 from trainer.training.step.microbatch import MicroBatch, halves
 
 
-def coincidence(blend: BlendDataset, concentrations: Sequence[float], batch: int) -> float:
-    """Probability that two rows, drawn independently from the blend as it is at a micro-batch, come from the same stream.
+def coincidence(blend: BlendDataset, concentrations: Sequence[float], step: int, batch: int) -> float:
+    """Probability that two rows, drawn independently from the blend as it is at a step, come from the same stream.
 
     Args:
         concentrations: the same within each source.
+        batch: the step's first micro-batch.
     """
-    shares = blend.shares_at(batch)
+    shares = blend.shares_at(step, batch)
     return sum(share**2 * within for share, within in zip(shares, concentrations, strict=True))
 
 

@@ -14,6 +14,7 @@ import torch
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
+from trainer.micro_batches import ONE, MicroBatches
 
 TRIED = 1000  # steps at which a schedule of the user's own is tried before the run
 LR_SCALE = "lr_scale"
@@ -32,30 +33,42 @@ class Length:
 
     Args:
         total: steps, or tokens.
-        full_step: most tokens of a step; 0: the length is in steps.
+        micro_tokens: most tokens of a micro-batch over all ranks; 0: the length is in steps.
+        micro_batches: of the steps, by steps, for what is said ahead of them.
     """
 
     total: int
-    full_step: int
+    micro_tokens: int
+    micro_batches: MicroBatches = ONE
 
     @classmethod
-    def of(cls, config: RunConfig, full_step: int) -> Self:
+    def of(cls, config: RunConfig, micro_tokens: int) -> Self:
         """As `[train]` says it."""
-        return cls(config.train.tokens, full_step) if config.train.tokens else cls(config.train.steps, 0)
+        if not config.train.tokens:
+            return cls(config.train.steps, 0)
+        return cls(config.train.tokens, micro_tokens, config.micro_batches.by_steps(micro_tokens))
 
-    def reached_by(self, step: int, tokens_before: int) -> int:
+    @property
+    def is_in_tokens(self) -> bool:
+        """False: the length is in steps."""
+        return self.micro_tokens > 0
+
+    def reached_by(self, step: int, tokens_before: int, num_micros: int) -> int:
         """Steps, or the most tokens, that have been trained on once `step` is done.
 
         Args:
             tokens_before: tokens through step - 2.
+            num_micros: micro-batches of `step` and, if there is one, of the step before it, on a rank.
         """
-        if self.full_step == 0:
-            return step
-        return min(tokens_before + min(step, 2) * self.full_step, self.total)
+        return min(tokens_before + num_micros * self.micro_tokens, self.total) if self.is_in_tokens else step
 
     def of_full_steps(self, step: int) -> int:
         """What `reached_by` gives if all batches are full."""
-        return min(step * self.full_step, self.total) if self.full_step else step
+        return min(self.in_full_steps(step), self.total) if self.is_in_tokens else step
+
+    def in_full_steps(self, steps: int) -> int:
+        """So many steps in the unit of the length, if all batches are full; may be beyond its end."""
+        return self.micro_batches.batches_before(steps + 1) * self.micro_tokens if self.is_in_tokens else steps
 
 
 def make_schedule(config: RunConfig, length: Length) -> Schedule:
@@ -66,7 +79,7 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
     """
     table, steps, peak = config.scheduler, length.total, config.optimizer.lr
     if table.target is None:
-        warmup = table.warmup_tokens or table.warmup_steps * (length.full_step or 1)
+        warmup = table.warmup_tokens or length.in_full_steps(table.warmup_steps)
         return partial(lr_at, steps=steps, peak=peak, table=table.model_copy(update={"warmup_steps": warmup}))
     function, given = resolve_target(table.target, "scheduler.target"), {"steps": steps, "peak": peak, **table.args}
     try:

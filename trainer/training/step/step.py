@@ -3,8 +3,8 @@
 Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks, divided by their number of
 tokens N: what one big batch on one rank would give. The host knows its own share of N before the window, but N itself only
 after a collective. To save that one, each micro-batch is scaled by the same constant kappa (1 / the most tokens that a rank's
-window can hold), DDP or FSDP averages over the W ranks, and the gradient is divided by c = kappa N / W when it is clipped, in
-the multiplication that clipping needs anyway.
+window can hold: the windows of a step have as many micro-batches on every rank), DDP or FSDP averages over the W ranks, and the
+gradient is divided by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
 Collectives. Beside those of DDP or FSDP there is one all-reduce per step: token and loss sums, the votes (stop, background save
 written, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank may hold
@@ -40,7 +40,7 @@ from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
 from trainer.shards import is_dtensor
 from trainer.training.step.carry import StepProbe
-from trainer.training.step.components import equations_of, no_equations
+from trainer.training.step.components import equations_of, no_equations, split
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
@@ -55,7 +55,6 @@ HEAD = 6
 class StepSettings:
     """Settings of a step."""
 
-    micro_batches: int
     max_tokens_per_micro: int
     clip_grad_norm: float
 
@@ -65,6 +64,8 @@ class Launched:
     """A step whose work is queued and whose numbers are on their way to the host."""
 
     numbers: HostCopy
+    kappa: float
+    """The factor on the sum of token losses in this step's backward."""
     ready_at: float
     """When this rank reached the backward that reduces the gradient over ranks, by the step's clock, without the time that
     it had spent waiting in the ledger's exchanges."""
@@ -155,7 +156,8 @@ class TrainStep:
         self._has_shards = any(map(is_dtensor, self._parameters))
         self._copies = 1 if averaging is None else averaging.copies
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
-        self._kappa = 1.0 / (settings.micro_batches * settings.max_tokens_per_micro)
+        self._max_tokens_per_micro = settings.max_tokens_per_micro
+        self._kappa = 1.0 / settings.max_tokens_per_micro  # of the step that accumulates
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=device)
         self._coincidence: float | None = None
         self._equations: Tensor | None = None
@@ -184,15 +186,19 @@ class TrainStep:
             details: collects what is logged beside the loss; None on steps that do not log, on which layers are not measured
                 either.
             probe: measures what carrying is worth; None on steps that do not probe.
-            coincidence: the window is `split`, to find where gradient noise comes from; see `NoiseComponents.update`. None on
-                other steps.
+            coincidence: micro-batches are run in halves, to find where gradient noise comes from; see
+                `NoiseComponents.update`. None on other steps.
         """
         if self._ledger is not None:
             self._ledger.begin_step(step)
         self._measures_layers = self._per_layer is not None and details is not None
+        # The same on all ranks, whatever the halves of a window are.
+        self._kappa = 1.0 / (len(window) * self._max_tokens_per_micro)
+        if coincidence is not None:
+            window = split(window)
         if self._gns is not None:
-            split, by_parameter = coincidence is not None, self._measures_layers
-            self._gns_guard.run(self._gns.begin_window, len(window), pairs=split, by_parameter=by_parameter)
+            pairs, by_parameter = coincidence is not None, self._measures_layers
+            self._gns_guard.run(self._gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros_like(self._loss_sum)
         exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
@@ -289,7 +295,7 @@ class TrainStep:
         if self._per_layer is not None and self._measures_layers:
             layer_numbers = self._layer_numbers(self._per_layer)
         self._optimizer.zero_grad(set_to_none=True)
-        return Launched(numbers, self._ready_at, self._coincidence, layer_numbers)
+        return Launched(numbers, self._kappa, self._ready_at, self._coincidence, layer_numbers)
 
     def _layer_numbers(self, per_layer: PerLayer) -> HostCopy:
         has_noise = self._gns is not None and self._gns_guard.enabled
@@ -304,7 +310,7 @@ class TrainStep:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
         *reduced, grad_sq = launched.numbers.read()
         tokens, loss_sum = reduced[TOKENS], reduced[LOSS_SUM]
-        factor = self._kappa * tokens / self._world_size
+        factor = launched.kappa * tokens / self._world_size
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
         if self._gns is not None and tokens > 0:
             if reduced[HEAD + RANKS] == self._world_size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class WindowReader:
 
     Args:
         accepted, burns_in: see `split`.
+        on_window: called with a window's step, the batches read before it and its micro-batches; None: nobody asks.
         data_state: the data set's, before the first window.
         is_resumed: the run continues from a checkpoint, so its data may be exhausted.
     """
@@ -52,16 +53,17 @@ class WindowReader:
         self,
         loader: Iterator[LoadedBatch],
         *,
-        micro_batches: int,
         accepted: frozenset[str] | None,
         data_state: Any,
         info: RankInfo,
         device: torch.device,
         is_resumed: bool,
         burns_in: bool = False,
+        on_window: Callable[[int, int, int], None] | None = None,
     ) -> None:
         self._loader = loader
-        self._micro_batches = micro_batches
+        self._on_window = on_window
+        self._num_read = 0
         self._accepted = accepted
         self._burns_in = burns_in
         self._data_state = data_state
@@ -70,8 +72,9 @@ class WindowReader:
         self._is_resumed = is_resumed
         self._last_batch: dict[str, Any] | None = None
 
-    def read(self) -> Window | None:
-        """The next window. None, instead of the first one, if a resumed run has nothing left to read on any rank.
+    def read(self, step: int, num_micros: int) -> Window | None:
+        """The window of a step, of so many micro-batches. None, instead of the first one, if a resumed run has nothing left to
+        read on any rank.
 
         The first call communicates: every rank must make it.
 
@@ -83,9 +86,12 @@ class WindowReader:
         micros: list[MicroBatch] = []
         metrics: list[Mapping[str, float]] = []
         is_exhausted = True
-        for _ in range(self._micro_batches):
+        if self._on_window is not None:
+            self._on_window(step, self._num_read, num_micros)
+        for _ in range(num_micros):
             loaded = next(self._loader, None)
             if loaded is not None:
+                self._num_read += 1
                 batch, self._data_state = dict(loaded.batch), loaded.state
                 is_masked = {} if loaded.is_masked is None else {MASKED_SHARE: float(loaded.is_masked)}
                 metrics.append({**loaded.metrics, **is_masked})

@@ -1,0 +1,219 @@
+"""Whether a batch that grows saves optimizer steps: the table of docs/gns.md, "Letting the batch grow".
+
+For each seed three runs of the program on text (`make data`), with the same tokens, the same peak learning rate and a cosine
+over tokens: a constant batch; a batch that is planned to double twice; and one that grows by itself ("auto"). All begin with
+the batch of the constant run, and their rate is its best of a grid on the first seed. The bar: the held-out loss of the
+constant run, in at least 15 % fewer optimizer steps.
+
+    python scripts/batch_growth.py                    # 5 seeds, 17 runs, about a quarter of an hour on one idle core
+    python scripts/batch_growth.py --seeds 1 --lr 8e-3
+
+Results are kept in a file, and an interrupted run continues from its checkpoint: the script can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from trainer.runs.load import load_run
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS, START = 1_000_000, 2
+CONSTANT, PLANNED, AUTO = "constant", "planned", "auto"
+SIZES: Mapping[str, str] = {
+    CONSTANT: f"{START}",
+    PLANNED: f'{{ schedule = "step", unit = "tokens", points = {{ 0 = {START}, {TOKENS // 2} = {2 * START}, '
+    f'{TOKENS * 3 // 4} = {4 * START} }}, lr = "sqrt" }}',
+    AUTO: f'{{ schedule = "auto", start = {START}, max = {8 * START}, multiple = 2.0, every = 100, lr = "sqrt" }}',
+}
+RATES = (4e-3, 8e-3, 1.6e-2)
+BAR = 0.15
+CONFIG = """
+[run]
+name = "growth"
+seed = {seed}
+
+[train]
+tokens = {tokens}
+micro_batches = {size}
+device = "cpu"
+
+[data]
+seq_len = 128
+max_group_cells = 32
+
+[data.mixing]
+num_streams_mixed = 64
+batch_size = 4
+
+[[data.source]]
+name = "text"
+layout = "nested"
+root = "{corpus}"
+
+[eval]
+every = 50
+batches = 64
+holdout_fraction = 0.02
+
+[model]
+dim = 64
+num_layers = 2
+
+[ledger]
+probe_every = 0
+
+[optimizer]
+lr = {lr}
+
+[scheduler]
+name = "cosine"
+warmup_tokens = 50000
+min_lr_ratio = 0.1
+
+[metrics]
+log_interval = 10
+stdout = "off"
+
+[checkpoint]
+every = 250
+keep_last = 1
+"""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's held-out loss."""
+
+    steps: list[int]
+    """Of the evaluations, the last step among them."""
+    losses: list[float]
+    """Nats per byte."""
+    changes: list[tuple[int, int]]
+    """The first step with another number of micro-batches, and that number."""
+    tokens: int
+
+    def steps_to(self, target: float) -> float | None:
+        """Steps until the loss first is at most `target`, interpolated; None if it never is."""
+        if self.losses[0] <= target:
+            return float(self.steps[0])
+        for (before, high), (after, low) in pairwise(zip(self.steps, self.losses, strict=True)):
+            if low <= target:
+                return before + (high - target) / (high - low) * (after - before)
+        return None
+
+
+def train(folder: Path, corpus: Path, name: str, seed: int, lr: float) -> Curve:
+    """One run of the program, continued if it was interrupted."""
+    text = CONFIG.format(seed=seed, tokens=TOKENS, size=SIZES[name], corpus=corpus, lr=lr)
+    # Other settings are another run: it must not continue from the checkpoints of this one.
+    run_dir = folder / f"{name}-{seed}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    config = run_dir.with_suffix(".toml")
+    folder.mkdir(parents=True, exist_ok=True)
+    config.write_text(text, encoding="utf-8")
+    program = [
+        sys.executable,
+        str(ROOT / "train"),
+        "--config",
+        str(config),
+        "--run-dir",
+        str(run_dir),
+        "--resume",
+        "auto",
+    ]
+    done = subprocess.run(
+        program, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(program)} failed:\n{done.stderr[-3000:]}")
+    run = load_run(run_dir)
+    steps, losses = run.evals.column("eval_loss")
+    changes = {int(e["global_step"]): int(e["to"]) for e in run.events if e.get("event") == "micro_batches"}
+    tokens = int(run.train.column("tokens_seen")[1][-1])
+    return Curve(list(steps), list(losses), sorted(changes.items()), tokens)
+
+
+def curve_of(out: Path, corpus: Path, name: str, seed: int, lr: float) -> Curve:
+    """A run's curve, from the file of results if it is there."""
+    results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    key = f"{name} size={SIZES[name]} tokens={TOKENS} lr={lr:g} seed={seed}"
+    if key not in results:
+        curve = train(out.with_suffix(""), corpus, name, seed, lr)
+        print(
+            f"{name}, seed {seed}: {curve.steps[-1]} steps, held-out loss {curve.losses[-1]:.4f}",
+            file=sys.stderr,
+            flush=True,
+        )
+        results[key] = asdict(curve)
+        out.write_text(json.dumps(results), encoding="utf-8")
+    return Curve(**results[key])
+
+
+def report(curves: Mapping[str, Sequence[Curve]]) -> None:
+    """Print the table, and whether the bar is met."""
+    print(
+        "| seed | batch | steps | tokens | held-out loss | steps to the constant run's loss | of its steps | micro-batches |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    saved: dict[str, list[float | None]] = {name: [] for name in curves if name != CONSTANT}
+    for seed, constant in enumerate(curves[CONSTANT]):
+        for name, of_seeds in curves.items():
+            curve = of_seeds[seed]
+            reached = curve.steps_to(constant.losses[-1])
+            share = None if reached is None else reached / constant.steps[-1]
+            sizes = ", ".join([str(START), *(f"{m} from step {step:,}" for step, m in map(tuple, curve.changes))])
+            if name != CONSTANT:
+                saved[name].append(None if share is None else 1.0 - share)
+            print(
+                f"| {seed} | {name} | {curve.steps[-1]:,} | {curve.tokens:,} | {curve.losses[-1]:.4f} "
+                f"| {'never' if reached is None else f'{reached:,.0f}'} | {'' if share is None else f'{share:.0%}'} | {sizes} |"
+            )
+    for name, found in saved.items():
+        differences = [
+            own.losses[-1] - flat.losses[-1] for own, flat in zip(curves[name], curves[CONSTANT], strict=True)
+        ]
+        spread = f" (standard deviation {statistics.stdev(differences):.4f})" if len(differences) > 1 else ""
+        fewer = [1 - own.steps[-1] / flat.steps[-1] for own, flat in zip(curves[name], curves[CONSTANT], strict=True)]
+        known = [each for each in found if each is not None]
+        met = len(known) == len(found) and statistics.fmean(known) >= BAR
+        text = f"{statistics.fmean(known):.1%} fewer steps on average" if known else "no seed"
+        print(
+            f"{name}: reaches the constant run's loss in {len(known)} of {len(found)} seeds, {text}; at equal tokens "
+            f"{statistics.fmean(fewer):.1%} fewer steps, held-out loss {statistics.fmean(differences):+.4f}{spread}: "
+            f"the bar of {BAR:.0%} is {'met' if met else 'not met'}"
+        )
+    print(f"{platform.platform()}, torch {torch.__version__}")
+
+
+def main() -> None:
+    """Run what is not in the file, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
+    parser.add_argument("--out", type=Path, default=Path("build/batch_growth.json"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--lr", type=float, help="peak learning rate of all runs, instead of the best of a grid")
+    options = parser.parse_args()
+    if not options.corpus.exists():
+        raise SystemExit(f"no corpus in {options.corpus}; make it with: make data")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    corpus = options.corpus.resolve()
+    lr = options.lr or min(RATES, key=lambda rate: curve_of(options.out, corpus, CONSTANT, 0, rate).losses[-1])
+    print(f"peak learning rate {lr:g}")
+    report({name: [curve_of(options.out, corpus, name, seed, lr) for seed in range(options.seeds)] for name in SIZES})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Runs whose number of micro-batches changes: resumed bit for bit, on one rank and on two, whatever is read early."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fault_runs import MEASURED
+from tests.support.gloo import run_on_ranks
+from tests.support.late import events
+from tests.support.ranks import Ranks, checkpoint_differences, last_logged
+from tests.support.runs import read_rows, run, write_tiny_config
+from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window
+from trainer.micro_batches import AutoRule, MicroBatches
+from trainer.training.step.batch_growth import BatchGrowth
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 13
+KINDS = {
+    "steps": '{ schedule = "step", points = { 0 = 1, 4 = 3, 8 = 2 }, lr = "linear" }',
+    "tokens": '{ schedule = "step", points = { 0 = 1, 300 = 2, 700 = 4 }, unit = "tokens", lr = "sqrt" }',
+    "auto": '{ schedule = "auto", start = 2, max = 8, multiple = 1e-6, every = 3, lr = "sqrt" }',
+}
+EXTRA = """
+[checkpoint]
+every = 1
+keep_last = 100
+"""
+# Every third step probes, for which batches need the tokens before their cells: made ahead, of a step that is not known then.
+SETS = ("data.source.first.weight=1", "ledger.probe_every=3", "ledger.probe_cells=2", f"train.steps={STEPS}")
+
+
+def start(directory: Path, name: str, kind: str, *sets: str, nproc: int | None, more: tuple[object, ...] = ()) -> Path:
+    config = write_tiny_config(directory, EXTRA)
+    options = [word for each in (*SETS, f"train.micro_batches={KINDS[kind]}", *sets) for word in ("--set", each)]
+    done = run("--config", config, "--run-dir", directory / name, *options, *more, nproc=nproc)
+    assert done.returncode == 0, done.stderr
+    return directory / name
+
+
+def rows_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return {
+        step: {key: value for key, value in row.items() if not key.startswith(MEASURED)}
+        for (_, step), row in rows.items()
+    }
+
+
+def changes(run_dir: Path) -> list[dict[str, Any]]:
+    return [event for event in events(run_dir) if event["event"] == "micro_batches"]
+
+
+def last(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / f"step_{STEPS:08d}"
+
+
+@pytest.fixture(scope="module", params=[None, 2], ids=["one rank", "two ranks"])
+def nproc(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(request, nproc, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("growth")
+    return request.param, start(directory, "whole", request.param, nproc=nproc)
+
+
+def test_a_run_has_the_micro_batches_that_its_events_say(whole):
+    kind, run_dir = whole
+    rows, said = rows_of(run_dir), changes(run_dir)
+    assert len(said) == 2, said
+    m = {"steps": 1, "tokens": 1, "auto": 2}[kind]
+    first, at = m, {event["global_step"]: event for event in said}
+    for step in range(1, STEPS + 1):
+        if step in at:
+            assert at[step]["from"] == m
+            m = at[step]["to"]
+            assert at[step]["reason"]
+        assert rows[step]["train/micro_batches"] == m
+        # So many cells were read: 4 rows of modality a or 2 of b in each micro-batch and rank, some of them short.
+        assert rows[step]["tokens_in_step"] <= m * 4 * 16 * 2
+        factor = {"steps": m / first, "tokens": math.sqrt(m / first), "auto": math.sqrt(m / first)}[kind]
+        assert rows[step]["lr"] == pytest.approx(schedule(step) * factor, rel=1e-12)
+        if step in at:
+            assert at[step]["lr_factor"] == factor
+        # Every probe had the tokens that it needs, also of batches that were made before the step's size was known.
+        assert ("ledger/probe_share" in rows[step]) == (step % 3 == 0)
+
+
+def schedule(step: int) -> float:
+    """The learning rate of the tiny config: 2 steps of warm-up, then a cosine to a tenth."""
+    if step <= 2:
+        return 1e-3 * step / 2
+    return 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2))) / 2)
+
+
+def test_planned_changes_come_where_they_are_planned(whole):
+    kind, run_dir = whole
+    rows, said = rows_of(run_dir), [(event["global_step"], event["to"]) for event in changes(run_dir)]
+    if kind == "steps":
+        assert said == [(4, 3), (8, 2)]
+    elif kind == "tokens":
+        ranks = json.loads((run_dir / "env.json").read_text())["world_size"]
+        seen = {0: 0.0, **{step: row["tokens_seen"] for step, row in rows.items()}}
+        expected, m = [], 1
+        for step in range(1, STEPS + 1):
+            # The step before counts as full: it may not be read yet.
+            tokens = seen[step - 2] + m * 64 * ranks if step > 1 else 0
+            now = 4 if tokens >= 700 else 2 if tokens >= 300 else 1
+            expected += [(step, now)] if now != m else []
+            m = now
+        assert said == expected
+    else:
+        for event in changes(run_dir):
+            step = event["global_step"] - 1
+            row = rows[step]
+            assert step % 3 == 0
+            assert event["batch"] == row["gns/b_big"]
+            assert event["b_low"] == row["gns/b_now_low"]
+            assert event["b"] == row.get("gns/b_now")
+            assert "the noise scale is at least" in event["reason"]
+        assert changes(run_dir)[1]["global_step"] - changes(run_dir)[0]["global_step"] >= 3
+
+
+@pytest.mark.parametrize("offset", [-2, -1, 0])
+def test_a_run_resumed_around_a_change_is_the_whole_run(whole, nproc, offset):
+    kind, whole_dir = whole
+    change = changes(whole_dir)[-1]["global_step"]  # the first step of the new size
+    after = change + offset
+    checkpoint = whole_dir / "checkpoints" / f"step_{after:08d}"
+    name = f"resumed {after}"
+    resumed = start(whole_dir.parent, name, kind, nproc=nproc, more=("--resume", checkpoint))
+    expected = {step: row for step, row in rows_of(whole_dir).items() if step > after}
+    assert rows_of(resumed) == expected
+    assert changes(resumed) == [event for event in changes(whole_dir) if event["global_step"] > after]
+    assert checkpoint_differences(last(whole_dir), last(resumed)) == []
+    assert saved(resumed) == saved(whole_dir)
+
+
+def saved(run_dir: Path) -> list[int]:
+    found: list[int] = json.loads((last(run_dir) / "state.json").read_text())["micro_batches"]
+    return found
+
+
+def test_what_is_read_early_does_not_move_a_change(whole, nproc):
+    kind, whole_dir = whole
+    # Without checkpoints, and logged but at the ends: most steps are read once the next one is launched.
+    sets = ("checkpoint.every=0", "metrics.log_interval=1000", "data.prefetch=0")
+    late = start(whole_dir.parent, "late", kind, *sets, nproc=nproc)
+    assert changes(late) == changes(whole_dir)
+    assert checkpoint_differences(last(whole_dir), last(late)) == []
+    assert saved(late) == saved(whole_dir)
+
+
+def test_after_a_resume_with_another_interval_m_still_stays_as_long_as_that(tmp_path):
+    whole_dir = start(tmp_path, "whole", "auto", nproc=None)
+    assert [event["global_step"] for event in changes(whole_dir)] == [7, 10]
+    every_4 = 'train.micro_batches={ schedule = "auto", start = 2, max = 8, multiple = 1e-6, every = 4, lr = "sqrt" }'
+    checkpoint = whole_dir / "checkpoints" / "step_00000007"
+    resumed = start(tmp_path, "resumed", "auto", every_4, nproc=None, more=("--resume", checkpoint))
+    # Step 8 comes one step after the change, step 12 is the first at which 4 steps have passed.
+    assert [(event["global_step"], event["to"]) for event in changes(resumed)] == [(13, 8)]
+
+
+def test_auto_that_resumes_a_constant_batch_begins_at_its_start(tmp_path):
+    whole_dir = start(tmp_path, "whole", "auto", "train.micro_batches=3", nproc=None)
+    assert changes(whole_dir) == []
+    assert all("train/micro_batches" not in row for row in rows_of(whole_dir).values())
+    auto = 'train.micro_batches={ schedule = "auto", multiple = 1e-6, every = 6, start = 2 }'
+    checkpoint = whole_dir / "checkpoints" / "step_00000005"
+    resumed = start(tmp_path, "resumed", "auto", auto, nproc=None, more=("--resume", checkpoint))
+    rows = rows_of(resumed)
+    # Step 6 is the first with this batch, and had it alone: 12 is the first after which it may change.
+    assert {step: row["train/micro_batches"] for step, row in rows.items()} == {**dict.fromkeys(range(6, 13), 2), 13: 4}
+
+
+def test_a_killed_pair_of_ranks_grows_as_if_nobody_had_touched_it(tmp_path):
+    whole_dir = start(tmp_path, "whole", "auto", nproc=2)
+    config = tmp_path / "tiny.toml"
+    sets = [word for each in (*SETS, f"train.micro_batches={KINDS['auto']}") for word in ("--set", each)]
+    run_dir = tmp_path / "killed"
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *sets)
+    for moment in [event["global_step"] for event in changes(whole_dir)]:
+        with Ranks(arguments, logs=tmp_path / f"try{moment}") as ranks:
+            ranks.until(lambda moment=moment: last_logged(run_dir / "metrics.jsonl") >= moment)
+            ranks.signal(signal.SIGKILL)
+            ranks.wait(60)
+    with Ranks(arguments, logs=tmp_path / "last") as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+    assert rows_of(run_dir) == rows_of(whole_dir)
+    assert checkpoint_differences(last(whole_dir), last(run_dir)) == []
+
+
+def test_a_run_in_tokens_ends_near_its_length_and_resumes(tmp_path, nproc):
+    sets = ("train.steps=0", "train.tokens=4000", "scheduler.warmup_steps=0")
+    sets = (*sets, 'scheduler.name="linear"', "scheduler.min_lr_ratio=0.0")
+    whole_dir = start(tmp_path, "whole", "tokens", *sets, nproc=nproc)
+    rows = rows_of(whole_dir)
+    end, full = max(rows), 4 * 64 * (nproc or 1)
+    assert 4000 - 2 * full <= rows[end]["tokens_seen"] < 4000 + full
+    seen = {0: 0.0, **{step: row["tokens_seen"] for step, row in rows.items()}}
+    sizes = {0: 0.0, **{step: row["train/micro_batches"] for step, row in rows.items()}}
+    for step, row in rows.items():
+        # The step and the one before it count as full.
+        reached = min(seen[max(step - 2, 0)] + (sizes[step - 1] + sizes[step]) * 64 * (nproc or 1), 4000)
+        assert row["lr"] == pytest.approx(1e-3 * (1 - reached / 4000) * math.sqrt(sizes[step]), abs=1e-12)
+    change = changes(whole_dir)[-1]["global_step"]
+    checkpoint = whole_dir / "checkpoints" / f"step_{change - 1:08d}"
+    resumed = start(tmp_path, "resumed", "tokens", *sets, nproc=nproc, more=("--resume", checkpoint))
+    assert rows_of(resumed) == {step: row for step, row in rows.items() if step >= change}
+    names = [run_dir / "checkpoints" / "latest" for run_dir in (whole_dir, resumed)]
+    assert checkpoint_differences(*names) == []
+
+
+def decide(rank: int, world_size: int, fault: str) -> tuple[list[int], list[dict[str, Any]], bool]:
+    """Ten decisions of two ranks, of which the second does not take in what the first does."""
+    rule = AutoRule(max=64, multiple=2.0, every=1)
+    noise, guard = NoiseScaleAverage(0.9), BestEffort("gns")
+    growth = BatchGrowth(
+        MicroBatches(((0, 1),), auto=rule), micro_tokens=0, noise=noise, guard=guard, world_size=world_size
+    )
+    sizes, said = [1], []
+    for step in range(1, 11):
+        if fault == "guard" and rank == 1 and step == 8:
+            guard.run(lambda: 1 / 0)
+        if not (fault == "window" and rank == 1 and step >= 8):
+            window = Window(100.0 + step, 1.0, None, None, 0.5, 0.25, 0.0, world_size)
+            guard.run(noise.update, window)
+        size, change = growth.of_step(step + 1, before=sizes[-1], changed_at=1, tokens_before=0)
+        sizes.append(size)
+        said += [] if change is None else [dict(change)]
+    return sizes, said, guard.enabled
+
+
+@pytest.mark.parametrize("fault", ["none", "guard", "window"])
+def test_ranks_agree_on_the_batch_when_one_of_them_lost_the_noise_scale(fault):
+    (one, said, _), (other, also_said, is_enabled) = run_on_ranks(decide, 2, fault)
+    assert one == other
+    # Five windows make a bound. It is the same on both ranks, until the guard of one of them is off.
+    assert one[:8] == [1, 1, 1, 1, 1, 2, 4, 8]
+    assert is_enabled == (fault != "guard")
+    assert one[8:] == ([8, 8, 8] if fault == "guard" else [16, 32, 64])
+    assert [(each["global_step"], each["to"], each["batch"]) for each in said[:2]] == [(6, 2, 4.0), (7, 4, 4.0)]
+    assert len(also_said) == len(said)

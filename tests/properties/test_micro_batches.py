@@ -1,0 +1,162 @@
+"""How many micro-batches a step has: schedules against a loop that counts, and the rule of `auto`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config.batch_tables import BatchScheduleTable, plan_of
+from trainer.data.blending.blend import BlendDataset, BlendSource
+from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, positions, zero_batches
+from trainer.micro_batches import AutoRule, MicroBatches
+
+PLANS = st.dictionaries(st.integers(0, 40), st.integers(1, 5), min_size=1, max_size=5)
+QUICK = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def planned(points: dict[int, int], unit: str = "steps", lr: str = "none") -> MicroBatches:
+    return plan_of(BatchScheduleTable(schedule="step", points=points, unit=unit, lr=lr))  # type: ignore[arg-type]
+
+
+def by_hand(points: dict[int, int], x: int) -> int:
+    reached = [at for at in points if at <= x]
+    return points[max(reached) if reached else min(points)]
+
+
+@QUICK
+@given(points=PLANS)
+def test_batches_and_steps_of_a_plan_are_those_of_a_loop_that_counts(points: dict[int, int]) -> None:
+    plan = planned(points)
+    steps = [step for step in range(1, 60) for _ in range(by_hand(points, step))]
+    assert [plan.at(step, 10**9) for step in range(1, 60)] == [by_hand(points, step) for step in range(1, 60)]
+    assert [plan.step_of(batch) for batch in range(len(steps))] == steps
+    assert positions("step", np.arange(len(steps)), plan).tolist() == steps
+    assert [plan.batches_before(step) for step in range(1, 60)] == [steps.index(step) for step in range(1, 60)]
+    assert (plan.least, plan.most) == (min(points.values()), max(points.values()))
+
+
+@QUICK
+@given(points=PLANS, zero=st.dictionaries(st.integers(0, 30), st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
+def test_a_weight_by_steps_is_zero_in_the_batches_of_its_steps(points: dict[int, int], zero: dict[int, float]) -> None:
+    plan, weight = planned(points), ScheduledWeight("step", zero, unit="step")
+    batches = range(plan.batches_before(60))
+    expected = [batch for batch in batches if weight.evaluate(plan.step_of(batch)) == 0]
+    spans = zero_batches(weight, plan)
+    assert [batch for batch in batches if any(a <= batch and (b is None or batch <= b) for a, b in spans)] == expected
+
+
+@QUICK
+@given(
+    points=st.dictionaries(st.integers(0, 3000), st.integers(1, 5), min_size=1, max_size=5), micro=st.integers(1, 90)
+)
+def test_a_plan_by_tokens_is_one_by_steps_if_all_batches_are_full(points: dict[int, int], micro: int) -> None:
+    plan, tokens, found = planned(points, "tokens"), 0, []
+    for step in range(1, 80):
+        found.append(plan.at(step, tokens))
+        assert found[-1] == by_hand(points, tokens)
+        tokens += found[-1] * micro
+    by_steps = plan.by_steps(micro)
+    assert by_steps.is_known_ahead
+    assert [by_steps.at(step, 0) for step in range(1, 80)] == found
+
+
+@QUICK
+@given(
+    start=st.integers(1, 3),
+    room=st.integers(2, 40),
+    every=st.integers(1, 7),
+    multiple=st.floats(0.1, 10),
+    lows=st.lists(st.none() | st.floats(0, 200), min_size=60, max_size=60),
+)
+def test_auto_doubles_only_with_permission_and_never_more_often_than_every_n_steps(
+    start: int, room: int, every: int, multiple: float, lows: list[float | None]
+) -> None:
+    rule = AutoRule(max=start * room, multiple=multiple, every=every)
+    plan = MicroBatches(((0, start),), auto=rule)
+    m, since, fastest, fast_since = start, 1, start, 1
+    for step, low in enumerate(lows, start=1):
+        if rule.may_double(m, after=step, steps_with_m=step + 1 - since) and rule.permits(low=low, batch=4.0 * m):
+            assert low is not None
+            assert low > multiple * 4 * m
+            assert (step + 1) - since >= every
+            assert step >= every
+            m, since = 2 * m, step + 1
+        if rule.may_double(fastest, after=step, steps_with_m=step + 1 - fast_since):
+            fastest, fast_since = 2 * fastest, step + 1
+        assert m <= fastest == plan.fastest().at(step + 1, 0) <= plan.most <= rule.max
+    assert 2 * plan.most > rule.max
+    # A bound that is always high enough is always heeded.
+    assert rule.permits(low=multiple * 4.0 * (1 + 1e-9), batch=4.0)
+    assert not rule.permits(low=multiple * 4.0, batch=4.0)
+    assert not rule.permits(low=None, batch=4.0)
+    assert not rule.permits(low=5.0, batch=0.0)
+
+
+@pytest.mark.parametrize(("lr", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
+def test_the_learning_rate_follows_the_batch_by_the_rule_that_is_named(lr: str, power: float) -> None:
+    plan = planned({0: 2, 7: 3, 9: 16}, lr=lr)
+    assert [plan.lr_factor(m) for m in (2, 3, 16)] == [math.pow(m / 2, power) for m in (2, 3, 16)]
+
+
+def test_a_number_is_a_plan_without_changes() -> None:
+    plan = plan_of(3)
+    assert plan == MicroBatches.constant(3)
+    assert (plan.is_constant, plan.is_known_ahead, plan.first, plan.least, plan.most) == (True, True, 3, 3, 3)
+    assert [plan.step_of(batch) for batch in range(7)] == [1, 1, 1, 2, 2, 2, 3]
+    assert plan.by_steps(0) == plan.fastest() == plan
+
+
+class Asked:
+    """A source that notes for which batches it was asked for the tokens before their cells."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def __iter__(self) -> Asked:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return self.next_with_tokens_before(0)
+
+    def next_with_tokens_before(self, tokens_before: int) -> dict[str, Any]:
+        self.asked.append(tokens_before > 0)
+        return {"tokens": np.zeros((1, 2))}
+
+
+@QUICK
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=8, max_size=30),
+    ahead=st.integers(0, 9),
+    every=st.integers(1, 9),
+    stale=st.lists(st.booleans(), min_size=30, max_size=30),
+)
+def test_batches_of_a_step_that_probes_have_the_tokens_before_however_far_they_are_made_ahead(
+    sizes: list[int], ahead: int, every: int, stale: list[bool]
+) -> None:
+    points = {1000 * n: m for n, m in enumerate([min(sizes), max(sizes)])}
+    source = Asked()
+    blend = BlendDataset(
+        [BlendSource("x", source, ConstantWeight(1))],
+        seed=0,
+        micro_batches=planned(points, "tokens") if min(sizes) < max(sizes) else planned({0: 1, 1: 6}, "tokens"),
+        history_every=every,
+        history_tokens=4,
+    )
+    read, due = 0, []
+    for step, (m, is_late) in enumerate(zip(sizes, stale, strict=False), start=1):
+        made_before_it_is_told = read + ahead if is_late else read
+        while len(source.asked) < made_before_it_is_told:
+            next(blend)
+        blend.window_begins(step, read, m)
+        due += [step % every == 0] * m
+        read += m
+        while len(source.asked) < read:
+            next(blend)
+    assert all(asked for asked, is_due in zip(source.asked, due, strict=False) if is_due)
+    if ahead == 0:
+        assert source.asked == due  # and no others

@@ -1,0 +1,167 @@
+"""m, the micro-batches per optimizer step and rank, over a run: pure functions of the step, the tokens and the noise scale."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple, Self
+
+Unit = Literal["steps", "tokens"]
+LrRule = Literal["none", "sqrt", "linear"]
+FAR = 2**62
+"""A step beyond every run."""
+
+
+@dataclass(frozen=True)
+class AutoRule:
+    """When m doubles by itself; see `Auto` in the config for the keys."""
+
+    max: int
+    multiple: float
+    every: int
+
+    def decides_after(self, step: int) -> bool:
+        """Whether m may change between `step` and the next."""
+        return step > 0 and step % self.every == 0
+
+    def may_double(self, m: int, *, after: int, steps_with_m: int) -> bool:
+        """Whether it is time to ask for permission.
+
+        Args:
+            after: the last step.
+            steps_with_m: steps since the last change, or since the run's beginning.
+        """
+        return self.decides_after(after) and steps_with_m >= self.every and 2 * m <= self.max
+
+    def permits(self, *, low: float | None, batch: float) -> bool:
+        """Whether the noise scale permits m to double.
+
+        Args:
+            low: its lower bound, in sequences; None: not known.
+            batch: sequences of a step, as `gns/b_big`; 0: not known.
+        """
+        return low is not None and batch > 0 and low > self.multiple * batch
+
+
+class Stretch(NamedTuple):
+    """Steps with the same m. Steps count from 1, batches (a rank's micro-batches) from 0."""
+
+    first_step: int
+    first_batch: int
+    m: int
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What `train.micro_batches` says: a constant, a plan by steps or tokens, or a rule that decides during the run.
+
+    Args:
+        points: x -> m, ascending, the first at 0: m holds from x on. One point: a constant, or the start of `auto`.
+        unit: what x counts: optimizer steps, from 1; or tokens over all ranks before the step.
+        lr: how the learning rate follows m; see `lr_factor`.
+        auto: m doubles by this rule; None: it is planned.
+    """
+
+    points: tuple[tuple[int, int], ...]
+    unit: Unit = "steps"
+    lr: LrRule = "none"
+    auto: AutoRule | None = None
+
+    @classmethod
+    def constant(cls, m: int) -> Self:
+        """The same m in every step."""
+        return cls(((0, m),))
+
+    @property
+    def is_constant(self) -> bool:
+        """m never changes: an integer, or a single point."""
+        return self.auto is None and len(self.points) == 1
+
+    @property
+    def is_known_ahead(self) -> bool:
+        """m is a function of the step alone, so that a micro-batch's step is known before the run."""
+        return self.auto is None and (self.unit == "steps" or len(self.points) == 1)
+
+    @cached_property
+    def first(self) -> int:
+        """m of the first step."""
+        return self.at(1, 0)
+
+    @property
+    def _doublings(self) -> int:
+        """How often `auto` can double."""
+        return 0 if self.auto is None else (self.auto.max // self.first).bit_length() - 1
+
+    @property
+    def least(self) -> int:
+        """The smallest m that a step can have."""
+        return min(m for _, m in self.points)
+
+    @property
+    def most(self) -> int:
+        """The largest m that a step can have."""
+        if self.auto is not None:
+            return self.first << self._doublings
+        return max(m for _, m in self.points)
+
+    def at(self, step: int, tokens: int) -> int:
+        """The planned m of `step`, before which so many tokens were trained on; of `auto` its start."""
+        x = step if self.unit == "steps" else tokens
+        return self.points[max(bisect_right(self.points, (x, FAR)) - 1, 0)][1]
+
+    def lr_factor(self, m: int) -> float:
+        """What the schedule's learning rate is multiplied by at m: 1, sqrt(m / m_start) or m / m_start."""
+        ratio = m / self.first
+        return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.lr]
+
+    def by_steps(self, micro_tokens: int) -> MicroBatches:
+        """This as a plan by steps, for forecasts: as if all batches were full, and `auto` never grew.
+
+        Args:
+            micro_tokens: tokens of a full micro-batch over all ranks; 0: not known.
+        """
+        if self.is_known_ahead:
+            return self
+        if self.auto is not None or micro_tokens == 0:
+            return replace(self.constant(self.first), lr=self.lr)
+        points, step, tokens = [(0, self.first)], 1, 0
+        for (_, m), (x, following) in zip(self.points, self.points[1:], strict=False):
+            steps = -(-max(x - tokens, 0) // (micro_tokens * m))
+            step, tokens = step + steps, tokens + steps * micro_tokens * m
+            points = [point for point in points if point[0] < step] + [(step, following)]
+        return MicroBatches(tuple(points), lr=self.lr)
+
+    def fastest(self) -> MicroBatches:
+        """The plan by steps that `auto` follows if it may grow whenever it asks; others as they are."""
+        if self.auto is None:
+            return self
+        later = tuple((n * self.auto.every + 1, self.first << n) for n in range(1, self._doublings + 1))
+        return MicroBatches(((0, self.first), *later), lr=self.lr)
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The stretches of a plan by steps."""
+        assert self.is_known_ahead, "when m changes is not known ahead"
+        found = [Stretch(1, 0, self.first)]
+        for x, m in self.points:
+            if x > 1:
+                step, batch, former = found[-1]
+                found.append(Stretch(x, batch + (x - step) * former, m))
+        return tuple(found)
+
+    def batches_before(self, step: int) -> int:
+        """Micro-batches of a rank before `step`."""
+        first_step, first_batch, m = self.stretches[bisect_right(self.stretches, (step, FAR)) - 1]
+        return first_batch + (step - first_step) * m
+
+    def step_of(self, batch: int) -> int:
+        """The step that a rank's micro-batch belongs to."""
+        firsts = [stretch.first_batch for stretch in self.stretches]
+        first_step, first_batch, m = self.stretches[bisect_right(firsts, batch) - 1]
+        return first_step + (batch - first_batch) // m
+
+
+ONE = MicroBatches.constant(1)
+"""One micro-batch per step."""
