@@ -14,6 +14,7 @@ from trainer.distributed.agree import gather_from_ranks
 from trainer.metrics.logger import get_logger
 from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
 from trainer.training.run import Run, StepInFlight
+from trainer.training.step.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
 
@@ -41,7 +42,9 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
     step = run.position.step + (1 if previous is None else 2)
     tokens_before = run.position.tokens_before if previous is None else run.position.tokens  # through step - 2
-    num_micros, num_before, change = micro_batches_of(run, step, previous, tokens_before)
+    num_micros, num_before, change = run.num_micros, run.num_micros * (step > 1), None
+    if run.growth is not None:
+        num_micros, num_before, change = micro_batches_of(run, run.growth, step, previous, tokens_before)
     reached = run.length.reached_by(step, tokens_before, num_before + num_micros)
     lr = run.schedule(reached) * (1.0 if run.growth is None else run.growth.lr_factor(num_micros))
     if reached >= run.length.total:
@@ -91,7 +94,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
 
 
 def micro_batches_of(
-    run: Run, step: int, previous: StepInFlight | None, tokens_before: int
+    run: Run, growth: BatchGrowth, step: int, previous: StepInFlight | None, tokens_before: int
 ) -> tuple[int, int, Mapping[str, Any] | None]:
     """The micro-batches of a step, those of the step before it (0 if there is none), and the event of a change between them.
 
@@ -100,11 +103,9 @@ def micro_batches_of(
     Args:
         tokens_before: tokens through step - 2.
     """
-    if run.growth is None:
-        return run.micro_batches.first, run.micro_batches.first if step > 1 else 0, None
     position = run.position
     before = position.micro_batches if previous is None else len(previous.window.micros)
-    num_micros, change = run.growth.of_step(
+    num_micros, change = growth.of_step(
         step, before=before, changed_at=position.micro_batches_since, tokens_before=tokens_before
     )
     return num_micros, before or (num_micros if step > 1 else 0), change

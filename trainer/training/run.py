@@ -57,6 +57,8 @@ class Run:
     train_step: TrainStep
     length: Length
     micro_batches: MicroBatches
+    num_micros: int
+    """Micro-batches of every step, where nothing makes that change."""
     growth: BatchGrowth | None
     """Decides on a step's micro-batches; None: they are always the same."""
     schedule: Schedule

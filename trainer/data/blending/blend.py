@@ -94,6 +94,7 @@ class BlendDataset:
             micro_batches = MicroBatches.constant(micro_batches)
         self.sources = list(sources)
         self._micro_batches = micro_batches
+        self._constant = micro_batches.first if micro_batches.is_constant else 0
         self._window: tuple[int, int, int] | None = None  # a step, its first batch and its micro-batches
         self._loaded_index = 0  # the batch at which the state that was loaded continues
         self._per_source = per_source
@@ -140,7 +141,11 @@ class BlendDataset:
         Raises:
             StopIteration, UserError: as `next_with_tokens_before`.
         """
-        is_due = self._history_every > 0 and self._may_be_due(self._batch_index)
+        every, index = self._history_every, self._batch_index
+        if every > 0 and self._constant:
+            is_due = (index // self._constant + 1) % every == 0
+        else:
+            is_due = every > 0 and self._may_be_due(index)
         return self.next_with_tokens_before(self._history_tokens if is_due else 0)
 
     def window_begins(self, step: int, num_read: int, num_micros: int) -> None:

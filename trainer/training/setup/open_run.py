@@ -186,6 +186,7 @@ def open_run(
         train_step=train_step,
         length=plan.length,
         micro_batches=config.micro_batches,
+        num_micros=config.micro_batches.first,
         growth=_growth(plan, state, info, diagnostics),
         schedule=make_schedule(config, plan.length),
         details=details,

@@ -60,7 +60,7 @@ class Length:
             tokens_before: tokens through step - 2.
             num_micros: micro-batches of `step` and, if there is one, of the step before it, on a rank.
         """
-        return min(tokens_before + num_micros * self.micro_tokens, self.total) if self.is_in_tokens else step
+        return min(tokens_before + num_micros * self.micro_tokens, self.total) if self.micro_tokens else step
 
     def of_full_steps(self, step: int) -> int:
         """What `reached_by` gives if all batches are full."""
