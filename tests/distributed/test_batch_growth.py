@@ -22,7 +22,7 @@ from trainer.training.step.batch_growth import BatchGrowth
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 13
+STEPS = 17
 KINDS = {
     "steps": '{ schedule = "step", points = { 0 = 1, 4 = 3, 8 = 2 }, lr = "linear" }',
     "tokens": '{ schedule = "step", points = { 0 = 1, 300 = 2, 700 = 4 }, unit = "tokens", lr = "sqrt" }',
@@ -125,7 +125,7 @@ def test_planned_changes_come_where_they_are_planned(whole):
             assert event["batch"] == row["gns/b_big"]
             assert event["b_low"] == row["gns/b_now_low"]
             assert event["b"] == row.get("gns/b_now")
-            assert "the noise scale is at least" in event["reason"]
+            assert "the noise scale (gns/b_now) is at least" in event["reason"]
         assert changes(run_dir)[1]["global_step"] - changes(run_dir)[0]["global_step"] >= 3
 
 
@@ -161,12 +161,12 @@ def test_what_is_read_early_does_not_move_a_change(whole, nproc):
 
 def test_after_a_resume_with_another_interval_m_still_stays_as_long_as_that(tmp_path):
     whole_dir = start(tmp_path, "whole", "auto", nproc=None)
-    assert [event["global_step"] for event in changes(whole_dir)] == [7, 10]
+    assert [event["global_step"] for event in changes(whole_dir)] == [10, 13]
     every_4 = 'train.micro_batches={ schedule = "auto", start = 2, max = 8, multiple = 1e-6, every = 4, lr = "sqrt" }'
-    checkpoint = whole_dir / "checkpoints" / "step_00000007"
+    checkpoint = whole_dir / "checkpoints" / "step_00000010"
     resumed = start(tmp_path, "resumed", "auto", every_4, nproc=None, more=("--resume", checkpoint))
-    # Step 8 comes one step after the change, step 12 is the first at which 4 steps have passed.
-    assert [(event["global_step"], event["to"]) for event in changes(resumed)] == [(13, 8)]
+    # Step 12 comes two steps after the change, step 16 is the first at which 4 steps have passed.
+    assert [(event["global_step"], event["to"]) for event in changes(resumed)] == [(17, 8)]
 
 
 def test_auto_that_resumes_a_constant_batch_begins_at_its_start(tmp_path):
@@ -178,7 +178,8 @@ def test_auto_that_resumes_a_constant_batch_begins_at_its_start(tmp_path):
     resumed = start(tmp_path, "resumed", "auto", auto, nproc=None, more=("--resume", checkpoint))
     rows = rows_of(resumed)
     # Step 6 is the first with this batch, and had it alone: 12 is the first after which it may change.
-    assert {step: row["train/micro_batches"] for step, row in rows.items()} == {**dict.fromkeys(range(6, 13), 2), 13: 4}
+    sizes = {**dict.fromkeys(range(6, 13), 2), **dict.fromkeys(range(13, STEPS + 1), 4)}
+    assert {step: row["train/micro_batches"] for step, row in rows.items()} == sizes
 
 
 def test_a_killed_pair_of_ranks_grows_as_if_nobody_had_touched_it(tmp_path):
@@ -220,17 +221,17 @@ def test_a_run_in_tokens_ends_near_its_length_and_resumes(tmp_path, nproc):
 
 
 def decide(rank: int, world_size: int, fault: str) -> tuple[list[int], list[dict[str, Any]], bool]:
-    """Ten decisions of two ranks, of which the second does not take in what the first does."""
+    """Decisions of two ranks, of which the second does not take in what the first does."""
     rule = AutoRule(max=64, multiple=2.0, every=1)
     noise, guard = NoiseScaleAverage(0.9), BestEffort("gns")
     growth = BatchGrowth(
         MicroBatches(((0, 1),), auto=rule), micro_tokens=0, noise=noise, guard=guard, world_size=world_size
     )
     sizes, said = [1], []
-    for step in range(1, 11):
-        if fault == "guard" and rank == 1 and step == 8:
+    for step in range(1, 14):
+        if fault == "guard" and rank == 1 and step == 11:
             guard.run(lambda: 1 / 0)
-        if not (fault == "window" and rank == 1 and step >= 8):
+        if not (fault == "window" and rank == 1 and step >= 11):
             window = Window(100.0 + step, 1.0, None, None, 0.5, 0.25, 0.0, world_size)
             guard.run(noise.update, window)
         size, change = growth.of_step(step + 1, before=sizes[-1], changed_at=1, tokens_before=0)
@@ -243,9 +244,9 @@ def decide(rank: int, world_size: int, fault: str) -> tuple[list[int], list[dict
 def test_ranks_agree_on_the_batch_when_one_of_them_lost_the_noise_scale(fault):
     (one, said, _), (other, also_said, is_enabled) = run_on_ranks(decide, 2, fault)
     assert one == other
-    # Five windows make a bound. It is the same on both ranks, until the guard of one of them is off.
-    assert one[:8] == [1, 1, 1, 1, 1, 2, 4, 8]
+    # Eight windows make a bound. It is the same on both ranks, until the guard of one of them is off.
+    assert one[:11] == [1] * 8 + [2, 4, 8]
     assert is_enabled == (fault != "guard")
-    assert one[8:] == ([8, 8, 8] if fault == "guard" else [16, 32, 64])
-    assert [(each["global_step"], each["to"], each["batch"]) for each in said[:2]] == [(6, 2, 4.0), (7, 4, 4.0)]
+    assert one[11:] == ([8, 8, 8] if fault == "guard" else [16, 32, 64])
+    assert [(each["global_step"], each["to"], each["batch"]) for each in said[:2]] == [(9, 2, 4.0), (10, 4, 4.0)]
     assert len(also_said) == len(said)
