@@ -1,4 +1,4 @@
-"""Plots the noise scale of runs between its bounds, their batch size, and the consistency, from metrics.jsonl.
+"""Plots the noise scales of runs between their bounds, their batch size, and the consistency, from metrics.jsonl.
 
 python scripts/plot_gns.py --out docs/images/gns_run.png runs/a/metrics.jsonl runs/b/metrics.jsonl --labels a b
 """
@@ -18,6 +18,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 Series = dict[str, list[float]]
+SCALES = ("gns/b_now", "gns/b_independent")  # drawn, with their bounds
+PRINTED = ("gns/b_simple", "gns/b_now", "gns/b_drawn", "gns/b_independent")
+OTHERS = ("gns/consistency", "gns/consistency_se", *(f"gns/noise_from_{name}" for name in ("stream", "group", "row")))
 
 
 def read(path: Path) -> Series:
@@ -52,33 +55,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     labels = args.labels or [path.parent.name for path in args.metrics]
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7.0, 5.6), sharex=True, layout="constrained")
+    figure, panels = plt.subplots(3, 1, figsize=(7.0, 7.6), sharex=True, layout="constrained")
     runs = [read(path) for path in args.metrics]
     for series, label in zip(runs, labels, strict=True):
-        steps, b_simple, low, high = (
-            series[key] for key in ("step", *(f"gns/b_simple{end}" for end in ("", "_low", "_high")))
-        )
-        band(above, steps, b_simple, low, high, label)
+        steps, unknown = series["step"], [math.nan] * len(series["step"])
+        for axes, key in zip(panels, SCALES, strict=False):
+            value, low, high = (series.get(f"{key}{end}", unknown) for end in ("", "_low", "_high"))
+            band(axes, steps, value, low, high, label)
         value, error = series["gns/consistency"], series["gns/consistency_se"]
         lower, upper = ([v + sign * 2 * e for v, e in zip(value, error, strict=True)] for sign in (-1, 1))
-        band(below, steps, value, lower, upper, label)
-        third = len(series["step"]) // 3
-        for key in (
-            "gns/b_simple",
-            "gns/b_simple_low",
-            "gns/b_simple_high",
-            "gns/b_big",
-            "gns/consistency",
-            "gns/consistency_se",
-        ):
-            print(
-                f"{label} {key}: first third {median_of(series[key][:third])}, last {median_of(series[key][-third:])}"
-            )
-    above.plot(runs[0]["step"], runs[0]["gns/b_big"], color="grey", linewidth=0.8, label="batch of the run")
-    above.set(ylabel="B_simple, sequences", yscale="log")
-    above.legend()
-    below.axhline(1.0, color="grey", linewidth=0.8)
-    below.set(xlabel="step", ylabel="consistency", ylim=(-0.5, 2.5))
+        band(panels[2], steps, value, lower, upper, label)
+        third = len(steps) // 3
+        for key in (*(f"{scale}{end}" for scale in PRINTED for end in ("", "_low", "_high")), *OTHERS):
+            if key in series:
+                first, last = median_of(series[key][:third]), median_of(series[key][-third:])
+                print(f"{label} {key}: first third {first}, last {last}")
+    panels[0].plot(runs[0]["step"], runs[0]["gns/b_big"], color="grey", linewidth=0.8, label="batch of the run")
+    for axes, key in zip(panels, SCALES, strict=False):
+        axes.set(ylabel=f"{key}, sequences", yscale="log")
+    panels[0].legend()
+    panels[2].axhline(1.0, color="grey", linewidth=0.8)
+    panels[2].set(xlabel="step", ylabel="gns/consistency", ylim=(-0.5, 2.5))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)
 

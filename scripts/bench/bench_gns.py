@@ -1,10 +1,11 @@
 """Overhead of the noise scale per step: with over without its hooks, alternating in one run, by micro-batches per step.
 
-One process trains the reference model (10.4 million parameters) on random bytes. Steps without hooks, with hooks, with layers
-measured too (`metrics.per_layer`, on steps that log) and with the snapshot recipe (the gradients are copied after every
+One process trains the reference model (10.4 million parameters) on random bytes. Steps without hooks, with hooks, with
+everything that steps which log can measure (`metrics.per_layer`, and `gns.components_every`, which runs each micro-batch in two
+halves) and with the snapshot recipe (the gradients are copied after every
 backward, and each micro-gradient is a difference) alternate in an order drawn anew for every round, on the same weights and
 data, so that other load on the machine affects all alike. "Everything on, every step logged" is the worst case; "every 10th" is
-nine steps with hooks and one with layers, from the same round. A
+nine steps with hooks and one with everything, from the same round. A
 round gives one ratio; the table shows the median ratio and its quartiles. The micro-batch size is fixed, so m = 8 is four
 times the work of m = 2. "inside the hooks alone" is the time that the hooks themselves took, measured in the same steps,
 relative to a step without them: it is not a difference of two long times, so it is robust on a busy machine.
@@ -36,6 +37,7 @@ import torch
 from bench_table import Figure, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
+from trainer.metrics.noise_scale.components import Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.metrics.noise_scale.square_norm import square_norm
@@ -43,8 +45,8 @@ from trainer.model.build import build
 
 VOCAB = 256
 GOAL = 1.02
-KINDS = ("none", "hooks", "layers", "snapshot")
-MEASURED = ("hooks", "layers")
+KINDS = ("none", "hooks", "all", "snapshot")
+MEASURED = ("hooks", "all")
 LOG_INTERVAL = 10
 
 
@@ -128,15 +130,16 @@ class Bench:
         """One optimizer step; its seconds."""
         began = self._clock()
         if kind in MEASURED:
-            self.gns.begin_window(m, by_parameter=kind == "layers")
-        for k in range(m):
-            logits = self.model(self._rows[:, :-1]).logits
-            loss = nn.functional.cross_entropy(logits.reshape(-1, VOCAB), self._rows[:, 1:].reshape(-1)) / m
+            self.gns.begin_window(m, pairs=kind == "all", by_parameter=kind == "all")
+        pieces = m * (list(self._rows.chunk(2)) if kind == "all" else [self._rows])
+        for k, rows in enumerate(pieces):
+            logits = self.model(rows[:, :-1]).logits
+            loss = nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1)) / len(pieces)
             if kind in MEASURED:
-                self.gns.begin_micro(last=k == m - 1)
+                self.gns.begin_micro(last=k == len(pieces) - 1)
             loss.backward()  # type: ignore[no-untyped-call]
             if kind in MEASURED:
-                self.gns.end_micro(1 / m, len(self._rows))
+                self.gns.end_micro(1 / len(pieces), len(rows))
             elif kind == "snapshot":
                 self._snapshots.measure()
         # As in the trainer's step: clipping measures the gradient with the same kernel, and what is measured reuses that.
@@ -146,15 +149,25 @@ class Bench:
             self.gns.take(grad_sq)
         elif kind == "snapshot":
             self._snapshots.reset()
-        if kind == "layers":
+        if kind == "all":
             self._timed(lambda: self._layers.before_update(squares))
+            self._timed(lambda: self._compare(pieces))
         shrink = min(1.0, 1.0 / (math.sqrt(float(grad_sq)) + 1e-6))
         torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], shrink)
         self._optimizer.step()
-        if kind == "layers":
+        if kind == "all":
             self._timed(lambda: self._layers.step(grad_factor=1.0))
         self._optimizer.zero_grad(set_to_none=True)
         return self._clock() - began
+
+    def _compare(self, rows: Sequence[Tensor]) -> None:
+        """Take in where the noise comes from, as the trainer's step does."""
+        norms = self.gns.pair_norms()
+        assert norms is not None
+        kappas, squares, sums = norms.T.tolist()
+        pieces = [Piece(number // 2, range(len(each)), [1.0] * len(each)) for number, each in enumerate(rows)]
+        equations = normal_equations(pieces, kappas, squares, sums)
+        self.gns.components.update(equations.tolist(), squares[0], 1.0, 0.0)
 
     def _timed(self, part: Callable[[], object]) -> None:
         began = self._clock()
@@ -163,7 +176,7 @@ class Bench:
 
 
 def ratios(bench: Bench, m: int, rounds: int, rng: random.Random) -> dict[str, list[float]]:
-    """Per round, each kind's seconds relative to "none"; "none" has absolute seconds, "own hooks" and "own layers" are 1 + the
+    """Per round, each kind's seconds relative to "none"; "none" has absolute seconds, "own hooks" and "own all" are 1 + the
     share of what measures itself."""
     result: dict[str, list[float]] = {kind: [] for kind in (*KINDS, *(f"own {kind}" for kind in MEASURED))}
     for number in range(rounds + 1):
@@ -215,12 +228,12 @@ def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
             ratio_figure(f"m={m}: by time inside the hooks alone", each["own hooks"]),
             ratio_figure(
                 f"m={m}: everything on, every {LOG_INTERVAL}th step logged",
-                mixed(each["hooks"], each["layers"]),
+                mixed(each["hooks"], each["all"]),
                 at_most=GOAL,
             ),
-            ratio_figure(f"m={m}: the same by time inside alone", mixed(each["own hooks"], each["own layers"])),
-            ratio_figure(f"m={m}: everything on, every step logged", each["layers"]),
-            ratio_figure(f"m={m}: the same by time inside alone, every step logged", each["own layers"]),
+            ratio_figure(f"m={m}: the same by time inside alone", mixed(each["own hooks"], each["own all"])),
+            ratio_figure(f"m={m}: everything on, every step logged", each["all"]),
+            ratio_figure(f"m={m}: the same by time inside alone, every step logged", each["own all"]),
             ratio_figure(f"m={m}: snapshot recipe over without", each["snapshot"]),
         ]
     size = bench.num_parameters * 4 / 1e6
