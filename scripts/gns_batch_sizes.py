@@ -38,7 +38,7 @@ RATES = tuple(1e-3 * 2.0 ** (k / 2) for k in range(14))
 VOCAB = 256
 TUNED_ON = 2  # seeds
 # Span of the average of weights, as the weight of the newest ones at step t: 1 / (1 + span (t - 1)). 0: no average.
-SPANS = (0.1, 0.25, 0.5)
+SPANS = (0.03, 0.06, 0.12, 0.25)
 RAW = (0.0,)
 PAST_TARGET = 0.01  # nats: runs end this far below the target, so that all spans that are of use reach it
 
