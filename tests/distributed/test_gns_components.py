@@ -122,6 +122,18 @@ def test_a_run_measures_it_and_learns_the_same(tmp_path: Path, nproc: int) -> No
     assert not [key for key in read_rows(tmp_path / "off" / "metrics.jsonl")["train", 20] if "noise_from" in key]
 
 
+def test_ranks_that_exchange_states_run_as_many_halves(tmp_path: Path) -> None:
+    """Some of the small streams leave a rank with a single row, which cannot be halved."""
+    config = write_tiny_config(tmp_path, RUN)
+    sets = ("train.micro_batches=2", 'ledger.ownership="exchange"', "gns.components_every=1")
+    options = [word for each in sets for word in ("--set", each)]
+    result = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "20", *options, nproc=2)
+    assert result.returncode == 0, result.stderr
+    assert "failed and is off" not in result.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert "gns/noise_from_row" in rows["train", 20]
+
+
 def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
     config = write_tiny_config(tmp_path, RUN)
     common = ("--config", config, "--set", "train.micro_batches=2", "--set", "scheduler.name=constant")

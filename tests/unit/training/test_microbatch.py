@@ -84,6 +84,12 @@ def test_halves_have_all_rows_in_order_with_their_groups_and_extras():
     assert second.meta == micro.meta
 
 
-def test_a_single_row_is_not_cut():
-    (whole,) = in_halves([split(masked_copy(batch()), None)])
-    assert len(whole.targets) == 1
+def test_a_single_row_is_followed_by_a_masked_one():
+    """Ranks that exchange states must do it equally often."""
+    single = {key: value[:1] for key, value in batch().items()}
+    whole, nothing = in_halves([split(single, None)])
+    assert whole.targets.tolist() == [[1, 1, 1]]
+    assert nothing.targets.tolist() == [[-100] * 3]
+    assert whole.carry is not None
+    assert nothing.carry is not None
+    assert (whole.carry.group_ids.tolist(), nothing.carry.group_ids.tolist()) == ([4], [-1])

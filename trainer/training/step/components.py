@@ -50,7 +50,8 @@ def no_equations(device: torch.device) -> Tensor:
 
 def _piece(micro: MicroBatch) -> Piece:
     labels = micro.extras.get("dataset_labels") or [""]
-    stream = json.loads(micro.meta).get("stream")
+    located = json.loads(micro.meta)
+    stream = located.get("stream") if isinstance(located, dict) else None  # a data set of one's own may say anything
     weights = (micro.targets != IGNORED).sum(dim=1).tolist()
     groups = micro.carry.group_ids.tolist() if micro.carry is not None else [-1] * len(weights)
     return Piece((*sorted(set(labels)), stream), groups, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -94,10 +94,14 @@ def _history(extras: Mapping[str, Any], carry: Carry | None, device: torch.devic
 
 
 def halves(micro: MicroBatch) -> list[MicroBatch]:
-    """The first and the second half of the rows; a single row as it is."""
+    """The first and the second half of the rows; a single row, and that row with nothing to predict and no group.
+
+    Always two: ranks that exchange states, or synchronize in a forward, must do it equally often.
+    """
     num_rows = len(micro.targets)
     if num_rows < 2:
-        return [micro]
+        carry = micro.carry and Carry.of_no_group(num_rows)
+        return [micro, replace(micro, targets=torch.full_like(micro.targets, IGNORED), carry=carry)]
 
     def part(values: Mapping[str, Any], rows: slice) -> dict[str, Any]:
         return {key: value[rows] if _is_by_row(value, num_rows) else value for key, value in values.items()}
