@@ -1191,8 +1191,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/step.py",
-            "by_parameter=self._measures_layers",
-            "by_parameter=False",
+            "coincidence is not None, self._measures_layers",
+            "coincidence is not None, False",
             "tests/distributed/test_per_layer.py::test_a_run_reports_the_noise_scale_of_its_layers",
         ),
         Mutant(

@@ -66,7 +66,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
             "data.mixing.num_stream_mixed: unknown key; did you mean num_streams_mixed?",
         ),
         ("ledgr.capacity=3", "ledgr: unknown key; did you mean ledger?"),
-        ("gns.zzz=3", "gns.zzz: unknown key; known keys: ema, enabled"),
+        ("gns.zzz=3", "gns.zzz: unknown key; known keys: components_every, ema, enabled"),
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
         ("ledger.wipe_mode=periodic_stale", 'wipe_mode "periodic_stale" needs stale_threshold >= 1'),
         ("data.source.first.weight=-1", "data.source.0.weight: must be >= 0.0, got -1"),
