@@ -33,6 +33,7 @@ Vector = NDArray[np.float64]
 MEAN, STREAM, ROW, GROUP = range(4)
 NUM_TERMS = 4
 NUM_SUMS = NUM_TERMS * NUM_TERMS + NUM_TERMS
+WINDOW_LENGTH = NUM_SUMS + 3  # and |gradient|^2 of the step, its rows, and the coincidence
 KEPT = 40  # windows
 LAGS = 3  # windows after which they count as independent
 MIN_KEPT = 8  # fewer do not give a usable standard error
@@ -125,7 +126,6 @@ class NoiseComponents:
     """The last windows whose pieces were measured."""
 
     def __init__(self) -> None:
-        # Normal equations, |gradient|^2 of the step, its rows, coincidence.
         self._windows: deque[Vector] = deque(maxlen=KEPT)
         self._reason: str | None = None
 

@@ -11,9 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.errors import UserError
 from trainer.import_path import format_error
+from trainer.metrics.noise_scale.components import WINDOW_LENGTH
 
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
+Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
 class _Part(BaseModel):
@@ -29,6 +31,8 @@ class _NoiseScale(_Part):
     noise: dict[str, float]
     consistency: dict[str, float]
     gauges: dict[str, float]
+    history: list[list[Pair]] = []
+    components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]] = []
 
 
 class _Spikes(_Part):
@@ -44,6 +48,8 @@ class _SavedState(_Part):
     world_size: Annotated[int, Field(ge=1, le=MOST)]
     format_version: int = 1
     model_files: list[Count] = [0]
+    reached: Count = 0
+    tokens: Annotated[list[Count], Field(min_length=2, max_length=2)] = [0, 0]
     micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)] = [0, 0]
     evaluation_is_due: bool = False
     tracker: _Tracker | None = None
