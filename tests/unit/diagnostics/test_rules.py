@@ -310,12 +310,20 @@ def test_records_of_earlier_versions_have_their_average_judged() -> None:
     assert "gns/b_simple at step 40" in outcome.sentence
 
 
-@pytest.mark.parametrize(("value", "error", "doubts"), [(0.6, 0.05, True), (0.6, 0.2, False), (0.9, 0.01, False)])
+@pytest.mark.parametrize(
+    ("value", "error", "doubts"), [(0.6, 0.05, True), (0.6, 0.2, False), (0.9, 0.01, False), (-0.1, 0.1, True)]
+)
 def test_micro_batches_that_depend_on_each_other_raise_a_doubt(value: float, error: float, doubts: bool) -> None:
     rows = {**GNS, "gns/b_big": [16.0] * 40, "gns/consistency": [value] * 40, "gns/consistency_se": [error] * 40}
     outcome = check("batch_size", make_run(rows))
     assert outcome.verdict == "healthy"
     assert ("components_every" in outcome.sentence) == doubts
+
+
+def test_the_larger_the_noise_scale_the_more_a_dependence_matters() -> None:
+    rows = {**GNS, "gns/consistency": [0.9] * 40, "gns/consistency_se": [0.01] * 40}
+    sentences = [check("batch_size", make_run({**rows, "gns/b_big": [size] * 40})).sentence for size in (16.0, 8.0)]
+    assert ["components_every" in sentence for sentence in sentences] == [False, True]
 
 
 def test_a_noise_scale_of_a_few_steps_is_not_judged() -> None:

@@ -14,8 +14,9 @@ TOO_SMALL = 0.1
 WASTEFUL = 4.0
 MIN_STEPS = 20  # fewer say more about the first steps than about the batch
 CONSISTENCY = "gns/consistency"
-INCONSISTENT = 0.2  # distance of the consistency from 1 that changes the noise scale visibly, if it is beyond its error
+INCONSISTENT = 0.2  # relative error of the noise scale that is worth a word
 SIGMAS = 3.0
+SMALLEST = 0.01  # of a consistency, which may be negative by chance
 
 
 def check_batch_size(run: RunRecord) -> Outcome:
@@ -69,7 +70,11 @@ def _doubt(run: RunRecord, scale: NoiseScale) -> str:
     value, error = (_row(run, key, scale).values for key in (CONSISTENCY, f"{CONSISTENCY}_se"))
     if scale.key == "gns/b_drawn" or not value or not error:
         return ""
-    if abs(value[0] - 1.0) < max(INCONSISTENT, SIGMAS * error[0]):
+    # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise, which is B / batch of the
+    # signal in a step's gradient.
+    known = scale.low if scale.value is None else scale.value
+    shift = abs(1.0 / max(value[0], SMALLEST) - 1.0) * max(known / scale.batch, 1.0)
+    if shift < INCONSISTENT or abs(value[0] - 1.0) < SIGMAS * error[0]:
         return ""
     return (
         f", which takes micro-batches for independent, and they are not (consistency {number_text(value[0])}): "
