@@ -10,8 +10,8 @@ from trainer.wording import number_text
 
 B_BIG: Final = "gns/b_big"
 READINGS: Final = ("gns/b_drawn", "gns/b_now", "gns/b_simple")
-"""From what says most to what says least: of the batch as it is drawn; of independent micro-batches; the lagging average of
-the latter, which records of earlier versions have alone."""
+"""From what says most to what says least: of the batch as it is drawn, as soon as it has an upper bound; of independent
+micro-batches; the lagging average of the latter, which records of earlier versions have alone."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,9 @@ def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
         return None
     step = max(batches)
     for key in READINGS:
-        low = _column(run, f"{key}_low").get(step)
-        if low is None:
+        low, high = (_column(run, f"{key}{end}").get(step) for end in ("_low", "_high"))
+        if low is None or (high is None and key == READINGS[0]):
             continue
-        high = _column(run, f"{key}_high").get(step)
         value = _column(run, key).get(step) if high is not None else None
         steps = _column(run, f"{key}_steps").get(step)
         return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps))

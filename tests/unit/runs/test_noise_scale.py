@@ -34,6 +34,10 @@ def test_a_lower_bound_alone_is_told_without_a_value_of_an_earlier_row() -> None
 
 def test_what_says_most_is_preferred() -> None:
     bounds = {f"gns/b_{name}_low": low for name, low in (("simple", 1.0), ("now", 2.0), ("drawn", 3.0))}
+    found = noise_scale_of(record({5: bounds}))
+    assert found is not None
+    assert found.key == "gns/b_now"  # what is drawn has no upper bound yet: its lower one may say nothing
+    bounds["gns/b_drawn_high"] = 9.0
     for key in ("gns/b_drawn", "gns/b_now", "gns/b_simple"):
         found = noise_scale_of(record({5: {**bounds, "gns/b_now_steps": 9.0}}))
         assert found is not None

@@ -232,9 +232,9 @@ class NoiseScaleAverage:
         return self._history.current()
 
     def reading(self) -> tuple[str, Ratio] | None:
-        """What decisions go by, with its key: B of the batch as it is drawn, where that is measured, otherwise B now."""
+        """What decisions go by, with its key: B of the batch as it is drawn, where it has an upper bound, otherwise B now."""
         components = self.components.components()
-        if components is not None:
+        if components is not None and components.drawn.high is not None:
             return "gns/b_drawn", components.drawn
         current = self.current()
         return None if current is None else ("gns/b_now", current.ratio)
