@@ -20,7 +20,7 @@ BUILD = ROOT / "build"
 SOURCE = BUILD / "site_source"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("docs", "examples", "train_configs", "trainer", "scripts", "deploy", "tests/support")
-SUFFIXES = (".md", ".py", ".toml", ".json", ".png", ".csv", ".yaml", ".sbatch", "")
+SUFFIXES = (".md", ".py", ".toml", ".json", ".png", ".svg", ".csv", ".yaml", ".sbatch", "")
 # Low to high, as the layers in docs/architecture.md.
 PACKAGES = (
     "errors",

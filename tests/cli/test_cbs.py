@@ -144,7 +144,7 @@ def test_interrupted_branches_go_on_to_the_same_answer(trained, whole, tmp_path)
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_SEC) == 0
-    assert "the same command goes on" in err.read_text()
+    assert "the same command continues" in err.read_text()
     assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
     stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
     assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped

@@ -17,7 +17,7 @@ from tests.support.in_process import Ended, program
 from tests.support.runs import PROGRAM, environment, make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.preview.picture import check_picture
+from trainer.pictures import check_picture
 from trainer.preview.summary import make_preview
 from trainer.preview.terminal import print_preview
 from trainer.training.setup.plan import make_plan
@@ -103,7 +103,7 @@ def test_the_picture_is_drawn(config: Path, previewed: Previewed, suffix: str) -
 )
 def test_a_picture_that_cannot_be_is_refused(out: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_picture(out)
+        check_picture(out, example="preview.png")
 
 
 def test_without_the_extra_a_picture_is_refused_in_one_line(config: Path) -> None:

@@ -10,13 +10,11 @@ from rich.text import Text
 
 from trainer.branching.answer import Answer, BatchRow, sentence
 from trainer.branching.verdict import ERRORS_WIDE
-from trainer.errors import UserError
-from trainer.files import replacing
 from trainer.fitted_table import Column, fitted_table
+from trainer.pictures import save_picture
 from trainer.wording import number_text
 
 PLOT_HEIGHT, MAX_WIDTH = 14, 100
-SUFFIXES = (".png", ".svg")
 
 
 def print_answer(answer: Answer, console: Console) -> None:
@@ -111,31 +109,6 @@ def _plot(answer: Answer, width: int) -> str:
     return str(plotext.uncolorize(plotext.build())).rstrip()
 
 
-def check_picture(out: str) -> None:
-    """Refuse a picture that cannot be drawn, before anything is trained.
-
-    Raises:
-        UserError: unknown suffix, missing directory, or matplotlib is not installed.
-    """
-    path = Path(out)
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError("--out", f"must end in {' or '.join(SUFFIXES)}, got {out!r}", "write --out cbs.svg")
-    if not path.parent.is_dir():
-        raise UserError("--out", f"the directory {path.parent} does not exist", "create it first")
-    if not can_draw():
-        problem = "needs the package matplotlib, which is not installed"
-        raise UserError("--out", problem, "run: pip install 'trainer[preview]'")
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    try:
-        import matplotlib  # noqa: F401 - only whether it is installed
-    except ImportError:
-        return False
-    return True
-
-
 def draw(answer: Answer, out: Path) -> None:
     """Write the picture: loss against batch with error bars, what is within, and the noise scale's interval.
 
@@ -174,9 +147,4 @@ def draw(answer: Answer, out: Path) -> None:
     axes.set(xlabel="batch, sequences", ylabel=f"{kind} after {answer.study.tokens:,.0f} tokens")
     axes.set_title(f"{answer.study.origin.run.name}, branches from step {answer.study.origin.step:,}", fontsize=10)
     axes.legend(fontsize=8)
-    try:
-        kind = out.suffix.removeprefix(".").lower()
-        with replacing(out) as file:
-            figure.savefig(file, format=kind, dpi=90, metadata={"Date": None} if kind == "svg" else None)
-    except OSError as error:
-        raise UserError("--out", f"{out} cannot be written: {error.strerror}", "check the path") from None
+    save_picture(figure, out)

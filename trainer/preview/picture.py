@@ -5,33 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import UserError
-from trainer.files import replacing
+from trainer.pictures import save_picture
 from trainer.preview.summary import ModalityView, Preview
 from trainer.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-SUFFIXES = (".png", ".svg")
-
-
-def check_picture(out: str) -> None:
-    """Refuse a picture that cannot be drawn, before anything is computed.
-
-    Raises:
-        UserError: unknown suffix, missing directory, or matplotlib is not installed.
-    """
-    path = Path(out)
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError("--out", f"must end in {' or '.join(SUFFIXES)}, got {out!r}", "write --out preview.png")
-    if not path.parent.is_dir():
-        raise UserError("--out", f"the directory {path.parent} does not exist", "create it first")
-    try:
-        import matplotlib  # noqa: F401 - only whether it is installed
-    except ImportError as error:
-        problem = "needs the package matplotlib, which is not installed"
-        raise UserError("--out", problem, "run: pip install 'trainer[preview]'") from error
 
 
 def draw(preview: Preview, out: str) -> None:
@@ -53,12 +32,7 @@ def draw(preview: Preview, out: str) -> None:
     _draw_picks(picks, views)
     _draw_waits(waits, preview, views)
     figure.suptitle(f"{preview.name}: {counted(preview.steps, 'step')} on {counted(preview.world_size, 'rank')}")
-    try:
-        kind = Path(out).suffix.removeprefix(".").lower()
-        with replacing(Path(out)) as file:
-            figure.savefig(file, format=kind, dpi=90, metadata={"Date": None} if kind == "svg" else None)
-    except OSError as error:
-        raise UserError("--out", f"{out} cannot be written: {error.strerror}", "check the path") from None
+    save_picture(figure, Path(out))
 
 
 def _draw_blend(axes: Axes, preview: Preview) -> None:

@@ -51,10 +51,10 @@ def cbs(
         from trainer.branching.origin import find_checkpoint, open_origin, reserved
         from trainer.branching.results import read_common, refuse_mixing
         from trainer.branching.runner import slots
-        from trainer.branching.show import check_picture
         from trainer.branching.study import make_study, parse_factors, parse_grid
+        from trainer.pictures import check_picture
     if out is not None:
-        check_picture(out)
+        check_picture(out, example="cbs.svg")
     run, path = Path(run_dir), find_checkpoint(Path(run_dir), at)
     with reserved(run):
         origin = open_origin(run, path, num_ranks=nproc)
@@ -116,7 +116,7 @@ def _run(study: Study, environments: list[dict[str, str]], *, asks: bool) -> Non
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_FAILED) from None
     if not is_complete:
-        how = "the same command goes on"
+        how = "the same command continues"
         typer.echo(f"stopped: {num_done} of {len(study.branches)} branches are done; {how}", err=True)
         raise typer.Exit(0)
 
@@ -126,8 +126,9 @@ def _tell(study: Study, tolerance: float, out: str | None, *, as_json: bool) -> 
     from trainer.branching.answer import make_answer, to_json
     from trainer.branching.results import ANSWER_FILE
     from trainer.branching.runner import missing
-    from trainer.branching.show import can_draw, draw, print_answer
+    from trainer.branching.show import draw, print_answer
     from trainer.files import write_json
+    from trainer.pictures import can_draw
 
     answer = make_answer(study, missing(study)[1], tolerance=tolerance)
     found = to_json(answer)

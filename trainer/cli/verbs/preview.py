@@ -24,13 +24,14 @@ def preview(
     from pathlib import Path
 
     from trainer.config.load import load_config
+    from trainer.pictures import check_picture
     from trainer.preview.config_warnings import find_warnings
-    from trainer.preview.picture import check_picture, draw
+    from trainer.preview.picture import draw
     from trainer.preview.summary import make_preview
     from trainer.training.setup.plan import make_plan
 
     if out is not None:
-        check_picture(out)
+        check_picture(out, example="preview.png")
     plan = make_plan(load_config(config_path, overrides or []), Path(config_path), world_size)
     forecast = make_preview(plan, world_size)
     warnings = find_warnings(plan, forecast)
