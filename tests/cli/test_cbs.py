@@ -179,11 +179,12 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
     ("options", "message"),
     [
         (["--at", "9"], "--at: RUN has no checkpoint at step 9; there are 4, 8, 12"),
-        (["--factors", "1/16,1"], "fewer than two batches to compare: 1/16 of today's batch is impossible"),
+        (["--factors", "1/16,1"], "fewer than two batches to compare; 1/16 of today's batch is impossible"),
         (["--factors", "1,none"], "--factors: 'none' is no positive number"),
         (["--lr-grid", "0"], "--lr-grid: '0' is no positive number"),
         (["--devices", "0,0"], "--devices: '0,0' is no list of different devices"),
         (["--devices", "0,1,2", "--nproc", "2"], "3 devices do not make groups of 2"),
+        (["--devices", "0,1"], "--devices: names CUDA devices, but torch finds none here"),
         (["--devices", "0", "--parallel", "2"], "--parallel: beside --devices"),
         (["--out", "x.gif"], "--out: must end in .png or .svg"),
     ],

@@ -46,7 +46,7 @@ def test_a_mistake_of_rank_1_alone_is_printed_once_with_its_rank(tmp_path, rank_
     assert done.returncode in (2, 7)
     assert not (tmp_path / "runs").exists()
     assert done.stderr.count("of rank 1") == 1
-    assert "[rank 1] model.target: own_model fails on import" in done.stderr
+    assert "[rank 1] --set model.target=own_model:build: model.target: own_model fails on import" in done.stderr
 
 
 DATA = """

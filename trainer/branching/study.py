@@ -129,7 +129,7 @@ def make_study(
     batches = [batch for batch in fitted.values() if batch is not None]
     impossible = [why_impossible(factor, origin.today, sizes) for factor, batch in fitted.items() if batch is None]
     if len(batches) < 2:
-        problem = f"leave fewer than two batches to compare: {'; '.join(impossible) or 'name more'}"
+        problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
         raise UserError("--factors", problem, "name others, such as 1,2,4")
     own = [source.name for source in origin.config.data.source if source.target is not None]
     if own and num_seeds > 1:

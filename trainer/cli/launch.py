@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.cli.imports import uncollected
 from trainer.cli.refuse import refuse
-from trainer.config.load import load_config
+from trainer.config.load import load_config, located
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.training.signals import StopRequest, say_stopping
@@ -60,7 +60,8 @@ def run_training(
 
     policy = DataPolicy(verify_whole=verify_data, accept_change=accept_data_change)
     try:
-        code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=verdict_of, data_policy=policy)
+        with located(config_path, overrides):
+            code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=verdict_of, data_policy=policy)
     except UserError as error:
         refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
     report_to_launcher(EXIT_CODE, str(code))

@@ -56,7 +56,7 @@ def integer_keys(value: Any) -> Any:
         try:
             points[int(key)] = weight
         except (TypeError, ValueError):
-            raise ValueError(f"a point's key must be a whole number (a batch or step), got {key!r}") from None
+            raise ValueError(f"a point's key must be a whole number (its position in the run), got {key!r}") from None
     if len(points) < len(value):
         raise ValueError("two points have the same key")
     return points

@@ -17,7 +17,7 @@ class BatchScheduleTable(Table):
     """A number of micro-batches that is planned: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
 
     schedule: Literal["step"]
-    """step: take the last point reached; the first point holds before it, too."""
+    """step: take the last point reached, in whatever order they are written; the first point holds before it, too."""
     unit: Literal["steps", "tokens"] = "steps"
     """Unit of the points: steps, optimizer steps, from 1; tokens, the target tokens over all ranks before the step, its
     predecessor counted as full."""
@@ -56,6 +56,8 @@ def _table_of_word(value: Any) -> Any:
     """`"auto"` is short for a table."""
     if isinstance(value, str) and value != "auto":
         raise ValueError(f'must be an integer, "auto" or a schedule, got "{value}"')
+    if isinstance(value, Mapping) and value.get("schedule") not in (None, "step", "auto"):
+        raise ValueError(f'schedule must be "step" or "auto", got {value["schedule"]!r}')
     return {"schedule": "auto"} if value == "auto" else value
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 KeyPath = tuple[str | int, ...]
@@ -49,6 +51,36 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 def line_of(lines: dict[KeyPath, int], path: KeyPath) -> int | None:
     """The line of `path`, or of the nearest table around it; None if the file has neither."""
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
+
+
+@dataclass(frozen=True)
+class KeyOrigins:
+    """Where each key of a config was written.
+
+    Args:
+        path: of the file.
+        lines: see `key_lines`.
+        overrides: path of a key -> the override that changed it, in the order in which they were applied.
+    """
+
+    path: str
+    lines: dict[KeyPath, int]
+    overrides: Mapping[KeyPath, str] = field(default_factory=dict)
+
+    def where(self, key: KeyPath) -> str:
+        """`file:line` or `--set ...`."""
+        # The latest override of the key, of something in it, or of a table around it.
+        for changed, origin in reversed(list(self.overrides.items())):
+            if key and (key[: len(changed)] == changed or changed[: len(key)] == key):
+                return origin
+        line = line_of(self.lines, key)
+        if line is not None:
+            return f"{self.path}:{line}"
+        # A key may be missing from a table that an override created.
+        siblings = (
+            origin for changed, origin in self.overrides.items() if len(key) > 1 and key[:-1] == changed[: len(key) - 1]
+        )
+        return next(siblings, self.path)
 
 
 def _keys(dotted: str) -> KeyPath:

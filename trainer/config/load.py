@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from trainer.config.data_tables import DatasetFile
-from trainer.config.lines import KeyPath, key_lines, line_of
+from trainer.config.lines import KeyOrigins, key_lines
 from trainer.config.messages import toml_problem, user_errors
 from trainer.config.overrides import apply_override
 from trainer.config.schema import RunConfig
@@ -46,32 +47,36 @@ def to_toml(config: BaseModel) -> str:
 
 
 def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -> Model:
-    text = _read(path)
-    raw = _parse(text, path)
-    lines = key_lines(text)
-    origins = {apply_override(raw, override): f"--set {override}" for override in overrides}
-
-    def locate(key: KeyPath) -> str:
-        # The latest override of the key, of something in it, or of a table around it.
-        for changed, origin in reversed(origins.items()):
-            if key and (key[: len(changed)] == changed or changed[: len(key)] == key):
-                return origin
-        line = line_of(lines, key)
-        if line is not None:
-            return f"{path}:{line}"
-        # A key may be missing from a table that an override created.
-        siblings = (
-            origin for changed, origin in origins.items() if len(key) > 1 and key[:-1] == changed[: len(key) - 1]
-        )
-        return next(siblings, str(path))
-
+    raw, origins = _read_keys(path, overrides)
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        found = user_errors(error, model, locate)
+        found = user_errors(error, model, origins.where)
     except RecursionError:
         raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None
     raise found[0] if len(found) == 1 else UserErrors(found)
+
+
+@contextmanager
+def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Adds the file and line, or the override, of their key to the mistakes that are found in the block."""
+    try:
+        yield
+    except UserError as error:
+        _, origins = _read_keys(path, overrides)
+        for each in error.errors if isinstance(error, UserErrors) else [error]:
+            key = tuple(each.key.split("."))
+            if not each.where and key[0] in RunConfig.model_fields:
+                each.where = origins.where(key)
+        raise
+
+
+def _read_keys(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], KeyOrigins]:
+    """The file with the overrides, and where each key was written."""
+    text = _read(path)
+    raw = _parse(text, path)
+    overridden = {apply_override(raw, override): f"--set {override}" for override in overrides}
+    return raw, KeyOrigins(str(path), key_lines(text), overridden)
 
 
 def _read(path: str | Path) -> str:

@@ -13,6 +13,7 @@ from trainer.config.base import FORMS, TAGS
 from trainer.config.hints import hint, keys_of
 from trainer.config.lines import KeyPath
 from trainer.errors import UserError
+from trainer.wording import counted
 
 _BOUNDS = {
     "greater_than_equal": ">= {ge}",
@@ -30,6 +31,13 @@ _TYPES = {
     "dict_type": "a table",
     "model_type": "a table",
     "model_attributes_type": "a table",
+}
+
+_LENGTHS = {
+    "too_short": ("at least", "min_length", "item"),
+    "too_long": ("at most", "max_length", "item"),
+    "string_too_short": ("at least", "min_length", "character"),
+    "string_too_long": ("at most", "max_length", "character"),
 }
 
 
@@ -72,8 +80,9 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
         return f"must be {_TYPES[kind]}, got {_shown(value)}", ""
     if kind == "string_pattern_mismatch":
         return f"must be {FORMS[context['pattern']]}; got {_shown(value)}", ""
-    if kind in {"too_short", "too_long", "string_too_short", "string_too_long"}:
-        return f"{_lowered(details['msg'])}, got {_shown(value)}", ""
+    if kind in _LENGTHS:
+        bound, number, what = _LENGTHS[kind]
+        return f"must have {bound} {counted(context[number], what)}, got {_shown(value)}", ""
     return _lowered(details["msg"].removeprefix("Value error, ")), ""
 
 

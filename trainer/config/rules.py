@@ -142,6 +142,16 @@ def _broken_rules(
     return found
 
 
+def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
+    """Why a run cannot measure the gradient noise scale; None if it can."""
+    if not config.gns.enabled:
+        return "gns.enabled = false"
+    if world_size * config.micro_batches.most > 1:
+        return None
+    fix = "set train.micro_batches = 2 and halve data.mixing.batch_size"
+    return f"one micro-batch per step on one rank has a single batch size, and two are compared; {fix}"
+
+
 def _broken_growth(config: RunConfig, world_size: int) -> list[UserError]:
     batches, key = config.micro_batches, "train.micro_batches"
     if batches.auto is None:

@@ -60,10 +60,11 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     found = [*_data_warnings(plan, preview)]
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
-    return [*found, *_growth_warnings(plan), *_run_warnings(plan.config)]
+    return [*found, *growth_warnings(plan), *_run_warnings(plan.config)]
 
 
-def _growth_warnings(plan: Plan) -> Iterator[ConfigWarning]:
+def growth_warnings(plan: Plan) -> Iterator[ConfigWarning]:
+    """About a planned number of micro-batches; they need no forecast."""
     batches = plan.config.micro_batches
     length = plan.config.train.steps if batches.unit == "steps" else plan.facts.tokens_in_run
     beyond = [x for x, _ in batches.points if x > length]

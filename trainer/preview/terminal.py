@@ -44,7 +44,7 @@ def print_preview(preview: Preview, warnings: Sequence[ConfigWarning], console: 
 def _headline(preview: Preview) -> str:
     least, mean, most = preview.cells_per_step
     lines = [
-        f"{preview.name}: {counted(preview.steps, 'step')} of {counted(preview.micro_batches, 'micro-batch')} on "
+        f"{preview.name}: {counted(preview.steps, 'step')} of {_micro_batches(preview)} on "
         f"{counted(preview.world_size, 'rank')}; "
         f"{mean:,.1f} cells per step ({least:,} to {most:,})"
     ]
@@ -61,6 +61,13 @@ def _headline(preview: Preview) -> str:
         lines.append(preview.auto)
     lines += [f"{name}: {cost}" for name, cost in preview.costs_of_carry.items()]
     return "\n".join(lines)
+
+
+def _micro_batches(preview: Preview) -> str:
+    every = [preview.micro_batches, *(change.micro_batches for change in preview.batch_changes)]
+    if min(every) < max(every):
+        return f"{min(every)} to {max(every)} micro-batches"
+    return counted(preview.micro_batches, "micro-batch") + (" at first" if preview.auto is not None else "")
 
 
 def _change(change: BatchChange) -> str:

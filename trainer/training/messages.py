@@ -9,6 +9,7 @@ import sys
 import torch
 from torch import Tensor
 
+from trainer.config.rules import why_no_noise_scale
 from trainer.distributed.strategy import num_parameters
 from trainer.metrics.logger import get_logger
 from trainer.shards import is_dtensor, own_part
@@ -38,6 +39,9 @@ def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDi
     )
     if facts.world_size > 1:
         logger.info("%s", _shares(plan, state))
+    reason = why_no_noise_scale(plan.config, facts.world_size)
+    if plan.config.gns.enabled and reason is not None:
+        logger.info("the gradient noise scale is not measured: %s", reason)
 
 
 def _shares(plan: Plan, state: TrainState) -> str:

@@ -67,6 +67,14 @@ def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study, record):
     )
 
 
+def test_a_noise_scale_without_bounds_is_called_unknown(make_study, record):
+    rows = record({90: {"gns/b_now_low": 0.0, "gns/b_big": 16.0}})
+    found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
+    assert found.endswith(
+        "The noise scale (gns/b_now at step 90) is not known yet: it has neither a lower nor an upper bound."
+    )
+
+
 def test_the_cost_is_that_of_what_is_left(make_study, record):
     rows = record({step: {"tokens_per_sec": 100.0 * step} for step in (80, 90, 100, 110)})
     study = make_study(fields={"run": rows})

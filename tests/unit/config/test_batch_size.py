@@ -29,10 +29,13 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
     [
         (['train.micro_batches="atuo"'], 'train.micro_batches: must be an integer, "auto" or a schedule, got "atuo"'),
         (["train.micro_batches=0"], "train.micro_batches: must be >= 1, got 0"),
-        (['train.micro_batches={schedule="linear",points={0=1}}'], "train.micro_batches.schedule: must be one of step"),
+        (
+            ['train.micro_batches={schedule="linear",points={0=1}}'],
+            'train.micro_batches: schedule must be "step" or "auto", got \'linear\'',
+        ),
         (
             ['train.micro_batches={schedule="step",points={}}'],
-            "train.micro_batches.points: value should have at least 1 item",
+            "train.micro_batches.points: must have at least 1 item, got a table",
         ),
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be >= 1, got 0"),
         (['train.micro_batches={schedule="step",points={a=1}}'], "a point's key must be a whole number"),

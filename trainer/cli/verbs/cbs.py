@@ -48,6 +48,8 @@ def cbs(
 ) -> None:
     """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
     with uncollected():
+        import torch
+
         from trainer.branching.origin import find_checkpoint, open_origin, reserved
         from trainer.branching.results import read_common, refuse_mixing
         from trainer.branching.runner import slots
@@ -73,6 +75,9 @@ def cbs(
             base_steps=None if before is None else before.get("base_steps"),
         )
         environments = slots(origin.num_ranks, devices, parallel)
+        if devices is not None and not torch.cuda.is_available():
+            problem = "names CUDA devices, but torch finds none here"
+            raise UserError("--devices", problem, "leave it out; --parallel runs several at once on the CPU")
         refuse_mixing(study)
         _run(study, environments, asks=not yes and sys.stdin.isatty())
         _tell(study, tolerance, out, as_json=as_json)

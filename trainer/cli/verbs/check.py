@@ -39,32 +39,28 @@ def check(
     """Validate a config; print it with all defaults, and the values derived from it."""
     config_path = require_config(config, "train check")
     import json
-    from dataclasses import asdict
     from pathlib import Path
 
     with uncollected():
         import torch
 
-        from trainer.config.load import load_config, to_toml
-        from trainer.config.rules import check_state_rules, costs_of_carry
+        from trainer.config.load import load_config, located, to_toml
         from trainer.metrics.logger import get_logger
-        from trainer.preview.shapes import source_shape
+        from trainer.preview.config_warnings import growth_warnings
         from trainer.training.setup.contract import check_here, refuse_breaches
         from trainer.training.setup.plan import make_plan
-        from trainer.training.setup.plausible import ledger_bytes
 
-    resolved = load_config(config_path, [*(overrides or []), *_overrides(strategy, replicas)])
-    plan = make_plan(resolved, Path(config_path), world_size)
-    _refuse_what_a_run_would(plan)
+    overrides = [*(overrides or []), *_overrides(strategy, replicas)]
+    resolved = load_config(config_path, overrides)
+    with located(config_path, overrides):
+        plan = make_plan(resolved, Path(config_path), world_size)
+        _refuse_what_a_run_would(plan)
     device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
     for unmet in plan.unmet_needs(device):
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
-    facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
-    check_state_rules(resolved, plan.state_width())
-    if plan.state_width():
-        facts["state_width"] = plan.state_width()
-        facts["ledger_megabytes"] = round(ledger_bytes(resolved.ledger, plan.state_width()) / 1e6, 1)
-    facts.update(costs_of_carry(resolved))
+    for warning in growth_warnings(plan):
+        get_logger("check").warning("%s", warning.message)
+    facts = _derived(plan)
     facts.update(_memory(plan, device))
     report = "--no-contract" if no_contract else check_here(plan)
     if isinstance(report, str):
@@ -75,15 +71,7 @@ def check(
             get_logger("check").warning("model: %s: %s", verdict.check, verdict.text)
         facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
         facts["contract"] = report.to_json() if as_json else report.summary()
-    sources: dict[str, dict[str, Any]] = {
-        source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
-        for source in plan.sources
-    }
-    for source in plan.sources if world_size > 1 else []:
-        if source.streams:  # opens them all, which one rank does not need: it reads everything
-            dealt = source_shape(plan, source, world_size)
-            shares = {"rank_token_shares": dealt.token_shares(), "masked_share": dealt.worst_masked_shares()}
-            sources[source.name].update(shares)
+    sources = _sources(plan)
     if as_json:
         content = {"config": resolved.model_dump(mode="json"), "facts": {**facts, "sources": sources}}
         typer.echo(json.dumps(content, indent=2))
@@ -92,6 +80,47 @@ def check(
     typer.echo(to_toml(resolved))
     typer.echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     _print_facts(facts, sources)
+
+
+def _derived(plan: Plan) -> dict[str, Any]:
+    """What follows from the config, beside memory and the model's contract.
+
+    Raises:
+        UserError: the model lacks the state that a setting needs.
+    """
+    from dataclasses import asdict
+
+    from trainer.config.rules import check_state_rules, costs_of_carry, why_no_noise_scale
+    from trainer.training.setup.plausible import ledger_bytes
+
+    config, batches = plan.config, plan.config.micro_batches
+    facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    if not batches.is_constant:
+        words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
+        facts["micro_batches"] = words
+    if (reason := why_no_noise_scale(config, plan.facts.world_size)) is not None:
+        facts["noise_scale"] = f"not measured: {reason}"
+    check_state_rules(config, plan.state_width())
+    if plan.state_width():
+        facts["state_width"] = plan.state_width()
+        facts["ledger_megabytes"] = round(ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1)
+    return {**facts, **costs_of_carry(config)}
+
+
+def _sources(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Streams and modalities of each source, and what each of several ranks gets of them."""
+    from trainer.preview.shapes import source_shape
+
+    sources: dict[str, dict[str, Any]] = {
+        source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
+        for source in plan.sources
+    }
+    for source in plan.sources if plan.facts.world_size > 1 else []:
+        if source.streams:  # opens them all, which one rank does not need: it reads everything
+            dealt = source_shape(plan, source, plan.facts.world_size)
+            shares = {"rank_token_shares": dealt.token_shares(), "masked_share": dealt.worst_masked_shares()}
+            sources[source.name].update(shares)
+    return sources
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:

@@ -23,7 +23,7 @@ def preview(
     from dataclasses import asdict
     from pathlib import Path
 
-    from trainer.config.load import load_config
+    from trainer.config.load import load_config, located
     from trainer.pictures import check_picture
     from trainer.preview.config_warnings import find_warnings
     from trainer.preview.picture import draw
@@ -32,8 +32,10 @@ def preview(
 
     if out is not None:
         check_picture(out, example="preview.png")
-    plan = make_plan(load_config(config_path, overrides or []), Path(config_path), world_size)
-    forecast = make_preview(plan, world_size)
+    resolved = load_config(config_path, overrides or [])
+    with located(config_path, overrides or []):
+        plan = make_plan(resolved, Path(config_path), world_size)
+        forecast = make_preview(plan, world_size)
     warnings = find_warnings(plan, forecast)
     if out is not None:
         draw(forecast, out)

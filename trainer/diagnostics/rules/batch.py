@@ -86,6 +86,7 @@ RULES = (
     Rule(
         name="batch_size",
         needs=(B_BIG,),
+        hint="that takes gns.enabled = true and at least two micro-batches per step over all ranks",
         threshold=f"in the last row, the batch is below {TOO_SMALL:g} of the lower bound of the noise scale (too small) or "
         f"above {WASTEFUL:g} times its upper bound (wasteful)",
         why="A batch B needs 1 + B / B_simple times the minimum number of tokens and 1 + B_simple / B times the minimum "

@@ -1,0 +1,72 @@
+"""`train check` and `train preview`: what is not measured, what is never reached, and where a mistake is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.in_process import Ended, program
+from tests.support.runs import make_corpus, run, write_tiny_config
+
+BY_BATCH = "data.source.first.weight=1.0"  # the tiny config's follows steps, which grown batches refuse
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    make_corpus(tmp_path / "corpus")
+    return write_tiny_config(tmp_path)
+
+
+def checked(config: Path, capsys: pytest.CaptureFixture[str], *sets: str, verb: str = "check") -> Ended:
+    options = [word for each in sets for word in ("--set", each)]
+    return program([verb, "--config", config, *options], capsys)
+
+
+def test_one_micro_batch_on_one_rank_has_no_noise_scale_and_the_reason_is_given(config, capsys):
+    reason = "one micro-batch per step on one rank has a single batch size"
+    assert f"noise_scale = not measured: {reason}" in checked(config, capsys, "train.micro_batches=1").stdout
+    assert "noise_scale" not in checked(config, capsys, "train.micro_batches=2").stdout
+    off = checked(config, capsys, "train.micro_batches=1", "gns.enabled=false").stdout
+    assert "noise_scale = not measured: gns.enabled = false" in off
+
+
+def test_a_run_says_so_too_and_the_diagnosis_says_what_it_takes(config, capsys):
+    done = run("--config", config, "--set", "train.micro_batches=1")
+    assert "the gradient noise scale is not measured: one micro-batch per step on one rank" in done.stderr
+    run_dir = next((config.parent / "runs").iterdir())
+    words = " ".join(program(["diagnose", run_dir], capsys).stdout.split())
+    assert "does not log gns/b_big; that takes gns.enabled = true and at least two micro-batches per step" in words
+
+
+def test_a_change_of_the_batch_that_the_run_never_reaches_is_a_warning(config, capsys):
+    late = 'train.micro_batches={schedule="step",points={0=1,9=4}}'
+    assert "has a point at 9, but the run has 6 steps and never reaches it" in checked(config, capsys, late).stderr
+    soon = 'train.micro_batches={schedule="step",points={0=1,6=4}}'
+    ended = checked(config, capsys, soon)
+    assert "never reaches" not in ended.stderr
+    assert "micro_batches = 1 to 4; cells_per_step and tokens_per_step are those of 4" in ended.stdout
+
+
+def test_the_headline_of_a_preview_names_all_batches(config, capsys):
+    soon = checked(config, capsys, 'train.micro_batches={schedule="step",points={0=1,6=4}}', verb="preview").stdout
+    assert "6 steps of 1 to 4 micro-batches" in soon
+    grows = checked(config, capsys, BY_BATCH, 'train.micro_batches={schedule="auto",start=2}', verb="preview").stdout
+    assert "6 steps of 2 micro-batches at first" in grows
+
+
+@pytest.mark.parametrize("verb", ["check", "preview"])
+def test_a_rule_between_tables_says_where_its_key_is_written(config, capsys, verb):
+    line = config.read_text().splitlines().index("micro_batches = 2") + 1
+    config.write_text(config.read_text().replace("micro_batches = 2", 'micro_batches = "auto"'))
+    written = checked(config, capsys, BY_BATCH, verb=verb)
+    assert written.returncode == 2
+    assert written.stderr.startswith(f"{config}:{line}: train.micro_batches: ")
+    overridden = checked(config, capsys, BY_BATCH, "train.micro_batches=2", "ledger.burn_in=99", verb=verb)
+    assert overridden.stderr.startswith("--set ledger.burn_in=99: ledger.burn_in: 99 tokens must be less than a cell")
+
+
+def test_several_mistakes_each_say_where_they_are(config, capsys):
+    sets = ("ledger.burn_in=99", "gns.enabled=false", "gns.components_every=2")
+    lines = checked(config, capsys, *sets).stderr.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"--set {each}" for each in (sets[0], sets[2])]
