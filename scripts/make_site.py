@@ -21,7 +21,16 @@ SOURCE = BUILD / "site_source"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("docs", "examples", "train_configs", "trainer", "scripts", "deploy", "tests/support")
 SUFFIXES = (".md", ".py", ".toml", ".json", ".png", ".svg", ".csv", ".yaml", ".sbatch", "")
-# Low to high, as the layers in docs/architecture.md.
+# What other loops take, in the order in which they meet it: the first page of the reference.
+PARTS = (
+    "trainer.metrics.tracker.MetricsTracker",
+    "trainer.metrics.noise_scale.hooks.GradientNoiseScale",
+    "trainer.ledger.ledger.Ledger",
+    "trainer.data.blending.blend.BlendDataset",
+    "trainer.contracts.check.check_model",
+    "trainer.metrics.catalog.lookup.register",
+)
+# The rest, low to high, as the layers in docs/architecture.md.
 PACKAGES = (
     "errors",
     "import_path",
@@ -63,6 +72,12 @@ def page_of(package: str) -> str:
     return "\n".join(parts)
 
 
+def parts_page() -> str:
+    """The reference of the parts that other loops take."""
+    head = "# For your own loop\n\nHow they fit together: [in your own loop](../docs/your_loop.md).\n"
+    return "\n".join([head, *(f"::: {part}\n" for part in PARTS)])
+
+
 def mirror() -> None:
     """Copy all files that pages may link to."""
     shutil.rmtree(SOURCE, ignore_errors=True)
@@ -83,12 +98,14 @@ def mirror() -> None:
 def main() -> int:
     """Mirror, add the reference, build; returns mkdocs's exit code."""
     mirror()
+    pages = {"For your own loop": ("parts", parts_page())}
+    pages |= {f"trainer.{package}": (package, page_of(package)) for package in PACKAGES}
     reference = []
-    for package in PACKAGES:
-        page = SOURCE / "api" / f"{package}.md"
+    for title, (name, text) in pages.items():
+        page = SOURCE / "api" / f"{name}.md"
         page.parent.mkdir(exist_ok=True)
-        page.write_text(page_of(package), encoding="utf-8")
-        reference.append({f"trainer.{package}": f"api/{package}.md"})
+        page.write_text(text, encoding="utf-8")
+        reference.append({title: f"api/{name}.md"})
     config: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     for entry in config["nav"]:
         if "API" in entry:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.support.runs import ROOT, TIMEOUT_SEC, environment, read_rows, run
 from tests.support.wandb_file import read_history
 
 EXAMPLES = ROOT / "examples"
-needs_transformers = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
-    reason="needs the extra hf: pip install 'trainer[hf]'",
-)
 
 
 def run_example(
@@ -39,99 +32,10 @@ def run_example(
     return subprocess.run(line, env=env, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
 
 
-def noise_scales(output: str) -> dict[int, float]:
-    """Step -> noise scale or its lower bound, from the lines that an example prints."""
-    found = re.findall(r"step (\d+): .*?noise scale (?:at least )?([\d.]+)", output)
-    assert len(found) == len({step for step, _ in found}), output
-    return {int(step): float(value) for step, value in found}
-
-
 def test_the_readme_lists_every_example_and_nothing_else():
     listed = set(re.findall(r"^\| \[([^]]+)\]\(", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.M))
     there = {path.name for path in EXAMPLES.glob("*.py")} | {f"{p.name}/" for p in EXAMPLES.iterdir() if p.is_dir()}
     assert listed == {name for name in there if not name.startswith("__pycache__")}
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_noise_scale_of_a_plain_loop_is_that_of_a_ddp_loop():
-    """Twice the examples a step, of the same kind: the ratio is a property of the task, not of how it is spread."""
-    alone = run_example("gns_nanogpt.py", "--steps", 30, "--micro-batches", 4)
-    spread = run_example("gns_nanogpt.py", "--steps", 30, "--micro-batches", 4, nproc=2)
-    assert alone.returncode == spread.returncode == 0, alone.stderr + spread.stderr
-    one, two = noise_scales(alone.stdout), noise_scales(spread.stdout)
-    assert one.keys() == two.keys() == {10, 20, 30}
-    assert 0.5 < two[10] / one[10] < 2.0
-
-
-@needs_transformers
-@pytest.mark.distributed
-def test_the_callback_measures_under_torchrun():
-    result = run_example("gns_hf_trainer.py", "--steps", 20, nproc=2)
-    assert result.returncode == 0, result.stderr
-    found = noise_scales(result.stdout)
-    assert found.keys() == {10, 20}
-    assert all(value > 0 for value in found.values())
-    assert result.stdout.count("train_runtime") == 1, "each rank trained for itself"
-
-
-ORACLE = """
-import json, runpy, sys, torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-names = runpy.run_path(sys.argv[1])
-config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0,
-                    attn_pdrop=0, bos_token_id=0, eos_token_id=0)
-grads = []
-
-class Recording(Trainer):
-    def training_step(self, model, *args, **kwargs):
-        before = self.flat(model)
-        loss = super().training_step(model, *args, **kwargs)
-        grads.append((self.flat(model) - before) * 4)
-        return loss
-
-    def flat(self, model):
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).double().flatten()
-                          for p in model.parameters()])
-
-torch.manual_seed(0)
-arguments = TrainingArguments(output_dir=sys.argv[2], max_steps=1, per_device_train_batch_size=8, use_cpu=True,
-    gradient_accumulation_steps=4, max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
-    disable_tqdm=True, seed=0)
-callback = names["NoiseScaleCallback"](max_grad_norm=1e-3)
-trainer = Recording(GPT2LMHeadModel(config), arguments, train_dataset=names["Counting"](), callbacks=[callback])
-trainer.train()
-micro = torch.stack(grads)
-small, big = micro.square().sum(1).mean().item(), micro.mean(0).square().sum().item()
-(row,) = [row for row in trainer.state.log_history if "gns/tr_sigma" in row]
-try:
-    Trainer(trainer.model, TrainingArguments(output_dir=sys.argv[2], use_cpu=True, report_to="none"),
-            train_dataset=names["Counting"](), callbacks=[callback]).train()
-except SystemExit as refusal:
-    row["refusal"] = str(refusal)
-print("RESULT", json.dumps({"small": small, "big": big, "row": row}))
-"""
-
-
-@pytest.mark.slow  # the next one runs it under torchrun
-@needs_transformers
-def test_the_callback_s_estimates_are_those_of_the_gradients_that_the_trainer_made(tmp_path):
-    """From the micro-batches' own gradients, before clipping: S = (|g|^2 - |G|^2) / (1/b - 1/mb)."""
-    line = [sys.executable, "-c", ORACLE, str(EXAMPLES / "gns_hf_trainer.py"), str(tmp_path)]
-    env = environment({"PYTHONPATH": str(ROOT)})
-    result = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.split("RESULT ")[1])
-    small, big, row = found["small"], found["big"], found["row"]
-    assert row["gns/tr_sigma"] == pytest.approx((small - big) / (1 / 8 - 1 / 32), rel=1e-4)
-    assert row["refusal"].startswith("set TrainingArguments(max_grad_norm=0)"), "a Trainer that clips first is refused"
-    assert row["gns/grad_sq"] == pytest.approx((4 * big - small) / 3, rel=1e-4)
-
-
-def test_without_the_extra_the_example_says_so_in_one_line():
-    result = run_example("gns_hf_trainer.py", prelude="sys.modules['transformers'] = None")
-    assert result.returncode == 1
-    assert result.stderr == "this example needs transformers and accelerate: pip install 'trainer[hf]'\n"
 
 
 def ledger_lines(result: subprocess.CompletedProcess[str]) -> list[tuple[float, int, int]]:

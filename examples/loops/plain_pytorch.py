@@ -1,0 +1,88 @@
+"""A plain PyTorch loop, alone or under DDP, with the noise scale and a record that `train diagnose` reads.
+
+    python examples/loops/plain_pytorch.py                                # one process
+    torchrun --nproc_per_node=2 examples/loops/plain_pytorch.py           # DDP, gloo on CPUs or nccl on GPUs
+
+Lines that a loop without them would not have are marked: GNS for the noise scale, REC for the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from task import LENGTH, Counting, TinyGPT
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.tracker import MetricsTracker
+
+
+def train(steps: int, micro_batches: int, batch_size: int, out: Path) -> None:
+    """The loop, on every rank."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model: nn.Module = TinyGPT().to(device)
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    # Ranks must see different examples: their difference is the noise.
+    sampler: DistributedSampler[dict[str, Tensor]] = DistributedSampler(Counting(), world_size, rank, shuffle=False)
+    batches = iter(DataLoader(Counting(), batch_size, sampler=sampler))
+    gns = GradientNoiseScale(model, weights_are_tokens=False)  # GNS: once, after DDP has wrapped the model
+    sinks = [JsonlSink(out / "metrics.jsonl")] if rank == 0 else []  # REC
+    tracker = MetricsTracker(log_interval=10, num_devices=world_size, device=device, rank=rank, sinks=sinks)  # REC
+
+    for step in range(1, steps + 1):
+        tracker.start_step()  # REC
+        gns.begin_window(micro_batches)  # GNS
+        loss_sum = torch.zeros((), device=device)
+        for k in range(micro_batches):
+            is_last = k == micro_batches - 1
+            # DDP averages over ranks in the last backward alone.
+            waiting = isinstance(model, DistributedDataParallel) and not is_last
+            with model.no_sync() if waiting else contextlib.nullcontext():  # type: ignore[operator]
+                loss = model(**{name: tensor.to(device) for name, tensor in next(batches).items()})
+                gns.begin_micro(last=is_last)  # GNS
+                (loss / micro_batches).backward()
+                gns.end_micro(1 / micro_batches, batch_size)  # GNS: the factor on the mean loss, and the examples
+            loss_sum += loss.detach() / micro_batches
+        noise = gns.step()  # GNS: before clipping, which would change the measured norm
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if dist.is_initialized():
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG if loss_sum.is_cuda else dist.ReduceOp.SUM)
+            loss_sum /= 1 if loss_sum.is_cuda else world_size  # gloo has no average
+        tokens = world_size * micro_batches * batch_size * (LENGTH - 1)  # REC: targets
+        tracker.end_step(step, loss=loss_sum, grad_norm=grad_norm, lr=3e-3, tokens_in_step=tokens, extra=noise)  # REC
+    tracker.close()  # REC
+
+
+def main() -> None:
+    """Parse, join the process group if started by torchrun, train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
+    parser.add_argument("--out", type=Path, default=Path("runs/plain_pytorch"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(options.steps, options.micro_batches, options.batch_size, options.out)
+    if dist.is_initialized():
+        dist.barrier()  # gloo: a rank that leaves early may abort the others
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

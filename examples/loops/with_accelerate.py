@@ -1,0 +1,85 @@
+"""A loop on Hugging Face accelerate, with the noise scale and a record that `train diagnose` reads.
+
+    pip install 'trainer[hf]'
+    python examples/loops/with_accelerate.py                              # one process
+    torchrun --nproc_per_node=2 examples/loops/with_accelerate.py         # DDP; or `accelerate launch`
+
+Lines that a loop without them would not have are marked: GNS for the noise scale, REC for the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from task import LENGTH, Counting, TinyGPT
+from torch.utils.data import DataLoader
+
+try:
+    from accelerate import Accelerator
+except ImportError:
+    sys.exit("this example needs accelerate: pip install 'trainer[hf]'")
+
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.tracker import MetricsTracker
+
+
+def train(steps: int, m: int, batch_size: int, out: Path) -> None:
+    """The loop, on every rank; m micro-batches per step."""
+    accelerator = Accelerator(gradient_accumulation_steps=m, cpu=not torch.cuda.is_available())
+    torch.manual_seed(0)
+    model = TinyGPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(Counting(), batch_size))
+    gns = GradientNoiseScale(model, weights_are_tokens=False)  # GNS: once, after `prepare` has wrapped the model
+    world_size, rank = accelerator.num_processes, accelerator.process_index
+    sinks = [JsonlSink(out / "metrics.jsonl")] if rank == 0 else []  # REC
+    device = accelerator.device
+    tracker = MetricsTracker(log_interval=10, num_devices=world_size, device=device, rank=rank, sinks=sinks)  # REC
+
+    step, count, loss_sum = 1, 0, torch.zeros((), device=device)
+    for batch in batches:
+        if count == 0:
+            tracker.start_step()  # REC
+            gns.begin_window(m)  # GNS
+        with accelerator.accumulate(model):
+            loss = model(**batch)
+            gns.begin_micro(last=accelerator.sync_gradients)  # GNS
+            accelerator.backward(loss)  # which divides by m
+            gns.end_micro(1 / m, batch_size)  # GNS: the factor on the mean loss, and the examples
+            count += 1
+            loss_sum += loss.detach()
+            if accelerator.sync_gradients:
+                # The last window of an epoch may be shorter, with the same factor: it is not measured.
+                noise = gns.step() if count == m else {}  # GNS: before clipping
+                grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            tokens = world_size * count * batch_size * (LENGTH - 1)  # REC: targets
+            loss = accelerator.reduce(loss_sum / count, "mean")
+            tracker.end_step(step, loss=loss, grad_norm=grad_norm, lr=3e-3, tokens_in_step=tokens, extra=noise)  # REC
+            step, count, loss_sum = step + 1, 0, torch.zeros((), device=device)
+        if step > steps:
+            break
+    tracker.close()  # REC
+    accelerator.end_training()
+
+
+def main() -> None:
+    """Parse and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
+    parser.add_argument("--out", type=Path, default=Path("runs/with_accelerate"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    train(options.steps, options.micro_batches, options.batch_size, options.out)
+
+
+if __name__ == "__main__":
+    main()

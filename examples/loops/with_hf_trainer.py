@@ -1,0 +1,150 @@
+"""Hugging Face `Trainer`, with the noise scale and a record that `train diagnose` reads, as a callback.
+
+    pip install 'trainer[hf]'
+    python examples/loops/with_hf_trainer.py                              # one process
+    torchrun --nproc_per_node=2 examples/loops/with_hf_trainer.py         # DDP
+
+The model is a two-layer GPT-2 with random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from task import LENGTH, VOCAB, Counting
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+except ImportError:
+    sys.exit("this example needs transformers and accelerate: pip install 'trainer[hf]'")
+
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.tracker import MetricsTracker
+
+
+class Measure(TrainerCallback):  # type: ignore[misc]
+    """Measures every optimizer step and writes metrics.jsonl.
+
+    Rows must have the same number of target tokens (packed data): then the Trainer's loss of a micro-batch is its mean
+    divided by m, whether it divides by m or by the tokens of the step. The Trainer clips before any callback sees the
+    gradient, which would change the measured norm, so its clipping must be off; this callback clips instead. The loss of a
+    row is the Trainer's own, a mean over the steps since the last one.
+    """
+
+    def __init__(self, out: Path, max_grad_norm: float = 1.0) -> None:
+        self.out, self.max_grad_norm = out, max_grad_norm
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        """Register the hooks on the parameters, which DDP shares with `model`."""
+        if args.max_grad_norm:
+            raise SystemExit("set TrainingArguments(max_grad_norm=0): Measure clips after it has measured")
+        if args.fp16:
+            raise SystemExit("fp16 scales the loss by a factor that callbacks cannot read; use bf16")
+        group = dist.group.WORLD if args.world_size > 1 else None  # over which DDP averages gradients
+        self.gns = GradientNoiseScale(model, process_group=group, weights_are_tokens=False)
+        rank = args.process_index
+        self.tracker = MetricsTracker(
+            log_interval=args.logging_steps,
+            num_devices=args.world_size,
+            device=args.device,
+            rank=rank,
+            sinks=[JsonlSink(self.out / "metrics.jsonl")] if rank == 0 else [],
+        )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before the window's first micro-batch."""
+        self.count, self.noise = 0, dict[str, float]()
+        self.tracker.start_step()
+        self.gns.begin_window(args.gradient_accumulation_steps)
+        self._begin_micro(args)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After every micro-batch but the window's last."""
+        self._end_micro(args)
+        self._begin_micro(args)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        """After the window's last micro-batch: measure, then clip."""
+        self._end_micro(args)
+        # The last window of an epoch may be shorter, with another factor on its losses: it is not measured.
+        if self.count == args.gradient_accumulation_steps:
+            self.noise = self.gns.step()
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After an update that is not logged; the loss is known on logged ones alone."""
+        if not control.should_log:
+            self._end_step(args, state, None)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
+        """After an update that is logged; the Trainer also logs at the end, without a loss."""
+        if "loss" in logs:
+            self._end_step(args, state, float(logs["loss"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Remove the hooks, close the record."""
+        self.gns.close()
+        self.tracker.close()
+
+    def _begin_micro(self, args: Any) -> None:
+        self.gns.begin_micro(last=self.count == args.gradient_accumulation_steps - 1)
+
+    def _end_micro(self, args: Any) -> None:
+        self.gns.end_micro(1 / args.gradient_accumulation_steps, args.per_device_train_batch_size)
+        self.count += 1
+
+    def _end_step(self, args: Any, state: Any, loss: float | None) -> None:
+        self.tracker.end_step(
+            state.global_step,
+            loss=loss,
+            grad_norm=self.grad_norm,
+            lr=args.learning_rate,
+            tokens_in_step=args.world_size * self.count * args.per_device_train_batch_size * (LENGTH - 1),
+            extra=self.noise,
+            force_log=loss is not None,
+        )
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=Path("runs/with_hf_trainer"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    # Without dropout, micro-batches differ only in their examples.
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    with tempfile.TemporaryDirectory() as output:
+        arguments = TrainingArguments(
+            output_dir=output,
+            max_steps=options.steps,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=4,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,  # see Measure
+            logging_steps=10,
+            logging_first_step=True,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=not torch.cuda.is_available(),  # otherwise torchrun's ranks would train independently
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            GPT2LMHeadModel(config), arguments, train_dataset=Counting(), callbacks=[Measure(options.out)]
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

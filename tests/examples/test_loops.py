@@ -1,0 +1,216 @@
+"""The loops under examples/loops, and the page that shows them, measure what their frameworks really do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.in_process import program
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, read_rows
+
+LOOPS = ROOT / "examples" / "loops"
+TIMES = re.compile("time|tokens_per_sec")
+
+
+def needs(*names: str):
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
+NEEDS = {
+    "plain_pytorch": [],
+    "with_accelerate": [needs("accelerate")],
+    "with_lightning": [needs("lightning")],
+    "with_hf_trainer": [needs("accelerate", "transformers")],
+}
+OWN_STEP = [pytest.param(name, marks=marks) for name, marks in NEEDS.items() if name != "with_hf_trainer"]
+WRAPPED = [pytest.param(name, marks=marks) for name, marks in NEEDS.items() if name != "plain_pytorch"]
+
+
+def run_loop(name: str, out: Path, *arguments: object, nproc: int | None = None, prelude: str = ""):
+    """Run a loop to its end; `prelude` is Python that runs before it in the same process."""
+    script = [str(LOOPS / f"{name}.py"), "--out", str(out), *map(str, arguments)]
+    line = [sys.executable, *script]
+    if prelude:
+        code = f"import runpy, sys\n{prelude}\nsys.argv = sys.argv[1:]\nsys.path.insert(0, {str(LOOPS)!r})\n"
+        line = [sys.executable, "-c", f"{code}runpy.run_path(sys.argv[0], run_name='__main__')", *script]
+    if nproc is not None:
+        line[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    env = environment({"PYTHONPATH": str(ROOT)})
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False, cwd=out)
+
+
+def numbers(out: Path) -> dict[int, dict[str, float]]:
+    """Step -> everything that does not depend on the clock."""
+    rows = read_rows(out / "metrics.jsonl")
+    return {
+        step: {key: value for key, value in row.items() if not TIMES.search(key)}
+        for (mode, step), row in rows.items()
+        if mode == "train"
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> dict[int, dict[str, float]]:
+    """What the plain loop measures."""
+    out = tmp_path_factory.mktemp("plain")
+    done = run_loop("plain_pytorch", out, "--steps", 20)
+    assert done.returncode == 0, done.stderr
+    return numbers(out)
+
+
+@pytest.mark.parametrize("name", OWN_STEP[1:])
+def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path):
+    """Same model, data and optimizer: loss, gradient norm, noise scale and its bounds are those of the plain loop."""
+    done = run_loop(name, tmp_path, "--steps", 20)
+    assert done.returncode == 0, done.stderr
+    found = numbers(tmp_path)
+    assert found.keys() == plain.keys() == {1, 10, 20}
+    for step, row in plain.items():
+        assert found[step].keys() == row.keys()
+        assert found[step] == pytest.approx(row, rel=1e-5)
+    assert plain[20]["gns/b_simple_low"] > 0
+
+
+@pytest.mark.parametrize("name", OWN_STEP[1:])
+def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
+    """512 micro-batches in windows of 55: nine whole ones, and 17 that are left for the tenth step."""
+    done = run_loop(name, tmp_path, "--steps", 10, "--micro-batches", 55)
+    assert done.returncode == 0, done.stderr
+    last = numbers(tmp_path)[10]
+    assert last["tokens_in_step"] == 17 * 8 * 15
+    assert last["gns/b_big"] == pytest.approx(55 * 8)  # of the last whole window
+    assert last["gns/skipped"] == 0
+    assert last["loss"] == pytest.approx(last["smoothed/loss"], rel=0.2)  # a mean over 17, not a sum over 55
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
+def test_two_ranks_are_one_run_whose_ranks_read_different_data(name, tmp_path):
+    done = run_loop(name, tmp_path, "--steps", 20, nproc=2)
+    assert done.returncode == 0, done.stderr
+    row = numbers(tmp_path)[20]
+    assert row["gns/b_big"] == 64  # 2 ranks, 4 micro-batches of 8 rows
+    assert row["tokens_in_step"] == 64 * 15
+    assert row["gns/consistency"] == pytest.approx(1.0, abs=4 * row["gns/consistency_se"])
+
+
+def test_the_record_is_a_run_that_the_other_verbs_read(plain, tmp_path, capsys):
+    rows = [{"schema_version": 1, "mode": "train", "global_step": s, "metrics": row} for s, row in plain.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert program(["payload", "validate", tmp_path / "metrics.jsonl"], capsys).returncode == 0
+    assert "every logged loss and gradient norm was finite" in program(["diagnose", tmp_path], capsys).stdout
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of the page."""
+    page = (ROOT / "docs" / "your_loop.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
+
+
+def test_the_page_shows_lines_of_the_program():
+    shown = next(block for block in blocks("python") if block.startswith("# examples/"))
+    path, *lines = shown.removeprefix("# ").splitlines()
+    program_lines = {line.strip() for line in (ROOT / path).read_text(encoding="utf-8").splitlines()}
+    assert {line.strip() for line in lines} <= program_lines
+    assert sum("# GNS" in line or "# REC" in line for line in program_lines) <= 20
+    assert sum("# GNS" in line or "# REC" in line for line in lines) == sum(
+        "# GNS" in line or "# REC" in line for line in program_lines if "tokens = " not in line
+    )
+
+
+FREE_KEYS = """
+import logging, pathlib, sys
+from trainer.metrics import MetricsTracker
+from trainer.metrics.sinks.jsonl import JsonlSink
+{declaration}
+tracker = MetricsTracker(log_interval=1, num_devices=1, device="cpu", sinks=[JsonlSink(pathlib.Path("metrics.jsonl"))])
+for step in (1, 2):
+    tracker.start_step()
+    tracker.end_step(step, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra={{"router/entropy": 0.5}})
+tracker.close()
+"""
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_metric_of_one_s_own_is_logged_with_one_warning_unless_it_is_declared(is_declared, tmp_path):
+    declaration = next(block for block in blocks("python") if "register(" in block)
+    code = FREE_KEYS.format(declaration=declaration if is_declared else "")
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stderr.count("router/entropy") == (0 if is_declared else 1), done.stderr
+    assert [row["router/entropy"] for row in read_rows(tmp_path / "metrics.jsonl").values()] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_without_the_extra_a_loop_says_so_in_one_line(name, tmp_path):
+    package = {"with_accelerate": "accelerate", "with_lightning": "lightning", "with_hf_trainer": "transformers"}[name]
+    done = run_loop(name, tmp_path, prelude=f"sys.modules[{package!r}] = None")
+    assert done.returncode == 1
+    assert re.fullmatch(r"this example needs .*: pip install 'trainer\[\w+\]'\n", done.stderr)
+
+
+ORACLE = """
+import json, runpy, sys, torch
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+names = runpy.run_path(sys.argv[1])
+config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0,
+                    attn_pdrop=0, bos_token_id=0, eos_token_id=0)
+grads = []
+
+class Recording(Trainer):
+    def training_step(self, model, *args, **kwargs):
+        before = self.flat(model)
+        loss = super().training_step(model, *args, **kwargs)
+        grads.append((self.flat(model) - before) * 4)
+        return loss
+
+    def flat(self, model):
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).double().flatten()
+                          for p in model.parameters()])
+
+torch.manual_seed(0)
+arguments = TrainingArguments(output_dir=sys.argv[2], max_steps=1, per_device_train_batch_size=8, use_cpu=True,
+    gradient_accumulation_steps=4, max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
+    disable_tqdm=True, seed=0)
+callback = names["Measure"](Path(sys.argv[2]), max_grad_norm=1e-3)
+trainer = Recording(GPT2LMHeadModel(config), arguments, train_dataset=names["Counting"](), callbacks=[callback])
+trainer.train()
+micro = torch.stack(grads)
+small, big = micro.square().sum(1).mean().item(), micro.mean(0).square().sum().item()
+row = json.loads((Path(sys.argv[2]) / "metrics.jsonl").read_text().splitlines()[-1])["metrics"]
+try:
+    Trainer(trainer.model, TrainingArguments(output_dir=sys.argv[2], use_cpu=True, report_to="none"),
+            train_dataset=names["Counting"](), callbacks=[callback]).train()
+except SystemExit as refusal:
+    refused = str(refusal)
+print("RESULT", json.dumps({"small": small, "big": big, "row": row, "refused": refused}))
+"""
+
+
+@pytest.mark.slow  # the test on two ranks runs the callback
+@pytest.mark.parametrize("name", [pytest.param("with_hf_trainer", marks=NEEDS["with_hf_trainer"])])
+def test_the_callback_s_estimates_are_those_of_the_gradients_that_the_trainer_made(name, tmp_path):
+    """From the micro-batches' own gradients, before clipping: S = (|g|^2 - |G|^2) / (1/b - 1/mb)."""
+    line = [sys.executable, "-c", ORACLE, str(LOOPS / f"{name}.py"), str(tmp_path)]
+    env = environment({"PYTHONPATH": str(ROOT)})
+    result = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.split("RESULT ")[1])
+    small, big, row = found["small"], found["big"], found["row"]
+    assert row["gns/tr_sigma"] == pytest.approx((small - big) / (1 / 8 - 1 / 32), rel=1e-4)
+    assert row["gns/grad_sq"] == pytest.approx((4 * big - small) / 3, rel=1e-4)
+    assert row["grad_norm"] == pytest.approx(big**0.5, rel=1e-5)
+    assert found["refused"].startswith("set TrainingArguments(max_grad_norm=0)"), (
+        "a Trainer that clips first is refused"
+    )
