@@ -28,6 +28,7 @@ from trainer.cli.verbs import (
     data,
     diagnose,
     doctor,
+    evaluate,
     export,
     init,
     ls,
@@ -57,6 +58,7 @@ app.command("report")(report.report)
 app.command("compare")(compare.compare)
 app.command("cbs")(cbs.cbs)
 app.command("sample")(sample.sample)
+app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")]
 SetOption = Annotated[
@@ -24,6 +27,21 @@ FormatOption = Annotated[
     str, typer.Option(help="auto (by file extension), a format's name, or package.module:function.", metavar="NAME")
 ]
 EodOption = Annotated[int | None, typer.Option(help="Id that ends a document in .npy and headerless .bin files.")]
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of `--device`.
+
+    Raises:
+        UserError: there is none of this name, or none here.
+    """
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError("--device", f"must be one of auto, cpu, cuda; got {name!r}", "use auto")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device", "there is no CUDA device", "use cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def require_config(config: str | None, command: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import SOURCE_NAME, Count, NonNegative, Table, Text, Weight, WholeNumber
+from trainer.config.base import SOURCE_NAME, Count, ImportPath, NonNegative, Table, Text, Weight, WholeNumber
 
 PickMode = Literal["weighted", "uniform", "round_robin"]
 BatchingMode = Literal["per_stream", "device_per_stream"]
@@ -45,8 +45,8 @@ class MixingOverride(Table):
         return defaults.model_copy(update=self.model_dump(exclude_none=True))
 
 
-class SourceTable(Table):
-    """`[[data.source]]`: one source of the blend. Needs exactly one of root, paths, include and target."""
+class FilesTable(Table):
+    """Files of documents, for training or evaluation."""
 
     name: Annotated[str, Field(min_length=1, pattern=SOURCE_NAME)]
     """The source's name in messages, `--set` and metric keys."""
@@ -59,17 +59,6 @@ class SourceTable(Table):
     """Files or globs of a direct layout, relative to the working directory; or their URLs."""
     modalities: list[str] | None = None
     """Modalities to read below root; absent: all."""
-    include: str | None = None
-    """A dataset file with `[[source]]` tables, relative to this file. The weights of its sources are multiplied by this
-    source's weight."""
-    target: str | None = None
-    """Import path `package.module:function` of a function that builds your own iterable of micro-batches."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the target."""
-    weight: Weight = 1.0
-    """Share of the micro-batches, relative to the other sources: a number, or a schedule. Weights need not sum to 1."""
-    mixing: MixingOverride = MixingOverride()
-    """Keys of `[data.mixing]` that this source sets differently."""
     format: Text = "auto"
     """auto: by file extension; the name of a format, for files with another extension; or the import path
     `package.module:function` of your own format: `(path, options) -> TokenTable`."""
@@ -82,16 +71,37 @@ class SourceTable(Table):
     between blank lines."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> SourceTable:
-        origins = [key for key in ("root", "paths", "include", "target") if getattr(self, key) is not None]
+    def _one_origin(self) -> Self:
+        keys = [key for key in ("root", "paths", "include", "target") if key in type(self).model_fields]
+        origins = [key for key in keys if getattr(self, key) is not None]
         if len(origins) != 1:
-            raise ValueError(f"needs exactly one of root, paths, include, target; got {', '.join(origins) or 'none'}")
+            raise ValueError(f"needs exactly one of {', '.join(keys)}; got {', '.join(origins) or 'none'}")
         if self.layout == "nested" and self.root is None:
             raise ValueError("layout nested needs root")
         if self.layout == "direct" and self.paths is None:
             raise ValueError("layout direct needs paths")
         if self.modalities is not None and self.root is None:
             raise ValueError("modalities needs root")
+        return self
+
+
+class SourceTable(FilesTable):
+    """`[[data.source]]`: one source of the blend. Needs exactly one of root, paths, include and target."""
+
+    include: str | None = None
+    """A dataset file with `[[source]]` tables, relative to this file. The weights of its sources are multiplied by this
+    source's weight."""
+    target: str | None = None
+    """Import path `package.module:function` of a function that builds your own iterable of micro-batches."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the target."""
+    weight: Weight = 1.0
+    """Share of the micro-batches, relative to the other sources: a number, or a schedule. Weights need not sum to 1."""
+    mixing: MixingOverride = MixingOverride()
+    """Keys of `[data.mixing]` that this source sets differently."""
+
+    @model_validator(mode="after")
+    def _args_are_of_a_target(self) -> SourceTable:
         if self.args and self.target is None:
             raise ValueError("args needs target")
         return self
@@ -129,12 +139,42 @@ class DataTable(Table):
     source: Annotated[list[SourceTable], Field(min_length=1)]
 
 
+class EvalSourceTable(FilesTable):
+    """`[[eval.source]]`: a validation set of your own, with metrics of its own. Needs exactly one of root and paths."""
+
+    batches: WholeNumber = 0
+    """Micro-batches per rank and evaluation, from the beginning of the set; 0: all of it."""
+
+    def as_source(self) -> SourceTable:
+        """As a source that is read once."""
+        return SourceTable.model_validate(self.model_dump(exclude={"batches"}))
+
+
 class EvalTable(Table):
-    """`[eval]`: evaluation on held-out documents, which are never trained on."""
+    """`[eval]`: evaluation on documents that are never trained on: held-out ones, sets of your own, tasks of your own."""
 
     every: WholeNumber = 0
-    """Steps between evaluations; 0: none."""
+    """Steps between evaluations, with one more after the last step; 0: none."""
     batches: Count = 8
     """Held-out micro-batches per rank and evaluation."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each stream's documents that is held out, selected by a hash of the document's id."""
+    target: ImportPath | None = None
+    """Import path `package.module:function` of a task of your own, called in every evaluation (docs/evaluation.md)."""
+    args: dict[str, Any] = {}
+    """Further keyword arguments of the target."""
+    source: list[EvalSourceTable] = []
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.holdout_fraction > 0 or bool(self.source) or self.target is not None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> EvalTable:
+        names = [source.name for source in self.source]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two sources are named {twice[0]}: give each a name of its own")
+        if self.args and self.target is None:
+            raise ValueError("args are those of a target: name it")
+        return self

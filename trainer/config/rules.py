@@ -115,9 +115,10 @@ def _broken_rules(
         problem = 'is "cell", which saves nothing when a row is one cell (train.tbptt_cells = 1)'
         fix = 'raise train.tbptt_cells, or choose "block"'
         found.append(UserError("train.activation_checkpointing", problem, fix))
-    if config.eval.every and not config.eval.holdout_fraction:
+    if config.eval.every and not config.eval.has_data:
         problem = "is 0, which leaves no documents for eval.every to evaluate on"
-        found.append(UserError("eval.holdout_fraction", problem, "set it above 0 (0.02), or eval.every to 0"))
+        fix = "set it above 0 (0.02), add an [[eval.source]], or set eval.every to 0"
+        found.append(UserError("eval.holdout_fraction", problem, fix))
     if train.precision == "fp16" and train.device == "cpu":
         found.append(UserError("train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'))
     if config.distributed.backend == "nccl" and train.device == "cpu":

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.metrics.aggregate import Reported
-from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
 from trainer.metrics.rank_reduction import Reporter, reduce_over_ranks
 from trainer.metrics.spikes import SpikeDetector
@@ -141,13 +140,13 @@ def evaluate(run: Run) -> bool:
     assert run.evaluator is not None
     position = run.position
     run.at("evaluation", position.step)
-    found = run.evaluator.run(lambda: run.stop.requested)
+    found = run.evaluator.run(position.step, lambda: run.stop.requested)
     position.evaluation_is_due = found is None
     if found is None:
         return False
     position.last_eval = found
     with run.paused():
-        run.tracker.log_eval({EVAL_PREFIX + key: value for key, value in found.items()}, position.step)
+        run.tracker.log_eval(found, position.step)
     return True
 
 

@@ -34,7 +34,7 @@ from trainer.training.remote.resume import find_checkpoint
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
 from trainer.training.setup.contract import check_before_run
-from trainer.training.setup.data import holdout_batches
+from trainer.training.setup.data import eval_sets
 from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state, with_noise_scale
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan, width_of
@@ -136,7 +136,7 @@ def _train_in_group(
         if state.gns is not None:
             stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
         with raise_on_all_ranks(world_size=info.world_size):
-            held_out = holdout_batches(plan, info, device)
+            sets = eval_sets(plan, info, device)
             if found is None:
                 position = _start(plan, state)
             else:
@@ -185,7 +185,7 @@ def _train_in_group(
             run_dir,
             mesh=mesh,
             fingerprint=data.now,
-            held_out=held_out,
+            eval_sets=sets,
             source=found[0].name if found is not None else None,
             wandb_run_id=found[1].get("wandb_run_id") if found is not None else None,
             stop=stop,

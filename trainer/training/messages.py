@@ -84,7 +84,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         change = f"loss {first:.4f} -> {last:.4f} ({last / first:.0%} of the first)"
         if position.first_step:
             change = f"since step {position.first_step}: {change}"
-        eval_loss = position.last_eval.get("loss")
+        eval_loss = position.last_eval.get("eval_loss")
         lines.append(change + (f", held out {eval_loss:.4f}" if eval_loss is not None else ""))
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")

@@ -11,7 +11,7 @@ import torch
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.training.setup.data import holdout_batches
+from trainer.training.setup.data import eval_sets
 from trainer.training.setup.plan import make_plan
 
 
@@ -23,9 +23,8 @@ def test_an_evaluation_has_as_many_batches_as_configured_also_after_a_source_has
         overrides = [f"eval.batches={wanted}", "eval.every=1", "eval.holdout_fraction=0.3", "data.mixing.batch_size=12"]
         overrides.append("ledger.capacity=4096")
         plan = make_plan(load_config(config, overrides), config, 1)
-        batches = holdout_batches(plan, RankInfo(), torch.device("cpu"))
-        assert batches is not None
-        return [batch["dataset_labels"][0] for batch in batches()]
+        (held_out,) = eval_sets(plan, RankInfo(), torch.device("cpu"))
+        return [batch["dataset_labels"][0] for batch in held_out.batches()]
 
     everything = labels(1000)
     assert everything[:4] == ["first", "second", "first", "second"]
@@ -54,8 +53,8 @@ def test_every_rank_has_as_many_batches_however_uneven_the_documents_are(tmp_pat
         f"data.pack={pack}",
     ]
     plan = make_plan(load_config(config, overrides), config, 3)
-    held_out = [holdout_batches(plan, RankInfo(rank, rank, 3), torch.device("cpu")) for rank in range(3)]
-    ranks = [list(batches()) for batches in held_out if batches is not None]
+    held_out = [eval_sets(plan, RankInfo(rank, rank, 3), torch.device("cpu")) for rank in range(3)]
+    ranks = [list(each.batches()) for (each,) in held_out]
     has_targets = [sum(bool((batch["targets"] != -100).any()) for batch in batches) for batches in ranks]
     assert len(set(has_targets)) > 1, "all ranks have as much to read: nothing is shown"
     assert len({len(batches) for batches in ranks}) == 1

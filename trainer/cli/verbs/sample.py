@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer.cli.options import pick_device
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def sample(
 
     if num_bytes is not None and num_tokens is not None:
         raise UserError("--bytes", "does not go with --tokens", "give one of the two")
-    on = _pick_device(device)
+    on = pick_device(device)
     saved = load_model(run_dir, step=step, device=on, tokenizer=tokenizer)
     draw = Draw(temperature, top_k, seed)
     pieces = []
@@ -99,16 +100,6 @@ def _text_pieces(
         if counts_bytes and written >= limit:
             break
     yield stream.flush()
-
-
-def _pick_device(name: str) -> torch.device:
-    import torch
-
-    if name not in ("auto", "cpu", "cuda"):
-        raise UserError("--device", f"must be one of auto, cpu, cuda; got {name!r}", "use auto")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device", "there is no CUDA device", "use cpu or auto")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _write(text: str) -> None:

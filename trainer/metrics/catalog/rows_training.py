@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from trainer.metrics.catalog.spec import MetricSpec
@@ -12,7 +13,7 @@ _TokenTypeMean = partial(_TokenMean, group="Token types")
 _SafetyRow = partial(MetricSpec, group="Safety")
 _MustBeZero = partial(_SafetyRow, precision=0, band=(0.0, 0.0), healthy="0.")
 
-ROWS: tuple[MetricSpec, ...] = (
+_OF_A_SET: tuple[MetricSpec, ...] = (
     _TokenMean(
         name="loss",
         unit="nats/token",
@@ -48,6 +49,26 @@ ROWS: tuple[MetricSpec, ...] = (
         band=(None, 8.0),
         healthy="Below 8 at once; small models reach 1 to 2 on text.",
         pathological="8 or more: worse than guessing bytes at random.",
+    ),
+)
+
+ROWS: tuple[MetricSpec, ...] = (
+    *_OF_A_SET,
+    *(
+        replace(row, name=f"eval/<name>/{row.name}", title=f"{row.title} of <name>", group="Evaluation")
+        for row in _OF_A_SET
+    ),
+    *(
+        MetricSpec(
+            name=name,
+            unit="",
+            group="Evaluation",
+            title="<name>: <metric>",
+            description="What a task of the user's own (eval.target) returned.",
+            healthy="As the task defines it.",
+            pathological="As the task defines it.",
+        )
+        for name in ("eval/<name>/<metric>", "eval/<metric>")
     ),
     _Row(
         name="train/micro_batches",

@@ -1,9 +1,9 @@
-"""Evaluation on held-out documents, with a ledger of its own that is thrown away; it never changes training."""
+"""Evaluation on documents that are not trained on, with a ledger of its own that is thrown away; it never changes training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,12 +13,16 @@ from torch import nn
 from trainer.distributed.agree import gather_from_ranks, most_of_ranks
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.objective.compose import Loss
+from trainer.training.evaluation.own_task import OwnTask
+from trainer.training.setup.data import EvalSet
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import split
 
 BITS_PER_NAT = 1 / math.log(2)
+OF_A_SET = ("loss", "accuracy", "perplexity", "bits_per_byte")  # what is logged of an [[eval.source]]
 
 
 class Evaluator:
@@ -26,9 +30,9 @@ class Evaluator:
 
     Args:
         model: the model itself, without DDP: evaluation reduces nothing but its sums.
-        batches: makes an iterator of this rank's held-out micro-batches, on the device, always the same ones, as many on every
-            rank.
-        make_ledger: an empty ledger for one evaluation; None for a model without state.
+        sets: what is read, each for itself.
+        task: of the user's own.
+        make_ledger: an empty ledger for one set; None for a model without state.
         details: collects the sums.
         guard: of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run.
         autocast: the precision's context.
@@ -42,7 +46,8 @@ class Evaluator:
         model: nn.Module,
         accepted: frozenset[str] | None,
         objective: Loss,
-        batches: Callable[[], Iterator[dict[str, Any]]],
+        sets: Sequence[EvalSet],
+        task: OwnTask | None = None,
         make_ledger: Callable[[], Ledger] | None,
         details: StepDetails,
         guard: BestEffort,
@@ -55,7 +60,8 @@ class Evaluator:
         self._model = model
         self._accepted = accepted
         self._objective = objective
-        self._batches = batches
+        self._sets = sets
+        self._task = task
         self._make_ledger = make_ledger
         self._details = details
         self._guard = guard
@@ -66,28 +72,42 @@ class Evaluator:
         self._world_size = world_size
         self._device = device
 
-    @torch.no_grad()
-    def run(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """Evaluate; the same numbers on every rank, without the prefix `eval_`. Empty if no rank had a document, and
-        if the details have failed on any rank: what is left of the sums would be of a part of the documents.
+    def run(self, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """Evaluate; the same numbers on every rank, by catalog key. Without those of the held-out documents if no rank had one;
+        empty if the details have failed on any rank: what is left of the sums would be of a part of the documents.
 
         None on all ranks when `should_stop` says so on any of them: each asks it between micro-batches, and they agree at the
-        end, or in lockstep after each.
+        end of a set, or in lockstep after each micro-batch.
+
+        Args:
+            step: the last step, for a task of the user's own.
         """
+        found: dict[str, float] = {}
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            for each in self._sets:
+                values = self._run_set(each, should_stop)
+                if values is None:
+                    return None
+                found |= values
+            if self._task is not None:
+                found |= self._task.run(step)
+        finally:
+            self._model.train(was_training)
+        return found
+
+    @torch.no_grad()
+    def _run_set(self, each: EvalSet, should_stop: Callable[[], bool]) -> dict[str, float] | None:
         details, guard = self._details, self._guard
         if self._is_off:
             return {}
         guard.run(details.drain_metrics)
         ledger = self._make_ledger() if self._make_ledger is not None else None
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            for step, batch in enumerate(self._batches(), start=1):
-                if self._stops(should_stop):
-                    break
-                self._evaluate(step, batch, ledger)
-        finally:
-            self._model.train(was_training)
+        for number, batch in enumerate(each.batches(), start=1):
+            if self._stops(should_stop):
+                break
+            self._evaluate(number, batch, ledger)
         local = guard.run(details.drain_metrics) or {}
         told = gather_from_ranks((should_stop(), guard.enabled), world_size=self._world_size)
         if any(stops for stops, _ in told):
@@ -95,10 +115,12 @@ class Evaluator:
         self._is_off = not all(works for _, works in told)
         if self._is_off:
             return {}
-        reduced = reduce_over_ranks(
-            local, details.metric_keys, device=self._device, world_size=self._world_size, guard=guard
+        reduced = self._with_units(
+            reduce_over_ranks(local, details.metric_keys, device=self._device, world_size=self._world_size, guard=guard)
         )
-        return self._named(reduced)
+        if not each.name:
+            return {f"{EVAL_PREFIX}{key}": value for key, value in reduced.items()}
+        return {f"eval/{each.name}/{key}": reduced[key] for key in OF_A_SET if key in reduced}
 
     def _stops(self, should_stop: Callable[[], bool]) -> bool:
         """Whether to stop before the next micro-batch, of which every rank has as many."""
@@ -120,7 +142,7 @@ class Evaluator:
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
         self._guard.run(self._details.add, micro, result)
 
-    def _named(self, reduced: dict[str, float]) -> dict[str, float]:
+    def _with_units(self, reduced: dict[str, float]) -> dict[str, float]:
         cross_entropy = reduced.get("objective/token_ce")
         if cross_entropy is None:
             return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,13 +19,29 @@ from trainer.import_path import resolve_target
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
-HeldOut = Callable[[], Iterator[dict[str, Any]]]
-"""Makes an iterator of this rank's held-out micro-batches, always the same ones: as many on every rank, since `per_stream`
-batching masks the rows of a rank whose part of a stream has ended."""
+
+class EvalSet(NamedTuple):
+    """What an evaluation reads.
+
+    Args:
+        name: of an `[[eval.source]]`; empty: the held-out documents.
+        batches: makes an iterator of this rank's micro-batches, always the same ones: as many on every rank, since
+            `per_stream` batching masks the rows of a rank whose part of a stream has ended.
+    """
+
+    name: str
+    batches: Callable[[], Iterator[dict[str, Any]]]
 
 
-def make_dataset(plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool) -> StreamMixingDataset:
-    """One source's data set: the training part, or the held-out part read once from its beginning."""
+def make_dataset(
+    plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool, is_whole: bool = False
+) -> StreamMixingDataset:
+    """One source's data set: the training part, or what is evaluated on, read once from its beginning.
+
+    Args:
+        is_holdout: what is evaluated on.
+        is_whole: that is all documents, not the held-out ones.
+    """
     config, mixing = plan.config, mixing_of(plan.config, source.table)
     return StreamMixingDataset(
         source.streams,
@@ -44,8 +60,8 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool
         seed=config.run.seed,
         rank=info.rank,
         world_size=info.world_size,
-        split="holdout" if is_holdout else "train",
-        holdout_fraction=config.eval.holdout_fraction,
+        split="holdout" if is_holdout and not is_whole else "train",
+        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
         format=source.table.format,
         dtype=source.table.dtype,
         eod=source.table.eod,
@@ -99,16 +115,26 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
     return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
 
 
-def holdout_batches(plan: Plan, info: RankInfo, device: torch.device) -> HeldOut | None:
-    """The held-out micro-batches of evaluations, the sources in turn from the beginning; None without evaluations.
+def eval_sets(plan: Plan, info: RankInfo, device: torch.device) -> list[EvalSet]:
+    """The held-out documents, the sources in turn from the beginning, and each `[[eval.source]]`; empty without evaluations.
 
     Raises:
-        UserError: no document of a source is held out.
+        UserError: no document of a source is held out; a set has no document.
     """
-    if not plan.config.eval.every:
-        return None
-    own = [source for source in plan.sources if source.table.target is None]
-    datasets = [make_dataset(plan, source, info, is_holdout=True) for source in own]
+    table, sets = plan.config.eval, []
+    if not table.every:
+        return []
+    if table.holdout_fraction > 0:
+        own = [source for source in plan.sources if source.table.target is None]
+        datasets = [make_dataset(plan, source, info, is_holdout=True) for source in own]
+        sets.append(_eval_set("", datasets, table.batches, device))
+    for each, source in zip(table.source, plan.eval_sources, strict=True):
+        dataset = make_dataset(plan, source, info, is_holdout=True, is_whole=True)
+        sets.append(_eval_set(each.name, [dataset], each.batches or None, device))
+    return sets
+
+
+def _eval_set(name: str, datasets: list[StreamMixingDataset], limit: int | None, device: torch.device) -> EvalSet:
     beginnings = [dataset.state_dict() for dataset in datasets]
 
     def batches() -> Iterator[dict[str, Any]]:
@@ -117,11 +143,11 @@ def holdout_batches(plan: Plan, info: RankInfo, device: torch.device) -> HeldOut
         # Generators, which have neither state nor metrics: an evaluation needs none.
         loaders = [iter(Loader((batch for batch in each), device=device, prefetch=0)) for each in datasets]
         in_turn = (loaded for turn in zip_longest(*loaders) for loaded in turn if loaded is not None)
-        for loaded in islice(in_turn, plan.config.eval.batches):
+        for loaded in islice(in_turn, limit):
             yield loaded.batch
 
     next(batches(), None)
-    return batches
+    return EvalSet(name, batches)
 
 
 def max_tokens_per_micro(plan: Plan) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,18 +26,16 @@ from trainer.objective.compose import Loss
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.checkpointing.tree import pack
-from trainer.training.evaluation.evaluator import Evaluator
 from trainer.training.evaluation.sampler import Sampler
 from trainer.training.messages import announce
 from trainer.training.progress import Progress
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, StatusKeeper, environment
-from trainer.training.setup.data import HeldOut, max_tokens_per_micro
+from trainer.training.setup.data import EvalSet, max_tokens_per_micro
+from trainer.training.setup.evaluation import make_details, make_evaluator
 from trainer.training.setup.parts import (
     autocast_context,
     in_cells,
-    make_eval_ledger,
-    make_objective,
     model_and_loss,
 )
 from trainer.training.setup.plan import Plan
@@ -47,7 +45,6 @@ from trainer.training.signals import StopRequest
 from trainer.training.step.batch_growth import BatchGrowth
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.components import coincidence
-from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.schedule import make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
@@ -70,7 +67,7 @@ def open_run(
     mesh: DeviceMesh | None = None,
     stdout: Output | None = None,
     fingerprint: Fingerprint | None = None,
-    held_out: HeldOut | None = None,
+    eval_sets: Sequence[EvalSet] = (),
     source: str | None = None,
     wandb_run_id: str | None = None,
     verdict: Callable[[], str] | None = None,
@@ -83,7 +80,7 @@ def open_run(
         mesh: over which the model's parameters are sharded.
         stdout: for payloads; None: the standard output as it is.
         fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
-        held_out: makes the micro-batches of an evaluation; None: no evaluations.
+        eval_sets: what an evaluation reads.
         source: name of the checkpoint that it continues from; None without one.
         wandb_run_id: of the wandb run that is continued; None for a new one.
         verdict: gives the words on the run's health that stand beside the progress bar.
@@ -140,7 +137,7 @@ def open_run(
     )
     if watchdog is not None:
         stack.callback(watchdog.close)
-    details = _details(plan, diagnostics)
+    details = make_details(plan, diagnostics)
     in_lockstep = mesh is not None
     probe = _probe(plan, state, row_model, loss, info, device, in_lockstep=in_lockstep)
     parts: dict[str, Reporter | None] = {
@@ -199,10 +196,10 @@ def open_run(
         diagnostics=diagnostics,
         tracker=state.tracker,
         spikes=state.spikes,
-        evaluator=_evaluator(
-            plan, state, cell_model, loss, info, device, diagnostics, held_out, in_lockstep=in_lockstep
+        evaluator=make_evaluator(
+            plan, state.model, cell_model, loss, info, device, diagnostics, eval_sets, in_lockstep=in_lockstep
         )
-        if held_out
+        if config.eval.every
         else None,
         sampler=_sampler(plan, state, device, events) if config.sample.every and (events or in_lockstep) else None,
         saver=saver,
@@ -293,18 +290,6 @@ def _growth(plan: Plan, state: TrainState, info: RankInfo, diagnostics: Diagnost
     )
 
 
-def _details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
-    objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
-    modalities = {stream.modality for source in plan.sources for stream in source.streams}
-    return StepDetails(
-        make_objective(objective).components,
-        token_types=plan.tokenizer.token_type_names if objective.token_types else (),
-        sources=[source.name for source in plan.sources] if is_by_source else (),
-        modalities=sorted(modalities) if is_by_source else (),
-        diagnostics=diagnostics,
-    )
-
-
 def _probe(
     plan: Plan,
     state: TrainState,
@@ -329,34 +314,6 @@ def _probe(
         autocast=autocast_context(plan.config, device),
     )
     return StepProbe(probe, ledger=state.ledger, tracker=state.tracker, device=device)
-
-
-def _evaluator(
-    plan: Plan,
-    state: TrainState,
-    cell_model: nn.Module,
-    loss: Loss,
-    info: RankInfo,
-    device: torch.device,
-    diagnostics: Diagnostics,
-    held_out: HeldOut,
-    *,
-    in_lockstep: bool,
-) -> Evaluator:
-    return Evaluator(
-        model=cell_model,
-        accepted=accepted_inputs(state.model),
-        objective=loss,
-        batches=held_out,
-        make_ledger=make_eval_ledger(plan, state.model, device),
-        details=_details(plan, diagnostics),
-        guard=diagnostics.best_effort("evaluation"),
-        autocast=autocast_context(plan.config, device),
-        is_bytes=plan.config.data.tokenizer == "bytes",
-        in_lockstep=in_lockstep,
-        world_size=info.world_size,
-        device=device,
-    )
 
 
 def _sampler(plan: Plan, state: TrainState, device: torch.device, events: EventWriter | None) -> Sampler:

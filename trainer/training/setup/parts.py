@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.config.rules import check_state_rules
+from trainer.config.rules import check_state_rules, largest_batch
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.ledger.ledger import Ledger
@@ -127,10 +127,12 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
 
 
 def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:
-    """What makes an evaluation's own, empty ledger: as large as its groups in flight, never swept."""
+    """What makes the own, empty ledger of a set that is evaluated: as large as its groups in flight, never swept."""
     if width_of(model) == 0:
         return None
-    capacity = max(plan.facts.groups_in_flight, 1)
+    # All held-out parts together, or one [[eval.source]].
+    mixing = plan.config.data.mixing
+    capacity = max(plan.facts.groups_in_flight, mixing.num_streams_mixed * largest_batch(mixing))
     dtype = STATE_TYPES[plan.config.ledger.dtype]
     return lambda: Ledger(state_width=width_of(model), capacity=capacity, wipe_mode="none", device=device, dtype=dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
 from trainer.training.setup.sharding import mesh_shape
-from trainer.training.setup.sources import Source, leaf_tables, resolve_sources
+from trainer.training.setup.sources import Source, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
 
@@ -47,6 +47,8 @@ class Plan:
     sources: list[Source]
     tokenizer: Tokenizer
     facts: Facts
+    eval_sources: Sequence[Source] = ()
+    """Validation sets of the user's own."""
 
     @property
     def vocab_size(self) -> int:
@@ -178,9 +180,12 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
         last = coord.first_token + coord.num_bins - 1
         problem = f"its last bin is token {last}, beyond the vocabulary of {tokenizer.vocab_size}"
         raise UserError("objective.coord", problem, "lower first_token or num_bins")
-    for doubt in doubts(config, sources):
+    eval_sources = resolve_eval_sources(config, config_path)
+    if config.eval.target is not None:
+        resolve_target(config.eval.target, "eval.target")
+    for doubt in doubts(config, sources, eval_sources):
         logger.warning("%s", doubt.message)
-    return Plan(config, sources, tokenizer, facts)
+    return Plan(config, sources, tokenizer, facts, eval_sources)
 
 
 def begin_from_weights(plan: Plan, model: nn.Module) -> None:

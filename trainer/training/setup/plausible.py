@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -33,8 +33,12 @@ def refuse_impossible(config: RunConfig) -> None:
         raise UserError("model.num_layers", problem, f"set it to at most {MOST_LAYERS:,}")
 
 
-def doubts(config: RunConfig, sources: list[Source]) -> Iterator[UserError]:
+def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source] = ()) -> Iterator[UserError]:
     """Settings that work, but hardly as meant: to be said, not refused."""
+    if config.eval.has_data and not config.eval.every and (eval_sources or config.eval.target is not None):
+        problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
+        yield UserError("eval.every", problem, "set it to the number of steps between evaluations")
+    yield from _trained_on(sources, eval_sources)
     held_out = config.eval.holdout_fraction
     if held_out > MOST_HELD_OUT:
         problem = f"holds out {held_out:.0%} of the documents: the run trains on the few that are left"
@@ -63,8 +67,7 @@ def _leaks(sources: list[Source]) -> Iterator[UserError]:
     names: dict[tuple[int, int], dict[str, str]] = {}
     for source in sources:
         for stream in source.streams:
-            status = os.stat(stream.path)
-            names.setdefault((status.st_dev, status.st_ino), {}).setdefault(stream.relative_path, source.name)
+            names.setdefault(_identity(stream.path), {}).setdefault(stream.relative_path, source.name)
     twice = [found for found in names.values() if len(found) > 1]
     if twice:
         first = " and ".join(f"{printable(name)} (source {source})" for name, source in list(twice[0].items())[:2])
@@ -73,6 +76,24 @@ def _leaks(sources: list[Source]) -> Iterator[UserError]:
         )
         problem += "and trains on those of the other"
         yield UserError("eval.holdout_fraction", problem, "read a file once, or in each source below the same root")
+
+
+def _trained_on(sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[UserError]:
+    """Validation sets with files that are trained on."""
+    trained = {_identity(stream.path): source.name for source in sources for stream in source.streams}
+    for each in eval_sources:
+        shared = [stream.relative_path for stream in each.streams if _identity(stream.path) in trained]
+        if shared:
+            name = trained[next(_identity(s.path) for s in each.streams if s.relative_path == shared[0])]
+            problem = (
+                f"{counted(len(shared), 'file')} of it, such as {printable(shared[0])}, are trained on by source {name}"
+            )
+            yield UserError(f"eval source {each.name}", problem, "leave them out of one of the two")
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def unmet_needs(

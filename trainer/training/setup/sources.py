@@ -68,6 +68,20 @@ def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> li
     return leaves
 
 
+def resolve_eval_sources(config: RunConfig, config_path: Path) -> list[Source]:
+    """The validation sets of `[[eval.source]]`, with their streams.
+
+    Raises:
+        UserError: a set has no streams.
+    """
+    cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
+    tables = [each.as_source() for each in config.eval.source]
+    return [
+        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval {table.name}", config_path, cache))
+        for table in tables
+    ]
+
+
 def _refuse_unknown_steps(config: RunConfig, leaves: list[Source], path: Path) -> None:
     """Refuse weights by step where nobody knows ahead which step a micro-batch will belong to.
 

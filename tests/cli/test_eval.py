@@ -1,0 +1,209 @@
+"""Validation sets and tasks of one's own: in a run, and on its checkpoints by `train eval`."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.in_process import program
+from tests.support.runs import make_corpus, read_rows, run, write_tiny_config
+from trainer.training.export.saved_model import load_model
+
+SETS = """
+[[eval.source]]
+name = "near"
+paths = ["{directory}/near/*.jsonl"]
+
+[[eval.source]]
+name = "far"
+root = "{directory}/far"
+batches = 1
+"""
+WHOLE_DOCUMENTS = ["--set", "data.max_group_cells=64"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "near").mkdir()
+    (tmp_path / "far" / "x").mkdir(parents=True)
+    words = ["to be", "or not to be that is the question " * 4, "whether tis nobler in the mind " * 3]
+    lines = [json.dumps({"text": text}) + "\n" for text in words]
+    (tmp_path / "near" / "1.jsonl").write_text("".join(lines))
+    (tmp_path / "near" / "2.jsonl").write_text("".join(lines[1:]))
+    (tmp_path / "far" / "x" / "1.jsonl").write_text("".join(lines) * 9)
+    return write_tiny_config(tmp_path, SETS.format(directory=tmp_path) + "[eval]\nevery = 3\n[checkpoint]\nevery = 3\n")
+
+
+def trained(config: Path, *arguments: object, nproc: int | None = None) -> Path:
+    """The directory of a run."""
+    done = run("--config", config, "--run-dir", config.parent / "run", *WHOLE_DOCUMENTS, *arguments, nproc=nproc)
+    assert done.returncode == 0, done.stderr
+    return config.parent / "run"
+
+
+def evaluated(run_dir: Path, capsys, *arguments: object) -> dict[str, float]:
+    ended = program(["eval", run_dir, "--json", *arguments], capsys)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)["metrics"]
+
+
+def loss_of(run_dir: Path, files: list[Path]) -> tuple[float, float]:
+    """(nats per token, accuracy) of each document in one piece, which the ledger's cells must add up to."""
+    saved = load_model(run_dir, step=None, device=torch.device("cpu"))
+    losses, hits = [], []
+    for line in [line for file in files for line in file.read_text().splitlines()]:
+        targets = torch.tensor(list(json.loads(line)["text"].encode()))
+        tokens = torch.cat([torch.tensor([saved.tokenizer.bos_id]), targets])[:-1]
+        with torch.no_grad():
+            logits = saved.model(tokens[None], state=torch.zeros(1, saved.model.state_width)).logits[0]
+        losses.append(F.cross_entropy(logits, targets, reduction="none"))
+        hits.append((logits.argmax(dim=-1) == targets).double())
+    return float(torch.cat(losses).double().mean()), float(torch.cat(hits).mean())
+
+
+def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(config, capsys):
+    run_dir = trained(config)
+    rows = {step: row for (mode, step), row in read_rows(run_dir / "metrics.jsonl").items() if mode == "eval"}
+    assert rows.keys() == {3, 6}
+    assert rows[6].keys() == {
+        f"eval/{name}/{key}" for name in ("near", "far") for key in ("loss", "accuracy", "perplexity", "bits_per_byte")
+    }
+    loss, accuracy = loss_of(run_dir, sorted((config.parent / "near").iterdir()))
+    assert rows[6]["eval/near/loss"] == pytest.approx(loss, rel=1e-5)
+    assert rows[6]["eval/near/accuracy"] == pytest.approx(accuracy)
+    assert rows[6]["eval/near/bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-5)
+    assert rows[3]["eval/near/loss"] > rows[6]["eval/near/loss"]
+    assert rows[6]["eval/far/loss"] != pytest.approx(rows[6]["eval/near/loss"], rel=1e-4)  # a part of it
+    for step in (3, 6):
+        found = evaluated(run_dir, capsys, "--step", step)
+        assert found == pytest.approx(rows[step], rel=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_share_a_set_that_is_read_whole(config, capsys, strategy):
+    run_dir = trained(config, "--strategy", strategy, nproc=2)
+    logged = read_rows(run_dir / "metrics.jsonl")["eval", 6]
+    assert evaluated(run_dir, capsys)["eval/near/loss"] == pytest.approx(logged["eval/near/loss"], rel=1e-6)
+
+
+def test_a_checkpoint_is_evaluated_where_its_training_data_are_not(config, capsys):
+    run_dir = trained(config, "--set", "eval.source=[]", "--set", "eval.every=0")
+    shutil.rmtree(config.parent / "corpus")
+    near = config.parent / "near"
+    found = evaluated(run_dir, capsys, "--source", f"a={near}", "--source", f"b={near}/1.jsonl")
+    assert found["eval/a/loss"] == pytest.approx(loss_of(run_dir, sorted(near.iterdir()))[0], rel=1e-5)
+    assert found["eval/b/loss"] == pytest.approx(loss_of(run_dir, [near / "1.jsonl"])[0], rel=1e-5)
+    shown = program(["eval", run_dir, "--source", f"a={near}"], capsys).stdout
+    assert "step 6" in shown
+    assert f"{found['eval/a/loss']:.4f}" in shown
+
+
+def test_without_a_set_all_held_out_documents_are_read(config, capsys):
+    every = ["--set", "eval.source=[]", "--set", "eval.holdout_fraction=0.3", "--set", "eval.batches=1000"]
+    run_dir = trained(config, *every)
+    logged = read_rows(run_dir / "metrics.jsonl")["eval", 6]
+    assert evaluated(run_dir, capsys) == pytest.approx(logged, rel=1e-6)
+
+
+def test_evaluations_change_nothing_of_the_training(config, tmp_path):
+    (tmp_path / "my_task.py").write_text(TASK)
+    plain = trained(config, "--set", "eval.source=[]", "--set", "eval.every=0")
+    losses = [row["loss"] for (mode, _), row in read_rows(plain / "metrics.jsonl").items() if mode == "train"]
+    shutil.rmtree(plain)
+    task = ["--set", "eval.target=my_task:evaluate", "--set", "eval.every=1", "--set", "eval.args={scale=2.0}"]
+    done = run("--config", config, "--run-dir", plain, *WHOLE_DOCUMENTS, *task, extra={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(plain / "metrics.jsonl")
+    assert [row["loss"] for (mode, _), row in rows.items() if mode == "train"] == losses
+    assert [rows["eval", step]["eval/my/score"] for step in (1, 2, 3)] == [2.0, 4.0, 6.0]
+    assert "not in the catalog" not in done.stderr
+
+
+TASK = """
+import torch
+
+def evaluate(*, model, tokenizer, step, device, rank, world_size, scale=1.0, fails=False):
+    torch.rand(7)
+    assert not model.training and not torch.is_grad_enabled()
+    model(torch.zeros(1, 4, dtype=torch.long, device=device), state=torch.zeros(1, model.state_width, device=device))
+    if fails and rank == 1:
+        raise RuntimeError("of rank 1")
+    return {"my/score": scale * step} if rank == 0 else None
+"""
+
+
+@pytest.mark.distributed
+def test_a_task_that_fails_on_one_rank_is_switched_off_and_the_run_goes_on(config, tmp_path):
+    (tmp_path / "my_task.py").write_text(TASK)
+    task = ["--set", "eval.target=my_task:evaluate", "--set", "eval.args={fails=true}"]
+    done = run("--config", config, "--run-dir", tmp_path / "run", *task, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("RuntimeError: of rank 1") == 1
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert not any("eval/my/score" in row for row in rows.values())
+    assert "eval/near/loss" in rows["eval", 6]
+
+
+def test_a_set_that_is_trained_on_or_never_read_is_a_warning(config, capsys):
+    corpus = config.parent / "corpus"
+    leak = f'eval.source=[{{name="leak", paths=["{corpus}/a/stream0.jsonl"]}}]'
+    said = program(["check", "--config", config, "--set", leak], capsys).stderr
+    assert "eval source leak: 1 file of it, such as " in said
+    assert "stream0.jsonl, are trained on by source first" in said
+    said = program(["check", "--config", config, "--set", "eval.every=0"], capsys).stderr
+    assert "eval.every: is 0: the run evaluates neither [[eval.source]] nor eval.target" in said
+    assert "trained on" not in said
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["eval.source=[{name='a'}]"], "needs exactly one of root, paths; got none"),
+        (["eval.source=[{name='a', paths=['x']}, {name='a', paths=['y']}]"], "two sources are named a"),
+        (["eval.source=[{name='a', paths=['none/*.txt']}]"], "none/*.txt"),
+        (["eval.source=[{name='a', weight=2.0, paths=['x']}]"], "weight: unknown key"),
+        (["eval.target='no_such_module:f'"], "eval.target: cannot import no_such_module"),
+        (["eval.args={a=1}"], "args are those of a target"),
+        (["eval.source=[]"], "is 0, which leaves no documents for eval.every to evaluate on"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(config, sets, message, capsys):
+    ended = program(["check", "--config", config, *[word for each in sets for word in ("--set", each)]], capsys)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """A run without evaluations."""
+    directory = tmp_path_factory.mktemp("bare")
+    make_corpus(directory / "corpus")
+    done = run("--config", write_tiny_config(directory), "--run-dir", directory / "run")
+    assert done.returncode == 0, done.stderr
+    return directory / "run"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "has neither [[eval.source]] nor held-out documents to evaluate on; name some with --source NAME=PATH"),
+        (["--source", "books"], "--source: 'books' is not NAME=PATH"),
+        (["--source", "a b=x"], "--source: 'a b=x' is not NAME=PATH"),
+        (["--source", "a=no/such/file"], "no such file or directory"),
+        (["--source", "a={data}", "--source", "a={data}"], "two sets are named a"),
+        (["--source", "a={data}", "--step", "5"], "has no checkpoint after step 5"),
+        (["--source", "a={data}", "--device", "tpu"], "--device: must be one of auto, cpu, cuda"),
+    ],
+)
+def test_a_mistake_in_a_call_is_one_line(bare, options, message, capsys):
+    ended = program(["eval", bare, *(word.format(data=bare.parent / "corpus") for word in options)], capsys)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1

@@ -1,0 +1,65 @@
+"""`train eval`: evaluate a checkpoint, on validation sets of its config or on others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer.cli.imports import uncollected
+from trainer.cli.options import JsonOption
+from trainer.cli.terminal import output
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HELD_OUT = "held-out documents"
+METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
+
+
+def evaluate(
+    run_dir: Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")],
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="A set: a name, and a file, a glob or a directory. May be repeated.", metavar="NAME=PATH"),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the latest.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Path of the tokenizer.json if it moved.", metavar="PATH")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate a checkpoint on its [[eval.source]] sets and on --source, whole; without any, on its held-out documents."""
+    import json
+
+    with uncollected():
+        from trainer.cli.options import pick_device
+        from trainer.training.evaluation.offline import evaluate_checkpoint, parse_source
+
+    sources = [parse_source(text) for text in source or []]
+    found = evaluate_checkpoint(run_dir, sources, step=step, device=pick_device(device), tokenizer=tokenizer)
+    if as_json:
+        typer.echo(json.dumps({"run": run_dir, "step": found.step, "metrics": found.metrics}, indent=2))
+        return
+    output().print(_table(run_dir, found.step, found.metrics, output().width))
+
+
+def _table(run_dir: str, step: int | None, metrics: dict[str, float], width: int) -> Table:
+    from trainer.fitted_table import Column, fitted_table
+
+    rows: dict[str, dict[str, float]] = {}
+    for key, value in metrics.items():
+        if key.startswith("eval/"):
+            name, _, metric = key.removeprefix("eval/").rpartition("/")
+        else:
+            name, metric = HELD_OUT, key.removeprefix("eval_")
+        rows.setdefault(name or "-", {})[metric] = value
+    # Tasks of the user's own may have metrics of any name; parts of the held-out loss are in the JSON.
+    names = list(METRICS) + sorted({m for row in rows.values() for m in row if "/" not in m} - METRICS.keys())
+    shown = [metric for metric in names if any(metric in row for row in rows.values())]
+    cells = [[f"{row[metric]:.4f}" if metric in row else "" for row in rows.values()] for metric in shown]
+    columns = [Column("set", list(rows))]
+    columns += [Column(METRICS.get(m, m), column, "right") for m, column in zip(shown, cells, strict=True)]
+    title = run_dir if step is None else f"{run_dir}, step {step:,}"
+    return fitted_table(columns, width=width, hint="; --json has all", title=title, title_justify="left")

@@ -1,0 +1,83 @@
+"""What evaluates a run: made from its plan, for the run itself and for `train eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from trainer.distributed.env import RankInfo
+from trainer.import_path import resolve_target
+from trainer.metrics.best_effort import Diagnostics
+from trainer.objective.compose import Loss
+from trainer.training.evaluation.evaluator import Evaluator
+from trainer.training.evaluation.own_task import OwnTask
+from trainer.training.setup.data import EvalSet
+from trainer.training.setup.parts import autocast_context, make_eval_ledger, make_objective
+from trainer.training.setup.plan import Plan
+from trainer.training.step.details import StepDetails
+from trainer.training.step.microbatch import accepted_inputs
+
+
+def make_details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
+    """What is collected beside the loss, of logged steps and of evaluations."""
+    objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
+    modalities = {stream.modality for source in plan.sources for stream in source.streams}
+    return StepDetails(
+        make_objective(objective).components,
+        token_types=plan.tokenizer.token_type_names if objective.token_types else (),
+        sources=[source.name for source in plan.sources] if is_by_source else (),
+        modalities=sorted(modalities) if is_by_source else (),
+        diagnostics=diagnostics,
+    )
+
+
+def make_evaluator(
+    plan: Plan,
+    model: nn.Module,
+    cell_model: nn.Module,
+    loss: Loss,
+    info: RankInfo,
+    device: torch.device,
+    diagnostics: Diagnostics,
+    sets: Sequence[EvalSet],
+    *,
+    in_lockstep: bool,
+) -> Evaluator:
+    """The evaluator of a run.
+
+    Args:
+        model: the run's, which a task of the user's own gets.
+        cell_model: what a row is run through; with `chunk_tokens` the model without its output layer.
+        in_lockstep: the ranks hold shards of the model.
+    """
+    table, autocast = plan.config.eval, autocast_context(plan.config, device)
+    task = None
+    if table.target is not None:
+        task = OwnTask(
+            resolve_target(table.target, "eval.target"),
+            args=table.args,
+            model=model,
+            tokenizer=plan.tokenizer,
+            autocast=autocast,
+            rank=info.rank,
+            world_size=info.world_size,
+            device=device,
+            guard=diagnostics.best_effort("eval.target"),
+        )
+    return Evaluator(
+        model=cell_model,
+        accepted=accepted_inputs(model),
+        objective=loss,
+        sets=sets,
+        task=task,
+        make_ledger=make_eval_ledger(plan, model, device),
+        details=make_details(plan, diagnostics),
+        guard=diagnostics.best_effort("evaluation"),
+        autocast=autocast,
+        is_bytes=plan.config.data.tokenizer == "bytes",
+        in_lockstep=in_lockstep,
+        world_size=info.world_size,
+        device=device,
+    )
