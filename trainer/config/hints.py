@@ -70,8 +70,8 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     # `optimizer.weight_decay`, rather than that of its groups.
     tables = {key.rpartition(".")[0] for key in same} - {""}
     same = [key for key in same if not any(key.rpartition(".")[0].startswith(f"{table}.") for table in tables)]
-    # `optimizer.lr`, rather than how it follows the batch.
-    same = [key for key in same if not key.startswith("train.micro_batches.")]
+    # `optimizer.lr`, rather than how it follows the batch; a source to train on, rather than one to evaluate on.
+    same = [key for key in same if not key.startswith(("train.micro_batches.", "eval.source."))]
     # A name that many tables have (`name`, `every`) does not tell which one was meant.
     found = ([renamed] if renamed else []) + (same if len(same) <= 2 else [])
     close = [] if renamed else difflib.get_close_matches(word, known, n=1, cutoff=0.6)
