@@ -74,6 +74,17 @@ def initial_states(scale, shift, state):
 
 
 @triton.jit
+def load_resets(resets, t, num_steps, STEPS: tl.constexpr, STRIDE: tl.constexpr):
+    """The resets at times t, t + STRIDE, ... [SEGMENTS, 1] each; none outside the row."""
+    found = ()
+    for step in tl.static_range(STEPS):
+        is_inside = (t >= 0) & (t < num_steps)
+        found = found + (tl.load(resets + t, mask=is_inside, other=0),)
+        t += STRIDE
+    return found
+
+
+@triton.jit
 def forward_kernel(
     recurrence_gate, input_gate, x, decay, resets, state, h, final_state,
     num_steps, dim,
@@ -89,7 +100,15 @@ def forward_kernel(
     rate = (softplus * -SHARPNESS)[None, :]
     carried = tl.load(state + row * dim + channel, mask=is_channel, other=0.0)
 
+    # Single bytes cannot be copied asynchronously like the rest, so resets are loaded a tile ahead by hand.
+    if HAS_RESETS:
+        resets += row * num_steps
+        next_resets = load_resets(resets, segment * STEPS, num_steps, STEPS, 1)
+
     for first in tl.range(0, num_steps, SEGMENTS * STEPS, num_stages=STAGES):
+        if HAS_RESETS:
+            is_reset = next_resets
+            next_resets = load_resets(resets, first + (SEGMENTS + segment) * STEPS, num_steps, STEPS, 1)
         end = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
         product = tl.full([SEGMENTS, CHANNELS], 1.0, tl.float32)
         ends = ()
@@ -107,8 +126,7 @@ def forward_kernel(
             square = one_minus_square(a, log_a)
             b = tl.sqrt(tl.where(square < TINY, TINY, square)) * sigmoid(i) * value
             if HAS_RESETS:
-                is_reset = tl.load(resets + row * num_steps + t, mask=is_inside, other=0)
-                a = tl.where(is_reset != 0, 0.0, a)
+                a = tl.where(is_reset[step] != 0, 0.0, a)
             # Past the end of the row the state stays what it is: x is 0 there, hence b.
             a = tl.where(is_inside, a, 1.0)
             end = a * end + b
@@ -150,7 +168,14 @@ def backward_kernel(
     grad_rate = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
     last = (num_steps + SEGMENTS * STEPS - 1) // (SEGMENTS * STEPS) * (SEGMENTS * STEPS) - 1
 
+    if HAS_RESETS:
+        resets += row * num_steps
+        next_resets = load_resets(resets, last - segment * STEPS, num_steps, STEPS, -1)
+
     for behind in tl.range(0, num_steps, SEGMENTS * STEPS, num_stages=STAGES):
+        if HAS_RESETS:
+            is_reset = next_resets
+            next_resets = load_resets(resets, last - behind - (SEGMENTS + segment) * STEPS, num_steps, STEPS, -1)
         end = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
         product = tl.full([SEGMENTS, CHANNELS], 1.0, tl.float32)
         ends = ()
@@ -179,8 +204,7 @@ def backward_kernel(
             # At the floor the root has no slope.
             root_slope = tl.where(square < TINY, 0.0, -a * a / root)
             if HAS_RESETS:
-                is_reset = tl.load(resets + row * num_steps + t, mask=is_inside, other=0)
-                a = tl.where(is_reset != 0, 0.0, a)
+                a = tl.where(is_reset[step] != 0, 0.0, a)
             a = tl.where(is_inside, a, 1.0)
             end = end + grad
             ends = ends + (end,)
