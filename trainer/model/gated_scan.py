@@ -8,6 +8,7 @@ The operator is registered, so that autograd, `torch.compile`, activation checkp
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from typing import Any, Final, NamedTuple
@@ -15,7 +16,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.metrics.logger import get_logger
 from trainer.model.recurrence import gated_coefficients, linear_scan
+
+logger = get_logger(__name__)
 
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,11 +61,18 @@ def gated_scan(
     Returns:
         h [B, T, D] in x's dtype, and the final state [B, D] in float32 or wider.
     """
-    if x.is_cuda and HAS_TRITON and x.dtype in KERNEL_DTYPES:
-        return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
+    if x.is_cuda and x.dtype in KERNEL_DTYPES:
+        if HAS_TRITON:
+            return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
+        _warn_of_plain_scan()  # not inside a compiled graph: without Triton torch.compile makes none for CUDA
     a, b = gated_coefficients(recurrence_gate, input_gate, x, decay, resets)  # [B, T, D] each
     h = linear_scan(a, b, state.to(a.dtype))  # [B, T, D]
     return h.to(x.dtype), h[:, -1]
+
+
+@functools.cache
+def _warn_of_plain_scan() -> None:
+    logger.warning("triton is not installed: the gated recurrence runs as plain torch, in thousands of small kernels (extra: cuda)")
 
 
 def fused_scan(
