@@ -36,7 +36,10 @@ def _scan_in_slices(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
     for later in zip(*(column[1:] for column in slices), strict=True):
         both = [self.to_tensor(x, kind) for x, kind in zip((*found[-1], *later), kinds * 2, strict=True)]
         found.append([x.handle.data for x in _as_tuple(self.combine_fn.fn(*both))])
-    return [self.to_tensor(np.stack(x, axis=self.axis), kind) for x, kind in zip(zip(*found, strict=True), kinds, strict=True)]
+    return [
+        self.to_tensor(np.stack(x, axis=self.axis), kind)
+        for x, kind in zip(zip(*found, strict=True), kinds, strict=True)
+    ]
 
 
 def _reduce_in_slices(self: Any, inputs: tuple[Any, ...]) -> list[Any]:

@@ -70,7 +70,7 @@ def use_kernels(model: nn.Module) -> None:
     """Let the model's scans be the kernels wherever its tensors are: fake ones on a CPU then need the memory of a CUDA run."""
     for module in model.modules():
         if isinstance(module, GatedRecurrence):
-            module.scan = fused_scan  # type: ignore[method-assign]
+            module.scan = fused_scan
 
 
 class GatedMLP(nn.Module):

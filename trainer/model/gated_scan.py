@@ -72,7 +72,9 @@ def gated_scan(
 
 @functools.cache
 def _warn_of_plain_scan() -> None:
-    logger.warning("triton is not installed: the gated recurrence runs as plain torch, in thousands of small kernels (extra: cuda)")
+    logger.warning(
+        "triton is not installed: the gated recurrence runs as plain torch, in thousands of small kernels (extra: cuda)"
+    )
 
 
 def fused_scan(
@@ -125,7 +127,11 @@ def _gated_scan_backward_op(
 
     inputs = (grad_h, grad_final_state, recurrence_gate, input_gate, x, decay, resets, state, h)
     rows_decay = torch.empty_like(state)  # each row's share of the gradient, [B, D]
-    outputs = (*(torch.empty_like(gate) for gate in (recurrence_gate, input_gate, x)), rows_decay, torch.empty_like(state))
+    outputs = (
+        *(torch.empty_like(gate) for gate in (recurrence_gate, input_gate, x)),
+        rows_decay,
+        torch.empty_like(state),
+    )
     _launch(backward_kernel, (*inputs, *outputs), x, has_resets=resets is not None)
     grad_r, grad_i, grad_x, _, grad_state = outputs
     return grad_r, grad_i, grad_x, rows_decay.sum(dim=0).to(decay.dtype), grad_state
@@ -150,7 +156,7 @@ def _(
 def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], x: Tensor, *, has_resets: bool) -> None:
     batch, num_steps, dim = x.shape
     programs = batch * math.ceil(dim / BLOCKS.channels)
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         kernel[(programs,)](
             *tensors,
             num_steps,

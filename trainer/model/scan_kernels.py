@@ -35,7 +35,7 @@ def add(x, y):
 
 @triton.jit
 def softplus_and_slope(x):
-    """`softplus(x)` and its slope `sigmoid(x)`, accurate for very negative x, too, where `log(1 + exp(x))` would lose all digits."""
+    """`softplus(x)` and its slope `sigmoid(x)`, accurate where `log(1 + exp(x))` would lose all digits, too."""
     u = tl.exp(-tl.abs(x))
     # log(1 + u) = 2 atanh(u / (2 + u)), a quickly converging series, since the argument is at most 1/3.
     s = u / (2.0 + u)
@@ -74,14 +74,42 @@ def initial_states(scale, shift, state):
 
 
 @triton.jit
+def load(pointer, offset, mask):
+    return tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(pointer, offset, value, mask):
+    tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_resets(resets, t, num_steps, STEPS: tl.constexpr, STRIDE: tl.constexpr):
     """The resets at times t, t + STRIDE, ... [SEGMENTS, 1] each; none outside the row."""
     found = ()
     for step in tl.static_range(STEPS):
-        is_inside = (t >= 0) & (t < num_steps)
-        found = found + (tl.load(resets + t, mask=is_inside, other=0),)
-        t += STRIDE
+        time = t + step * STRIDE
+        found = found + (tl.load(resets + time, mask=(time >= 0) & (time < num_steps), other=0),)
     return found
+
+
+@triton.jit
+def decay_and_root(r, rate):
+    """`log a`, a, `1 - a^2` and its root, with the floor of `gated_coefficients`."""
+    log_a = rate * sigmoid(r)
+    a = tl.exp(log_a)
+    square = one_minus_square(a, log_a)
+    return log_a, a, square, tl.sqrt(tl.where(square < TINY, TINY, square))
+
+
+@triton.jit
+def gradient_factors(log_a, a, square, root, sigmoid_r, sigmoid_i, value, previous, is_kept):
+    """What the gradient of h is multiplied by for those of the rate, r, i and x; `is_kept` is 0 at a reset."""
+    # At its floor the root has no slope.
+    root_slope = tl.where(square < TINY, 0.0, -a * a / root)
+    of_log_a = tl.where(is_kept, a * previous, 0.0) + root_slope * sigmoid_i * value
+    of_x = root * sigmoid_i
+    return of_log_a * sigmoid_r, of_log_a * log_a * (1.0 - sigmoid_r), of_x * value * (1.0 - sigmoid_i), of_x
 
 
 @triton.jit
@@ -96,10 +124,9 @@ def forward_kernel(
     channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < dim
     segment = tl.arange(0, SEGMENTS)[:, None]
-    softplus, _ = softplus_and_slope(tl.load(decay + channel, mask=is_channel, other=0.0).to(tl.float32))
+    softplus, _slope = softplus_and_slope(load(decay, channel, is_channel))
     rate = (softplus * -SHARPNESS)[None, :]
-    carried = tl.load(state + row * dim + channel, mask=is_channel, other=0.0)
-
+    carried = load(state, row * dim + channel, is_channel)
     # Single bytes cannot be copied asynchronously like the rest, so resets are loaded a tile ahead by hand.
     if HAS_RESETS:
         resets += row * num_steps
@@ -111,37 +138,29 @@ def forward_kernel(
             next_resets = load_resets(resets, first + (SEGMENTS + segment) * STEPS, num_steps, STEPS, 1)
         end = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
         product = tl.full([SEGMENTS, CHANNELS], 1.0, tl.float32)
-        ends = ()
-        products = ()
+        kept = ()
         for step in tl.static_range(STEPS):
             t = first + segment * STEPS + step
             is_inside = t < num_steps
             mask = is_inside & is_channel[None, :]
             offset = (row * num_steps + t) * dim + channel[None, :]
-            r = tl.load(recurrence_gate + offset, mask=mask, other=0.0).to(tl.float32)
-            i = tl.load(input_gate + offset, mask=mask, other=0.0).to(tl.float32)
-            value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-            log_a = rate * sigmoid(r)
-            a = tl.exp(log_a)
-            square = one_minus_square(a, log_a)
-            b = tl.sqrt(tl.where(square < TINY, TINY, square)) * sigmoid(i) * value
+            _, a, _, root = decay_and_root(load(recurrence_gate, offset, mask), rate)
+            b = root * sigmoid(load(input_gate, offset, mask)) * load(x, offset, mask)
             if HAS_RESETS:
                 a = tl.where(is_reset[step] != 0, 0.0, a)
             # Past the end of the row the state stays what it is: x is 0 there, hence b.
             a = tl.where(is_inside, a, 1.0)
             end = a * end + b
             product = product * a
-            ends = ends + (end,)
-            products = products + (product,)
+            kept = kept + ((product, end),)
         initial = initial_states(product, end, carried)
         for step in tl.static_range(STEPS):
             t = first + segment * STEPS + step
-            mask = (t < num_steps) & is_channel[None, :]
             offset = (row * num_steps + t) * dim + channel[None, :]
-            end = products[step] * initial + ends[step]
-            tl.store(h + offset, end.to(h.dtype.element_ty), mask=mask)
+            end = kept[step][0] * initial + kept[step][1]
+            store(h, offset, end, (t < num_steps) & is_channel[None, :])
         carried = tl.reduce(tl.where(segment == SEGMENTS - 1, end, 0.0), 0, add)
-    tl.store(final_state + row * dim + channel, carried, mask=is_channel)
+    store(final_state, row * dim + channel, carried, is_channel)
 
 
 @triton.jit
@@ -161,13 +180,12 @@ def backward_kernel(
     channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < dim
     segment = tl.arange(0, SEGMENTS)[:, None]
-    softplus, slope = softplus_and_slope(tl.load(decay + channel, mask=is_channel, other=0.0).to(tl.float32))
+    softplus, slope = softplus_and_slope(load(decay, channel, is_channel))
     rate = (softplus * -SHARPNESS)[None, :]
-    first_state = tl.load(state + row * dim + channel, mask=is_channel, other=0.0)[None, :]
-    carried = tl.load(grad_final_state + row * dim + channel, mask=is_channel, other=0.0)
+    first_state = load(state, row * dim + channel, is_channel)[None, :]
+    carried = load(grad_final_state, row * dim + channel, is_channel)
     grad_rate = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
     last = (num_steps + SEGMENTS * STEPS - 1) // (SEGMENTS * STEPS) * (SEGMENTS * STEPS) - 1
-
     if HAS_RESETS:
         resets += row * num_steps
         next_resets = load_resets(resets, last - segment * STEPS, num_steps, STEPS, -1)
@@ -178,59 +196,37 @@ def backward_kernel(
             next_resets = load_resets(resets, last - behind - (SEGMENTS + segment) * STEPS, num_steps, STEPS, -1)
         end = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
         product = tl.full([SEGMENTS, CHANNELS], 1.0, tl.float32)
-        ends = ()
-        products = ()
-        per_rate = ()
-        per_r = ()
-        per_i = ()
-        per_x = ()
+        kept = ()
         for step in tl.static_range(STEPS):
             t = last - behind - segment * STEPS - step
             is_inside = t < num_steps
             mask = is_inside & is_channel[None, :]
             offset = (row * num_steps + t) * dim + channel[None, :]
-            r = tl.load(recurrence_gate + offset, mask=mask, other=0.0).to(tl.float32)
-            i = tl.load(input_gate + offset, mask=mask, other=0.0).to(tl.float32)
-            value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-            grad = tl.load(grad_h + offset, mask=mask, other=0.0).to(tl.float32)
-            previous = tl.load(h + offset - dim, mask=mask & (t > 0), other=0.0).to(tl.float32)
-            previous = tl.where(t == 0, first_state, previous)
-            sigmoid_r = sigmoid(r)
-            sigmoid_i = sigmoid(i)
-            log_a = rate * sigmoid_r
-            a = tl.exp(log_a)
-            square = one_minus_square(a, log_a)
-            root = tl.sqrt(tl.where(square < TINY, TINY, square))
-            # At the floor the root has no slope.
-            root_slope = tl.where(square < TINY, 0.0, -a * a / root)
+            r, i = load(recurrence_gate, offset, mask), load(input_gate, offset, mask)
+            value = load(x, offset, mask)
+            previous = tl.where(t == 0, first_state, load(h, offset - dim, mask & (t > 0)))
+            log_a, a, square, root = decay_and_root(r, rate)
+            is_kept = is_inside
             if HAS_RESETS:
-                a = tl.where(is_reset[step] != 0, 0.0, a)
-            a = tl.where(is_inside, a, 1.0)
-            end = end + grad
-            ends = ends + (end,)
-            products = products + (product,)
+                is_kept = is_inside & (is_reset[step] == 0)
+            # Past the end of the row x and the state before are 0, hence the factors, and the gradient stays what it is.
+            factors = gradient_factors(log_a, a, square, root, sigmoid(r), sigmoid(i), value, previous, is_kept)
+            end = end + load(grad_h, offset, mask)
+            kept = kept + ((product, end, factors),)
+            a = tl.where(is_kept, a, tl.where(is_inside, 0.0, 1.0))
             end = a * end
             product = product * a
-            # Both x and the state before are 0 past the end of the row, and so are these factors.
-            of_log_a = a * previous + root_slope * sigmoid_i * value
-            per_rate = per_rate + (of_log_a * sigmoid_r,)
-            per_r = per_r + (of_log_a * log_a * (1.0 - sigmoid_r),)
-            per_i = per_i + (root * sigmoid_i * value * (1.0 - sigmoid_i),)
-            per_x = per_x + (root * sigmoid_i,)
         initial = initial_states(product, end, carried)
         carried = tl.reduce(tl.where(segment == SEGMENTS - 1, product * initial + end, 0.0), 0, add)
         for step in tl.static_range(STEPS):
             t = last - behind - segment * STEPS - step
             mask = (t < num_steps) & is_channel[None, :]
             offset = (row * num_steps + t) * dim + channel[None, :]
-            grad = products[step] * initial + ends[step]
-            grad_rate += grad * per_rate[step]
-            tl.store(
-                grad_recurrence_gate + offset,
-                (grad * per_r[step]).to(grad_recurrence_gate.dtype.element_ty),
-                mask=mask,
-            )
-            tl.store(grad_input_gate + offset, (grad * per_i[step]).to(grad_input_gate.dtype.element_ty), mask=mask)
-            tl.store(grad_x + offset, (grad * per_x[step]).to(grad_x.dtype.element_ty), mask=mask)
-    tl.store(grad_state + row * dim + channel, carried, mask=is_channel)
-    tl.store(grad_decay + row * dim + channel, slope * -SHARPNESS * tl.reduce(grad_rate, 0, add), mask=is_channel)
+            grad = kept[step][0] * initial + kept[step][1]
+            per_rate, per_r, per_i, per_x = kept[step][2]
+            grad_rate += grad * per_rate
+            store(grad_recurrence_gate, offset, grad * per_r, mask)
+            store(grad_input_gate, offset, grad * per_i, mask)
+            store(grad_x, offset, grad * per_x, mask)
+    store(grad_state, row * dim + channel, carried, is_channel)
+    store(grad_decay, row * dim + channel, slope * -SHARPNESS * tl.reduce(grad_rate, 0, add), is_channel)

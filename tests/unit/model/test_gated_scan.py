@@ -70,7 +70,9 @@ def make_empty(batch: int, num_steps: int, dim: int) -> Inputs:
     return Inputs(r, i, x, torch.empty(dim, requires_grad=True), None, torch.empty(batch, dim, requires_grad=True))
 
 
-def step_by_step(r: Tensor, i: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+def step_by_step(
+    r: Tensor, i: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """The definition, one position after the other."""
     log_a = -8.0 * F.softplus(decay) * torch.sigmoid(r)
     b = torch.sqrt(-torch.expm1(2.0 * log_a)) * torch.sigmoid(i) * x
@@ -82,7 +84,9 @@ def step_by_step(r: Tensor, i: Tensor, x: Tensor, decay: Tensor, resets: Tensor 
     return torch.stack(states, dim=1), state
 
 
-def plain_scan(r: Tensor, i: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+def plain_scan(
+    r: Tensor, i: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """What the kernels replace."""
     a, b = gated_coefficients(r, i, x, decay, resets)
     h = linear_scan(a, b, state.to(a.dtype))

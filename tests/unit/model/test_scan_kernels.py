@@ -74,7 +74,9 @@ def uninterpreted() -> ModuleType:
     return module
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="then Triton's own functions are interpreted, too")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="then Triton's own functions are interpreted, too"
+)
 @pytest.mark.parametrize("resets", [False, True], ids=["no resets", "resets"])
 @pytest.mark.parametrize("num_steps", [1, 1024])
 @pytest.mark.parametrize("name", KERNELS)
@@ -91,7 +93,11 @@ def test_kernels_compile_for_an_h100_with_loads_ahead_and_without_spills(
     signature: dict[str, str] = {}
     aligned: dict[tuple[int, ...], Any] = {}
     for index, argument in enumerate(kernel.arg_names):
-        if argument in constants or (argument == "resets" and not resets) or (argument == "num_steps" and num_steps == 1):
+        if (
+            argument in constants
+            or (argument == "resets" and not resets)
+            or (argument == "num_steps" and num_steps == 1)
+        ):
             signature[argument] = "constexpr"
             constants.setdefault(argument, None if argument == "resets" else 1)
         else:
