@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.gated_scan import fused_scan, gated_scan
-from trainer.model.recurrence import GATE_SHARPNESS
+from trainer.model.fused_scan import fused_scan
+from trainer.model.recurrence import GATE_SHARPNESS, gated_scan
 
 INITIAL_DECAY_RANGE = (0.9, 0.999)
 """Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""

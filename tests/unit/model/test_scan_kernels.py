@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.kernels import DEVICE, triton
-from trainer.model.gated_scan import BLOCKS, fused_scan
+from trainer.model.fused_scan import BLOCKS, fused_scan
 
 KERNELS = ("forward_kernel", "backward_kernel")
 FLOAT32 = {"decay", "state", "final_state", "grad_final_state", "grad_decay", "grad_state"}
@@ -44,23 +44,23 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter counts, not the device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_each_byte_moves_once(dtype: torch.dtype, moved: list[int]) -> None:
-    """Over each operand read or written once, at T = 1024: at most 1.15 is asked for, and resets alone are read again."""
-    shape, dim = (1, 1024, 2 * BLOCKS.channels), 2 * BLOCKS.channels
-    r, i, x = (torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3))
+def test_each_byte_moves_once(moved: list[int]) -> None:
+    """Over each operand read or written once, at T = 1024: at most 1.15 is asked for; resets are read by each program."""
+    dim = 2 * BLOCKS.channels
+    shape = (1, 1024, dim)
+    r, i, x = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     decay, state = torch.zeros(dim, requires_grad=True), torch.zeros(1, dim, requires_grad=True)
     resets = torch.zeros(shape[:2], dtype=torch.bool)
 
     h, final = fused_scan(r, i, x, decay, resets, state)
     large, small = x.numel() * x.element_size(), dim * 4
     forward = sum(moved)
-    assert 1.0 <= forward / (4 * large + resets.numel() + 3 * small) < 1.01  # 3 read, 1 written
+    assert 1.0 <= forward / (4 * large + resets.numel() + 3 * small) < 1.005  # 3 read, 1 written
 
     moved.clear()
     torch.autograd.backward((h, final), (torch.ones_like(h), torch.ones_like(final)))
     # 5 read, 3 written; the state before the row's first position replaces one position of h.
-    assert 0.998 <= sum(moved) / (8 * large + resets.numel() + 5 * small) < 1.01
+    assert 0.998 <= sum(moved) / (8 * large + resets.numel() + 5 * small) < 1.005
     assert sum(moved) / (7 * large) < 1.15  # even over a backward that would not need h
 
 
@@ -114,5 +114,5 @@ def test_kernels_compile_for_an_h100_with_loads_ahead_and_without_spills(
     binary.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run([tool, "--dump-resource-usage", binary], check=True, capture_output=True, text=True).stdout
     assert "STACK:0 " in usage
-    # Two programs fit an SM of 228 KiB, which is what hides the memory's latency (`gated_scan.Blocks`).
+    # Two programs fit an SM of 228 KiB, which is what hides the memory's latency (`fused_scan.Blocks`).
     assert compiled.metadata.shared <= 100 * 1024

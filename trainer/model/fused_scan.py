@@ -1,25 +1,18 @@
-"""The gated linear recurrence from gate logits to states: plain torch, or one Triton kernel each way on CUDA.
+"""The gated linear recurrence from gate logits to states on CUDA: one Triton kernel each way (`scan_kernels.py`).
 
-Plain torch (`recurrence.py`) is the reference and what a CPU runs. On CUDA the coefficients `a` and `b` never reach memory:
-forward reads r, i and x and writes h, backward reads those, h and its gradient and writes three gradients.
-
-The operator is registered, so that autograd, `torch.compile`, activation checkpointing and fake tensors see a single node.
+The coefficients `a` and `b` never reach memory: forward reads r, i and x and writes h, backward reads those, h and its
+gradient and writes three gradients. The operator is registered, so that autograd, `torch.compile`, activation checkpointing
+and fake tensors see a single node.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-
-from trainer.metrics.logger import get_logger
-from trainer.model.recurrence import gated_coefficients, linear_scan
-
-logger = get_logger(__name__)
 
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,44 +36,10 @@ class Blocks(NamedTuple):
 BLOCKS: Final = Blocks()
 
 
-def gated_scan(
-    recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run the RG-LRU over time: `h_t = a_t * h_{t-1} + b_t` with the coefficients of `gated_coefficients`.
-
-    It is computed in float32 (float64 inputs: in float64) whatever the inputs' dtype, the carried state included; only the
-    returned h is rounded to x's dtype. On CUDA backward reads that h: with 16-bit inputs the gradients of `recurrence_gate`
-    and `decay` then include h's rounding, of the size of the inputs' own.
-
-    Args:
-        recurrence_gate, input_gate, x: r, i and x, [B, T, D]; T >= 1.
-        decay: Lambda, [D].
-        resets: bool [B, T], True where the recurrence resets to zero, or None.
-        state: h before the first position, [B, D].
-
-    Returns:
-        h [B, T, D] in x's dtype, and the final state [B, D] in float32 or wider.
-    """
-    if x.is_cuda and x.dtype in KERNEL_DTYPES:
-        if HAS_TRITON:
-            return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
-        _warn_of_plain_scan()  # not inside a compiled graph: without Triton torch.compile makes none for CUDA
-    a, b = gated_coefficients(recurrence_gate, input_gate, x, decay, resets)  # [B, T, D] each
-    h = linear_scan(a, b, state.to(a.dtype))  # [B, T, D]
-    return h.to(x.dtype), h[:, -1]
-
-
-@functools.cache
-def _warn_of_plain_scan() -> None:
-    logger.warning(
-        "triton is not installed: the gated recurrence runs as plain torch, in thousands of small kernels (extra: cuda)"
-    )
-
-
 def fused_scan(
     recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`gated_scan` by the kernels, which need a CUDA device or Triton's interpreter (TRITON_INTERPRET=1)."""
+    """`recurrence.gated_scan` by the kernels, which need a CUDA device or Triton's interpreter (TRITON_INTERPRET=1)."""
     h, final_state = _gated_scan_op(
         recurrence_gate.contiguous(),
         input_gate.contiguous(),
