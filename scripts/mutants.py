@@ -2074,6 +2074,98 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/runs/test_rows.py::test_parquet",
         ),
     ],
+    "scan": [
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "            a = tl.where(is_inside, a, 1.0)\n",
+            "",
+            "tests/unit/model/test_fused_scan.py::test_states_and_gradients_equal_float64",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "tl.where(log_a > -0.5, -2.0 * a * sinh, 1.0 - a * a)",
+            "1.0 - a * a",
+            "tests/unit/model/test_fused_scan.py::test_input_scale_is_accurate_from_a_decay_of_almost_one_to_almost_zero",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "tl.maximum(x, 0.0) + 2.0 * s * series",
+            "tl.maximum(x, 0.0) + tl.log(1.0 + u)",
+            "tests/unit/model/test_fused_scan.py::test_input_scale_is_accurate_from_a_decay_of_almost_one_to_almost_zero",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "tl.where(is_kept, a * previous, 0.0)",
+            "a * previous",
+            "tests/unit/model/test_fused_scan.py::test_resets_anywhere",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "            a = tl.where(is_kept, a, tl.where(is_inside, 0.0, 1.0))\n",
+            "            a = tl.where(is_inside, a, 1.0)\n",
+            "tests/unit/model/test_fused_scan.py::test_no_value_and_no_gradient_passes_a_reset",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "        scale_before_2 * shift_1 + shift_before_2,\n",
+            "        scale_before_2 * shift_1,\n",
+            "tests/unit/model/test_fused_scan.py::test_a_row_cut_anywhere_gives_the_same_states",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "tl.where(t == 0, first_state, load(h, offset - dim, mask & (t > 0)))",
+            "load(h, offset - dim, mask & (t > 0))",
+            "tests/unit/model/test_fused_scan.py::test_states_and_gradients_equal_float64",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "tl.where(segment == SEGMENTS - 1, product * initial + end, 0.0)",
+            "tl.where(segment == SEGMENTS - 1, end, 0.0)",
+            "tests/unit/model/test_fused_scan.py::test_gradients_through_one_output_alone",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "tl.sqrt(tl.where(square < TINY, TINY, square))",
+            "tl.sqrt(tl.where(square >= TINY, square, TINY))",
+            "tests/unit/model/test_fused_scan.py::test_a_gate_that_is_nan_shows_at_a_reset_too",
+        ),
+        Mutant(
+            "trainer/model/scan_kernels.py",
+            "load_resets(resets, first + (SEGMENTS + segment) * STEPS, num_steps, STEPS, 1)",
+            "load_resets(resets, first + segment * STEPS, num_steps, STEPS, 1)",
+            "tests/unit/model/test_fused_scan.py::test_resets_anywhere",
+        ),
+        Mutant(
+            "trainer/model/fused_scan.py",
+            "_gated_scan_backward_op(grad_h.contiguous(),",
+            "_gated_scan_backward_op(grad_h,",
+            "tests/unit/model/test_fused_scan.py::test_non_contiguous_inputs",
+        ),
+        Mutant(
+            "trainer/model/fused_scan.py",
+            "        state.float().contiguous(),\n",
+            "        state.contiguous(),\n",
+            "tests/unit/model/test_fused_scan.py::test_16_bit_inputs_give_16_bit_states_and_gradients_and_a_float32_final_state",
+        ),
+        Mutant(
+            "trainer/model/recurrence.py",
+            "if x.is_cuda and x.dtype in KERNEL_DTYPES:",
+            "if x.is_cuda:",
+            "tests/unit/model/test_fused_scan.py::test_cuda_tensors_take_the_kernels_unless_they_are_float64",
+        ),
+        Mutant(
+            "trainer/model/recurrence.py",
+            "@functools.cache\n",
+            "",
+            "tests/unit/model/test_fused_scan.py::test_a_missing_triton_is_said_once_and_the_plain_scan_runs",
+        ),
+        Mutant(
+            "trainer/training/setup/memory.py",
+            "            use_kernels(model)\n",
+            "            pass\n",
+            "tests/unit/training/test_memory.py::test_a_run_on_cuda_keeps_no_coefficients_of_the_scan",
+        ),
+    ],
     "preview": [
         Mutant(
             "trainer/preview/counted.py",

@@ -4,11 +4,15 @@ Each of the three is a full mixing layer from [B, T, D] to [B, T, D]: ours with 
 provides it, attention with its four projections around `scaled_dot_product_attention`. The number of tokens is the same at
 every length, so linear scaling in T shows as constant time. The bytes that our layer must move at least (its inputs,
 outputs, coefficients and their gradients, each once) divided by its time can be compared with the memory bandwidth.
+
+On CUDA all of it is in 16 bits (the GRU in float16, the others in bfloat16), attention is the flash kernel, and the scan's two
+kernels are also timed alone: the bytes of their operands, each once, over their time, as a share of what a copy reaches.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,15 +21,21 @@ import torch
 import torch.nn.functional as F
 from bench_table import Figure, print_figures, ratio_figure
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.model.blocks import GatedRecurrence
+from trainer.model.fused_scan import HAS_TRITON
 
 LENGTHS = (256, 1024, 4096)
 HEAD_WIDTH = 64
 FASTER_THAN_ATTENTION_FROM = 1024
-# Tensors of [B, T, D] in float32 that the scan and its gates cannot avoid, forward and backward: x, values, two gates,
-# a, b, h, output gate, their product, out; and the gradient of each.
-TENSORS_MOVED = 20
+# Tensors of [B, T, D] that the scan and its gates cannot avoid, forward and backward: x, values, two gates, a, b (not on
+# CUDA, where the kernels keep them in registers), h, output gate, their product, out; and the gradient of each.
+TENSORS_MOVED = {"cpu": 20, "cuda": 16}
+# What they are in the scan alone: r, i, x and h, then r, i, x, h, the gradient of h, and three gradients.
+SCAN_TENSORS = {"forward": 4, "backward": 8}
+DEFAULT_SIZES = {"cpu": {"dim": 256, "tokens": 4096}, "cuda": {"dim": 1024, "tokens": 32768}}
+REPEATS = 20
 
 
 class Attention(nn.Module):
@@ -50,12 +60,26 @@ def layers(dim: int, device: str) -> dict[str, Callable[[Tensor], Tensor]]:
     recurrence, gru, attention = GatedRecurrence(dim), nn.GRU(dim, dim, batch_first=True), Attention(dim)
     recurrence.init_weights(1.0)
     for layer in (recurrence, gru, attention):
-        layer.to(device)
+        layer.to(device, dtype_of(device))
+    if device == "cuda":
+        gru.half()
+
+    def attend(x: Tensor) -> Tensor:
+        if device == "cpu":
+            return attention(x)  # type: ignore[no-any-return]
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attention(x)  # type: ignore[no-any-return]
+
     return {
         "recurrence": lambda x: recurrence(x, torch.zeros(x.shape[0], dim, device=device), None)[0],
-        "gru": lambda x: gru(x)[0],
-        "attention": attention,
+        "gru": lambda x: gru(x.half() if device == "cuda" else x)[0],
+        "attention": attend,
     }
+
+
+def dtype_of(device: str) -> torch.dtype:
+    """What the layers compute in."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def seconds(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
@@ -70,13 +94,52 @@ def seconds(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
     return time.perf_counter() - began
 
 
+def bandwidth(moved: int, run: Callable[[], object]) -> float:
+    """GB/s of what moves so many bytes on the device: the median of some rounds, each of several launches in a row."""
+    times = []
+    for _ in range(REPEATS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        for _ in range(REPEATS):
+            run()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) / 1e3 / REPEATS)
+    return float(moved / statistics.median(times[1:]) / 1e9)
+
+
+def scan_bandwidth(batch: int, length: int, dim: int) -> list[Figure]:
+    """The scan's kernels on the CUDA device, against a copy of as many bytes."""
+    forward, backward = torch.ops.trainer.gated_scan, torch.ops.trainer.gated_scan_backward
+    r, i, x, grad = torch.randn(4, batch, length, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    decay, state = torch.full((dim,), -5.0, device="cuda"), torch.zeros(batch, dim, device="cuda")
+    resets = torch.rand(batch, length, device="cuda") < 0.01
+    with torch.no_grad():
+        h, final = forward(r, i, x, decay, resets, state)
+        runs: dict[str, Callable[[], object]] = {
+            "forward": lambda: forward(r, i, x, decay, resets, state),
+            "backward": lambda: backward(grad, final, r, i, x, decay, resets, state, h),
+        }
+        found = []
+        for name, run in runs.items():
+            moved = SCAN_TENSORS[name] * x.numel() * x.element_size()
+            source = torch.empty(moved // 2, device="cuda", dtype=torch.uint8)
+            target = torch.empty_like(source)
+            copied = bandwidth(moved, functools.partial(target.copy_, source))
+            reached = bandwidth(moved, run)
+            found.append(Figure(f"T={length}: scan {name}", reached, "GB/s"))
+            share = reached / copied
+            found.append(Figure(f"T={length}: scan {name}, share of a copy's bandwidth", share, "x", at_least=0.6))
+    return found
+
+
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Ratios at each length, and how our time per token grows with length."""
     torch.manual_seed(0)
     found: list[Figure] = []
     medians: dict[int, float] = {}
     for length in args.lengths:
-        x = torch.randn(args.tokens // length, length, args.dim, device=args.device)
+        x = torch.randn(args.tokens // length, length, args.dim, device=args.device, dtype=dtype_of(args.device))
         candidates = layers(args.dim, args.device)
         times: dict[str, list[float]] = {name: [] for name in candidates}
         for turn in range(args.rounds + 1):
@@ -88,12 +151,14 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         medians[length] = statistics.median(ours)
         for other in ("gru", "attention"):
             ratios = [theirs / own for own, theirs in zip(ours, times[other], strict=True)]
-            is_promised = other == "gru" or length >= FASTER_THAN_ATTENTION_FROM
+            is_promised = other == "gru" or (args.device == "cpu" and length >= FASTER_THAN_ATTENTION_FROM)
             name = f"T={length}: times faster than {other}"
             found.append(ratio_figure(name, ratios, at_least=1.0 if is_promised else None))
-        moved = TENSORS_MOVED * x.numel() * x.element_size()
+        moved = TENSORS_MOVED[args.device] * x.numel() * x.element_size()
         found.append(Figure(f"T={length}: ours, seconds", medians[length], "s"))
         found.append(Figure(f"T={length}: ours, minimum bytes over time", moved / medians[length] / 1e9, "GB/s"))
+        if args.device == "cuda":
+            found += scan_bandwidth(args.tokens // length, length, args.dim)
     first, last = args.lengths[0], args.lengths[-1]
     # The number of tokens is fixed: linear cost gives 1, quadratic cost last / first.
     growth = medians[last] / medians[first]
@@ -104,8 +169,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; exits with 1 when --check is given and a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens per batch, at every length")
+    parser.add_argument("--dim", type=int, help="default: 256 on the CPU, 1024 on CUDA")
+    parser.add_argument("--tokens", type=int, help="tokens per batch, at every length; default: 4096, 32768 on CUDA")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -114,6 +179,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.device == "cpu":
         torch.set_num_threads(1)
+    elif not HAS_TRITON:
+        parser.error("--device cuda measures Triton kernels, and triton is not installed")
+    for name, size in DEFAULT_SIZES[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
     print_figures("recurrence", measure(args), as_json=args.json, check=args.check)
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.recurrence import GATE_SHARPNESS, gated_coefficients, linear_scan
+from trainer.model.fused_scan import fused_scan
+from trainer.model.recurrence import GATE_SHARPNESS, gated_scan
 
 INITIAL_DECAY_RANGE = (0.9, 0.999)
 """Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
@@ -29,6 +30,8 @@ class GatedRecurrence(nn.Module):
 
     The paper's short temporal convolution is omitted: it would be a second kind of state to carry between cells.
     """
+
+    scan = staticmethod(gated_scan)
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -56,12 +59,18 @@ class GatedRecurrence(nn.Module):
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
         values = self.values(x)  # [B, T, D]
-        a, b = gated_coefficients(
-            self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets
-        )  # [B, T, D] each
-        h = linear_scan(a, b, state.to(a.dtype))  # [B, T, D]
+        h, state = self.scan(
+            self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets, state
+        )  # [B, T, D], [B, D]
         gate = F.gelu(self.output_gate(x))
-        return self.out(gate * h.to(gate.dtype)), h[:, -1]
+        return self.out(gate * h.to(gate.dtype)), state
+
+
+def use_kernels(model: nn.Module) -> None:
+    """Let the model's scans be the kernels wherever its tensors are: fake ones on a CPU then need the memory of a CUDA run."""
+    for module in model.modules():
+        if isinstance(module, GatedRecurrence):
+            module.scan = fused_scan
 
 
 class GatedMLP(nn.Module):

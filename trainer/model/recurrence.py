@@ -5,11 +5,13 @@ and carrying `h` over the cut changes only rounding. The coefficients are those 
 arXiv 2402.19427, equations 1 to 4).
 
 The scan is one registered operator: autograd, `torch.compile` and activation checkpointing see a single opaque node
-with its own backward instead of about a thousand elementwise ones.
+with its own backward instead of about a thousand elementwise ones. On CUDA gates and scan together are one
+(`fused_scan.py`); what is here is its reference, and what a CPU runs.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,8 +19,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.metrics.logger import get_logger
+from trainer.model.fused_scan import HAS_TRITON, KERNEL_DTYPES, fused_scan
+
+logger = get_logger(__name__)
+
 GATE_SHARPNESS = 8.0
 """The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in the paper."""
+
+
+def gated_scan(
+    recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the RG-LRU over time: `linear_scan` of `gated_coefficients`, by Triton kernels on CUDA.
+
+    It is computed in float32 (float64 inputs: in float64) whatever the inputs' dtype, the carried state included; only the
+    returned h is rounded to x's dtype. The kernels' backward reads that h: with 16-bit inputs the gradients of
+    `recurrence_gate` and `decay` then include h's rounding, of the size of the inputs' own.
+
+    Args:
+        recurrence_gate, input_gate, x: r, i and x, [B, T, D]; T >= 1.
+        decay: Lambda, [D].
+        resets: bool [B, T], True where the recurrence resets to zero, or None.
+        state: h before the first position, [B, D].
+
+    Returns:
+        h [B, T, D] in x's dtype, and the final state [B, D] in float32 or wider.
+    """
+    if x.is_cuda and x.dtype in KERNEL_DTYPES:
+        if HAS_TRITON:
+            return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
+        _warn_of_plain_scan()  # not inside a compiled graph: without Triton torch.compile makes none for CUDA
+    a, b = gated_coefficients(recurrence_gate, input_gate, x, decay, resets)  # [B, T, D] each
+    h = _scan_op(a.contiguous(), b.contiguous(), state.to(a.dtype).contiguous())  # [B, T, D]
+    return h.to(x.dtype), h[:, -1]
+
+
+@functools.cache
+def _warn_of_plain_scan() -> None:
+    logger.warning("triton is not installed (extra: cuda): the gated recurrence runs as many small kernels")
 
 
 def linear_scan(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:

@@ -141,6 +141,18 @@ def test_what_makes_a_step_smaller_or_larger_shows(tmp_path):
     assert peak("data.max_group_cells=8", "train.tbptt_cells=2") > 1.7 * plain
 
 
+def test_a_run_on_cuda_keeps_no_coefficients_of_the_scan(tmp_path):
+    pytest.importorskip("triton")
+    sizes = ("data.seq_len=128", "data.mixing.batch_size=8", "model.dim=64", "train.precision=bf16")
+    peaks = [
+        predict_memory(plan_of(tmp_path, *sizes, f"train.device={device}", f"model.num_layers={layers}")).peak
+        for device in ("cpu", "cuda")
+        for layers in (2, 4)
+    ]
+    # Per layer and position at least log a, a, b, and two of the factors in b, in float32.
+    assert peaks[1] - peaks[0] > peaks[3] - peaks[2] + 2 * (128 * 8 * 64) * 5 * 4
+
+
 def test_the_generators_and_the_gradient_mode_are_left_as_they_were(tmp_path):
     torch.manual_seed(3)
     expected = torch.rand(3)

@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.distributed.env import RankInfo
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.model.blocks import use_kernels
+from trainer.model.fused_scan import HAS_TRITON
 from trainer.shards import own_part
 from trainer.training.setup.data import max_tokens_per_micro
 from trainer.training.setup.live_bytes import LiveBytes
@@ -95,6 +97,8 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
             model = make_model(config, config.model, plan.vocab_size)
         else:
             make_empty(model, CPU)
+        if HAS_TRITON and _is_for_cuda(plan):
+            use_kernels(model)
         sizes = [live.now]
         has_buckets = mesh is None and plan.facts.world_size > 1
         if has_buckets:
@@ -118,6 +122,11 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
     table = config.ledger
     slab = 0 if table.placement == "host" else ledger_bytes(table, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
+
+
+def _is_for_cuda(plan: Plan) -> bool:
+    wanted = plan.config.train.device
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
 def _sharded_on_meta(plan: Plan, mesh: DeviceMesh) -> nn.Module:

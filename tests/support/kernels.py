@@ -1,0 +1,81 @@
+"""Runs the package's Triton kernels on a device, or on the CPU under Triton's interpreter.
+
+`TRAINER_TEST_DEVICE=cuda` takes the device. Otherwise the kernels are interpreted: this module's import switches that on for
+them alone, so that other tests in the same process still see Triton as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = os.environ.get("TRAINER_TEST_DEVICE", "cpu")
+
+triton = pytest.importorskip("triton")
+
+
+def _read_scalars(interpreter: Any) -> None:
+    """Let interpreted kernels loop to a bound that is an argument: Triton 3.6 reads it in a way that numpy 2.4 refuses."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+def _round_to_nearest(interpreter: Any) -> None:
+    """Round interpreted stores in 16 bits as a device does; Triton's interpreter truncates."""
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        if str(source) != "fp32" or str(target) not in kinds:
+            return convert(data, source, target, mode)
+        numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+        return numbers.to(kinds[str(target)]).view(torch.int16).numpy().view(np.uint16)
+
+    interpreter._convert_float = rounded
+
+
+def _scan_in_slices(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
+    """An interpreted scan by doubling, like a device's: it needs the function to be associative.
+
+    Triton's own interpreter goes from left to right, and calls the function for one number at a time, ten times slower.
+    """
+    found = [np.moveaxis(x.handle.data, self.axis, 0).copy() for x in inputs]
+    kinds = [x.dtype for x in inputs]
+    distance = 1
+    while distance < len(found[0]):
+        both = [*(np.roll(x, distance, axis=0) for x in found), *found]
+        joined = _as_tuple(self.combine_fn.fn(*map(self.to_tensor, both, kinds * 2)))
+        for whole, part in zip(found, joined, strict=True):
+            whole[distance:] = part.handle.data[distance:]
+        distance *= 2
+    return [self.to_tensor(np.moveaxis(x, 0, self.axis), kind) for x, kind in zip(found, kinds, strict=True)]
+
+
+def _reduce_in_slices(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
+    scanned = _scan_in_slices(self, inputs)
+    return [self.to_tensor(x.handle.data.take(-1, axis=self.axis), x.dtype) for x in scanned]
+
+
+def _as_tuple(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+if DEVICE == "cpu":
+    from triton.runtime import interpreter
+
+    _read_scalars(interpreter)
+    _round_to_nearest(interpreter)
+    interpreter.ScanOps.generic_scan = _scan_in_slices
+    interpreter.ReduceOps.generic_reduce = _reduce_in_slices
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        import trainer.model.scan_kernels  # noqa: F401
