@@ -56,7 +56,6 @@ def opened(
             url = file.resolve().as_uri()
             page.on("request", lambda r: seen.requests.append(r.url) if r.url.partition("#")[0] != url else None)
             page.goto(url)
-            page.locator(".plot").first.scroll_into_view_if_needed()
             page.locator(".plot .main-svg").first.wait_for()
             yield seen
         finally:
