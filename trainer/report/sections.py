@@ -214,6 +214,7 @@ def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
         _small_print(chart),
         about,
         class_="card wide" if chart.is_wide else "card",
+        data_name=f"{chart.group}: {chart.title}",
         data_words=" ".join([chart.title, chart.group, *chart.keys]).lower(),
     )
 
