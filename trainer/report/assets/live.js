@@ -85,5 +85,7 @@
   for (const end of ["pointerup", "pointercancel", "blur"]) addEventListener(end, () => { isPressed = false; }, true);
   // A tab that nobody sees asks nothing.
   document.addEventListener("visibilitychange", () => { if (!document.hidden && timer === null) poll(); });
+  // `replace` keeps the position itself: not every browser does, and none twice.
+  document.documentElement.style.overflowAnchor = "none";
   timer = setTimeout(poll, PAUSE);
 })();
