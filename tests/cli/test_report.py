@@ -377,7 +377,7 @@ def test_a_damaged_record_is_shown_with_a_note_and_hostile_names_stay_text(runs,
         (["report", "{run}", "--out", "metrics.jsonl"], "--out: must end in .html, got metrics.jsonl"),
         (["report", "{run}", "--out", "no/{nul}/x.html"], "--out:"),
         (["compare", "{run}", "nowhere"], "nowhere: is neither a run directory nor a file"),
-        (["compare", "{run}"], "Missing argument 'B'"),
+        (["compare", "{run}"], "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_path, monkeypatch, capsys):
