@@ -80,6 +80,17 @@ def test_the_best_loss_is_the_lowest_mean_and_at_most_the_final_one(losses, wind
     assert found["Best loss"] <= found["Final loss"]
 
 
+def test_rounded_sums_do_not_hide_that_the_final_loss_is_the_best(make_run):
+    # After a huge value, running sums round both small means to 0.
+    rows = {row.label: row.value for row in summarize(make_run("a", {"loss": [1e30, 2.0, 2.0, 1.0, 1.0]}), window=2)}
+    assert (rows["Final loss"], rows["Best loss"]) == (1.0, 1.0)
+
+
+def test_a_total_covers_all_its_keys(make_run):
+    run = make_run("a", {"ledger/false_evictions/lru": [1.0, 2.0], "ledger/false_evictions/stale": [4.0, 8.0]})
+    assert results(run)["False evictions"] == 15.0
+
+
 def test_every_result_names_the_rows_that_it_was_made_of(make_run):
     columns = {
         "loss": [3.0, 2.0, 1.0],
