@@ -37,8 +37,8 @@ class _Followed:
         except UserError as error:
             self.problem = error.message if self.path.exists() else "is gone"
 
-    def line(self, name: str) -> str:
-        """How the run stands, in words."""
+    def line(self, name: str, signature: Any) -> str:
+        """How the run stood when it was read, in words."""
         if self.problem:
             return f"{name}: {self.problem}; the page shows what was read before"
         state, reason = str(self.run.status.get("state", "")), self.run.status.get("reason")
@@ -47,8 +47,7 @@ class _Followed:
             return f"{name} has ended{step}: {state}{f', {reason}' if reason else ''}"
         if not self.run.steps:
             return f"{name}: no row yet"
-        metrics = self.path / METRICS_NAME if self.path.is_dir() else self.path
-        stamp = _stamp(metrics)
+        stamp = signature[0]
         when = time.strftime("%H:%M:%S", time.localtime(stamp[0] / 1e9)) if stamp else "?"
         return f"{name}: {state or 'state not known'}{step}, last row at {when}"
 
@@ -128,8 +127,8 @@ class Follower:
         return f"{self._first}-{self._count}"
 
     def _line(self) -> str:
-        pairs = zip(self._runs, self._diagnoses, strict=True)
-        return " · ".join(followed.line(diagnosis.run.name) for followed, diagnosis in pairs)
+        rows = zip(self._runs, self._diagnoses, self._signatures, strict=True)
+        return " · ".join(followed.line(diagnosis.run.name, signature) for followed, diagnosis, signature in rows)
 
     def page(self, *, plotly: str) -> str:
         """The whole page, with a script that asks for newer parts."""

@@ -148,6 +148,19 @@ def test_reading_pauses_in_proportion_to_how_long_it_takes(run):
     assert "html" in run.ask(wait=10.0)
 
 
+def test_step_and_time_of_the_last_row_are_of_the_same_row(run):
+    run.start()
+    run.write(line(1))
+    os.utime(run.metrics, (1000.0, 1000.0))
+    said = run.ask()["line"]
+    run.write(line(2))
+    os.utime(run.metrics, (5000.0, 5000.0))
+    assert run.ask(wait=0.0)["line"] == said  # not read yet
+    found = run.ask()["line"]
+    assert "at step 2" in found
+    assert found.partition("last row")[2] != said.partition("last row")[2]
+
+
 def test_following_writes_nothing(run):
     run.write(line(1))
     run.status("running")
