@@ -17,6 +17,7 @@ from trainer.wording import few
 SEED: Final = "run.seed"
 ERRORS_WIDE: Final = 2.0
 """Standard errors of a difference below which it may well be chance."""
+TOKEN_MARGIN: Final = 0.05  # steps differ in tokens, and so runs of equally many steps a little, by their seed
 RANKED_BY: Final = ("Held-out loss", "Final loss")
 _WORLD_SIZE: Final = "env.world_size"  # changes the batch; other recorded values should not change a result
 _HELD_OUT_SETTINGS: Final = (
@@ -87,6 +88,10 @@ class SeedGroup:
     def runs(self) -> list[RunRecord]:
         """The runs."""
         return [diagnosis.run for diagnosis in self.diagnoses]
+
+    def with_results(self) -> Iterable[tuple[RunRecord, Mapping[str, float]]]:
+        """Each run with its results."""
+        return zip(self.runs, self.results, strict=True)
 
     def values(self, label: str) -> list[float]:
         """A result of each run that has it."""
@@ -173,19 +178,22 @@ def _of_runs(groups: Sequence[SeedGroup]) -> Iterable[str]:
     unfinished = [f"{run.name} ({state})" for run, state in states if state != "done"]
     if unfinished:
         yield f"not done: {few(unfinished)}"
-    for what, key in (("step", "Steps"), ("token", "Tokens seen")):
-        pairs = [pair for group in groups for pair in zip(group.runs, group.results, strict=True)]
-        ends = {run.name: results[key] for run, results in pairs if key in results}
-        longest = max(ends.values(), default=0.0)
-        short = [f"{name} ({end:,.0f})" for name, end in ends.items() if end < longest]
-        if short:
-            yield f"not equally long: the longest ended at {what} {longest:,.0f}, earlier {few(short)}"
+    ends = {run.name: end["Steps"] for group in groups for run, end in group.with_results() if "Steps" in end}
+    last = max(ends.values(), default=0.0)
+    short = [f"{name} ({step:,.0f})" for name, step in ends.items() if step < last]
+    if short:
+        yield f"not equally long: the longest ended at step {last:,.0f}, earlier {few(short)}"
     bare = [run.name for run in runs if not run.config]
     if bare:
         yield f"no config.resolved.toml, hence a row of its own: {few(bare)}"
 
 
 def _of_rows(label: str, groups: Sequence[SeedGroup]) -> Iterable[str]:
+    tokens = [statistics.fmean(seen) if (seen := group.values("Tokens seen")) else math.nan for group in groups]
+    most = max((mean for mean in tokens if math.isfinite(mean)), default=0.0)
+    fewer = [f"row {number} ({mean:,.0f})" for number, mean in enumerate(tokens, 1) if mean < (1 - TOKEN_MARGIN) * most]
+    if fewer:
+        yield f"not equally many tokens: up to {most:,.0f} on average of a row, fewer in {few(fewer)}"
     differing = [
         key for key in groups[0].settings if key.startswith(_HELD_OUT_SETTINGS) and not key.endswith(".weight")
     ]

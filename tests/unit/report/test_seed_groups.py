@@ -20,12 +20,12 @@ from trainer.report.seed_groups import Spread, excess, reservations, seed_groups
 def make(make_run):
     """`make(name, seed, held_out, lr=0.1)`: a run of two rows that is done."""
 
-    def run(name, seed, held_out, *, steps=2, state="done", environment=None, **settings):
+    def run(name, seed, held_out, *, steps=2, tokens=None, state="done", environment=None, **settings):
         config = {"run": {"name": name, "seed": seed}, "optimizer": {"lr": 0.1}}
         for key, value in settings.items():
             table, _, name_of_key = key.partition("__")
             config.setdefault(table, {})[name_of_key] = value
-        columns = {"loss": [2.0] * steps, "tokens_seen": [10.0 * step for step in range(1, steps + 1)]}
+        columns = {"loss": [2.0] * steps, "tokens_seen": [tokens or 10.0 * step for step in range(1, steps + 1)]}
         evals = {} if held_out is None else {2: {"eval_loss": held_out}}
         record = make_run(name, columns, evals, config, environment)
         return replace(record, status={"state": state})
@@ -93,7 +93,7 @@ def test_rows_that_do_not_compare_are_named(make):
     assert remarks == [
         "not done: b (running)",
         "not equally long: the longest ended at step 4, earlier b (2)",
-        "not equally long: the longest ended at token 40, earlier b (20)",
+        "not equally many tokens: up to 40 on average of a row, fewer in row 1 (30)",
         "held-out losses may be of different data: eval.batches differ",
         "row 2 has a held-out loss for 1 of 2 seeds",
         "recorded versions or machines differ within row 2: env.packages.torch",
@@ -113,3 +113,11 @@ def test_other_numbers_of_ranks_are_other_rows_and_all_lists_are_json(make):
     _, groups, _ = grouped(*runs)
     assert [group.settings for group in groups] == [{"env.world_size": 1}, {"env.world_size": 2}]
     json.dumps([dict(group.settings) for group in groups])
+
+
+def test_a_few_tokens_more_or_less_are_no_reservation(make):
+    runs = [make("a", 1, 2.0, tokens=100.0), make("b", 1, 2.1, tokens=96.0, optimizer__lr=0.2)]
+    runs += [make("c", 2, 2.0, tokens=101.0), make("d", 2, 2.2, tokens=97.0, optimizer__lr=0.2)]
+    assert grouped(*runs)[2] == []
+    far = make("e", 1, 2.5, tokens=90.0, optimizer__lr=0.3), make("f", 2, 2.5, tokens=90.0, optimizer__lr=0.3)
+    assert grouped(*runs, *far)[2] == ["not equally many tokens: up to 100 on average of a row, fewer in row 3 (90)"]
