@@ -1372,6 +1372,99 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/metrics/test_tracker.py::test_mfu_counts_all_devices",
         ),
     ],
+    "report": [
+        Mutant(
+            "trainer/report/run_summary.py",
+            "for at in (lowest, starts[-1]))",
+            "for at in (lowest,))",
+            "tests/unit/report/test_run_summary.py::test_rounded_sums_do_not_hide_that_the_final_loss_is_the_best",
+        ),
+        Mutant(
+            "trainer/report/run_summary.py",
+            "    width = len(_final_rows(run, losses, window))\n",
+            "    width = 1\n",
+            "tests/unit/report/test_run_summary.py::test_the_best_loss_is_a_mean_of_as_many_rows_as_the_final_one_and_never_worse",
+        ),
+        Mutant(
+            "trainer/report/run_summary.py",
+            "    total = sum(sum(column.values()) for column in columns)\n",
+            "    total = sum(columns[0].values())\n",
+            "tests/unit/report/test_run_summary.py::test_a_total_covers_all_its_keys",
+        ),
+        Mutant(
+            "trainer/report/views.py",
+            'key=READINGS.index) or ["gns/b_now"]',
+            'key=READINGS.index)[:0] or ["gns/b_now"]',
+            "tests/unit/report/test_charts.py::test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row",
+        ),
+        Mutant(
+            "trainer/report/sections.py",
+            "line.curve.num_values == 1 for line",
+            "line.curve.num_values == 0 for line",
+            "tests/unit/report/test_write_report.py::"
+            "test_a_value_is_called_the_same_throughout_only_if_it_was_measured_more_than_once",
+        ),
+        Mutant(
+            "trainer/report/seed_groups.py",
+            "self.deviation / math.sqrt(self.n)",
+            "self.deviation / self.n",
+            "tests/unit/report/test_seed_groups.py::test_the_spread_is_that_of_a_sample",
+        ),
+        Mutant(
+            "trainer/report/seed_groups.py",
+            "statistics.stdev(means)",
+            "statistics.pstdev(means)",
+            "tests/unit/report/test_seed_groups.py::test_the_spread_is_that_of_a_sample",
+        ),
+        Mutant(
+            "trainer/report/seed_groups.py",
+            "math.hypot(errors[0], errors[1])",
+            "max(errors[0], errors[1])",
+            "tests/unit/report/test_seed_groups.py::test_a_difference_is_resolved_beyond_two_standard_errors_of_both",
+        ),
+        Mutant(
+            "trainer/report/seed_groups.py",
+            "abs(self.difference) > ERRORS_WIDE * self.error",
+            "abs(self.difference) > self.error",
+            "tests/unit/report/test_seed_groups.py::test_a_difference_is_resolved_beyond_two_standard_errors_of_both",
+        ),
+        Mutant(
+            "trainer/report/seed_groups.py",
+            "    means = [statistics.fmean(of_seed) for of_seed in values.values()]\n",
+            "    means = [value for of_seed in values.values() for value in of_seed]\n",
+            "tests/unit/report/test_seed_groups.py::test_a_seed_that_was_run_twice_counts_once",
+        ),
+        Mutant(
+            "trainer/report/seed_groups.py",
+            "if run.config else str(number)",
+            "if run else str(number)",
+            "tests/unit/report/test_seed_groups.py::test_runs_without_recorded_settings_are_not_pooled",
+        ),
+        Mutant(
+            "trainer/report/serve.py",
+            "return len(hosts) == 1 and hosts[0].partition",
+            "return hosts[0].partition",
+            "tests/unit/report/test_serve.py::test_a_request_without_one_host_is_refused",
+        ),
+        Mutant(
+            "trainer/report/serve.py",
+            'hosts[0].partition(":")[0].lower() in _HOSTS',
+            "hosts[0].lower().startswith(_HOSTS)",
+            "tests/unit/report/test_serve.py::test_another_name_for_this_machine_is_refused",
+        ),
+        Mutant(
+            "trainer/report/follow.py",
+            "max(SHORTEST_PAUSE_SEC, BUSY_FACTOR * (end - start))",
+            "SHORTEST_PAUSE_SEC",
+            "tests/unit/report/test_follow.py::test_reading_pauses_in_proportion_to_how_long_it_takes",
+        ),
+        Mutant(
+            "trainer/report/follow.py",
+            'return [*stamps, status.get("state"), status.get("reason")]',
+            "return [*stamps, *status.values()]",
+            "tests/unit/report/test_follow.py::test_a_heartbeat_is_no_news_and_the_end_is",
+        ),
+    ],
     "step": [
         Mutant(
             "trainer/training/setup/live_bytes.py",

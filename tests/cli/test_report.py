@@ -100,13 +100,59 @@ def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_reque
         fill.locator(".shapelayer path").first.wait_for()
         bands = fill.evaluate("plot => plot.layout.shapes.filter(shape => shape.type === 'rect')")
         assert [(band["y1"], band["layer"]) for band in bands] == [(0.95, "below")]
-        # Every chart is drawn once it has been on the screen.
-        for plot in page.locator(".plot").all():
-            plot.scroll_into_view_if_needed()
-            plot.locator(".main-svg").first.wait_for()
-            assert plot.locator(".scatterlayer .trace path").count() >= 1, plot.get_attribute("aria-labelledby")
         assert seen.complaints == []
         assert seen.requests == []
+
+
+def is_drawn(plot):
+    return plot.locator(".scatterlayer .trace path, .heatmaplayer image").count() >= 1
+
+
+def test_every_chart_is_drawn_at_load_with_a_title_on_each_axis(one, layered, tmp_path):
+    for file in (one, make_report(tmp_path / "layers.html", layered)):
+        with opened(file) as seen:
+            page = seen.page
+            page.locator("html[data-drawn=all]").wait_for()
+            assert page.evaluate("scrollY") == 0
+            plots = page.locator(".plot").all()
+            assert len(plots) > 20
+            assert [plot.get_attribute("aria-labelledby") for plot in plots if not is_drawn(plot)] == []
+            for plot in plots:
+                assert plot.locator(".xtitle").text_content() == "optimizer step"
+                measure = plot.locator(".ytitle, .colorbar text[class*=title]")
+                assert measure.count() == 1, plot.get_attribute("aria-labelledby")
+                assert measure.text_content() != ""
+            assert seen.complaints == []
+    with opened(one) as seen:
+        assert card(seen.page, "Loss").locator(".ytitle").text_content() == "nats/token"
+        seen.page.click("#log")
+        assert card(seen.page, "Loss").locator(".ytitle").text_content() == "nats/token, log scale"
+
+
+def test_paper_gets_every_chart_and_section_in_the_light_theme(one):
+    with opened(one, scheme="dark") as seen:
+        page = seen.page
+        page.emulate_media(media="print", color_scheme="dark")
+        page.set_viewport_size({"width": 700, "height": 1000})
+        page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
+        plots = page.locator(".plot").all()
+        assert [plot.get_attribute("aria-labelledby") for plot in plots if not is_drawn(plot)] == []
+        assert page.locator("details:not([open])").count() == 0
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert not page.locator(".toolbar").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 700
+        ink = page.evaluate("getComputedStyle(document.querySelector('h1')).color")
+        assert plots[0].evaluate("p => p.layout.font.color") == ink
+        # A chart as wide as the card, also where the screen's was wider.
+        for plot in plots:
+            card_box, box = plot.locator("..").bounding_box(), plot.locator(".main-svg").first.bounding_box()
+            assert box["x"] >= card_box["x"] - 1
+            assert box["x"] + box["width"] <= card_box["x"] + card_box["width"] + 1
+        page.emulate_media(media="screen", color_scheme="dark")
+        page.wait_for_function("() => !document.documentElement.dataset.theme")
+        assert page.locator("details[open]").count() < page.locator("details").count()
+        assert plots[0].evaluate("p => p.layout.font.color") != ink
+        assert seen.complaints == []
 
 
 def test_hover_shows_the_value_and_a_drag_zooms_all_charts(one, runs):
@@ -331,7 +377,7 @@ def test_a_damaged_record_is_shown_with_a_note_and_hostile_names_stay_text(runs,
         (["report", "{run}", "--out", "metrics.jsonl"], "--out: must end in .html, got metrics.jsonl"),
         (["report", "{run}", "--out", "no/{nul}/x.html"], "--out:"),
         (["compare", "{run}", "nowhere"], "nowhere: is neither a run directory nor a file"),
-        (["compare", "{run}"], "Missing argument 'B'"),
+        (["compare", "{run}"], "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_path, monkeypatch, capsys):

@@ -37,9 +37,19 @@ class Opened:
 
 @contextmanager
 def opened(
-    file: Path, *, width: int = 1280, height: int = 900, scheme: str = "light", touch: bool = False
+    target: Path | str,
+    *,
+    width: int = 1280,
+    height: int = 900,
+    scheme: str = "light",
+    touch: bool = False,
+    has_charts: bool = True,
 ) -> Iterator[Opened]:
-    """Open a file from disk; collects console errors, warnings, exceptions and every request but that for the file."""
+    """Open a file or a URL; collects console errors, warnings, exceptions and every request for another file or server.
+
+    Args:
+        has_charts: wait for the first.
+    """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -53,11 +63,16 @@ def opened(
             seen = Opened(page)
             page.on("console", lambda m: seen.complaints.append(m.text) if m.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: seen.complaints.append(str(error)))
-            url = file.resolve().as_uri()
-            page.on("request", lambda r: seen.requests.append(r.url) if r.url.partition("#")[0] != url else None)
+            is_file = isinstance(target, Path)
+            url = target.resolve().as_uri() if is_file else target
+
+            def is_expected(asked: str) -> bool:
+                return asked.partition("#")[0] == url if is_file else asked.startswith(url)
+
+            page.on("request", lambda r: None if is_expected(r.url) else seen.requests.append(r.url))
             page.goto(url)
-            page.locator(".plot").first.scroll_into_view_if_needed()
-            page.locator(".plot .main-svg").first.wait_for()
+            if has_charts:
+                page.locator(".plot .main-svg").first.wait_for()
             yield seen
         finally:
             browser.close()

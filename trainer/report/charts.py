@@ -71,6 +71,11 @@ class Chart:
     is_wide: bool = False
     is_log: bool = False
 
+    @property
+    def axis(self) -> str:
+        """Title of the axis of values."""
+        return self.unit or ("unit not known" if self.group == OTHER_GROUP else "no unit")
+
 
 @dataclass
 class Columns:

@@ -52,7 +52,7 @@ class _StepLists:
 def _chart(chart: Chart, steps: _StepLists) -> JsonObject:
     return {
         "title": chart.title,
-        "unit": chart.unit,
+        "axis": chart.axis,
         "style": chart.style,
         "log": chart.is_log,
         "band": chart.band,

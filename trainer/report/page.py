@@ -1,8 +1,9 @@
-"""The page as one string: HTML, styles, data, plotly.js and the script that draws. It makes no network request."""
+"""The page as one string: HTML, styles, data, plotly.js and the script that draws."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from string import Template
@@ -63,30 +64,66 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     return sorted(charts, key=lambda chart: order.index(chart.group))
 
 
-def render_page(diagnoses: Sequence[Diagnosis], *, plotly: str) -> str:
-    """The report on one run, or on several overlaid.
+@dataclass(frozen=True)
+class Parts:
+    """What on the page changes with the rows of its runs.
+
+    Attributes:
+        html: by the id of the element that holds it.
+        data: the charts as JSON.
+    """
+
+    html: Mapping[str, str]
+    data: str
+
+
+def render_parts(diagnoses: Sequence[Diagnosis]) -> Parts:
+    """The report on one run, or on several overlaid. `diagnoses`: of at least one run, in the order of the colors."""
+    runs = [diagnosis.run for diagnosis in diagnoses]
+    is_single = len(runs) == 1
+    charts = make_charts(runs)
+    summary = summary_tiles(runs[0]) if is_single else summary_tables(diagnoses)
+    html = {
+        "subheading": join([_run_facts(runs[0]) if is_single else ", ".join(run.name for run in runs)]),
+        "contents": _contents(charts, runs),
+        "overview": join([verdict_section(diagnoses), notes_section(runs), summary]),
+        "details": join([chart_groups(charts, is_single=is_single), events_section(runs), config_sections(runs)]),
+    }
+    return Parts(html, encode_charts(charts, runs))
+
+
+def render_page(
+    diagnoses: Sequence[Diagnosis],
+    *,
+    plotly: str,
+    parts: Parts | None = None,
+    version: str | None = None,
+    line: str = "",
+) -> str:
+    """The whole page.
 
     Args:
         diagnoses: of at least one run, in the order of the colors.
         plotly: the source of plotly.js, from `plotly_script`.
+        parts: of these diagnoses, if they have been rendered already.
+        version: of the parts. Given, the page asks its server for newer ones; otherwise it makes no network request.
+        line: how the runs stand, for a page that asks.
     """
     runs = [diagnosis.run for diagnosis in diagnoses]
-    is_single = len(runs) == 1
-    charts = make_charts(runs)
+    parts = render_parts(diagnoses) if parts is None else parts
     names = ", ".join(run.name for run in runs)
-    summary = summary_tiles(runs[0]) if is_single else summary_tables(diagnoses)
+    bar = element("p", line, id="live", class_="live", data_version=version) if version is not None else ""
     return Template(_asset("page.html")).substitute(
-        title=escape(names if is_single else f"{len(runs)} runs: {names}"),
+        parts.html,
+        title=escape(names if len(runs) == 1 else f"{len(runs)} runs: {names}"),
         css=_asset("report.css"),
-        heading=escape(names if is_single else f"{len(runs)} runs"),
-        subheading=escape(_run_facts(runs[0]) if is_single else names),
-        contents=_contents(charts, runs),
-        overview=join([verdict_section(diagnoses), notes_section(runs), summary]),
-        switches="" if is_single else _run_switches(runs),
-        details=join([chart_groups(charts, is_single=is_single), events_section(runs), config_sections(runs)]),
-        data=encode_charts(charts, runs),
+        connect="" if version is None else "; connect-src 'self'",
+        heading=escape(names if len(runs) == 1 else f"{len(runs)} runs"),
+        bar=bar,
+        switches="" if len(runs) == 1 else _run_switches(runs),
+        data=parts.data,
         plotly=plotly,
-        script=_asset("report.js"),
+        script=_asset("report.js") + ("" if version is None else _asset("live.js")),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from trainer.config.compare import flatten
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.runs.load import RunRecord
 from trainer.runs.noise_scale import noise_scale_of
-from trainer.wording import number_text
+from trainer.wording import counted, number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
 _MOST_ROWS: Final = 20
@@ -26,19 +27,25 @@ _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count",
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One result of a run; `value` is None if the run does not have it."""
+    """One result of a run; `value` is None if the run does not have it.
+
+    Attributes:
+        note: the rows that it was made of, in words.
+        digits: significant digits of `text`.
+    """
 
     label: str
     value: float | str | None
     unit: str = ""
     note: str = ""
+    digits: int = 5
 
     @property
     def text(self) -> str:
         """The value, or a dash."""
         if self.value is None:
             return "–"
-        return self.value if isinstance(self.value, str) else number_text(self.value, digits=5)
+        return self.value if isinstance(self.value, str) else number_text(self.value, digits=self.digits)
 
 
 @dataclass(frozen=True)
@@ -100,65 +107,119 @@ def _last(values: dict[int, float]) -> float | None:
     return next(reversed(values.values()), None)
 
 
-def _total(run: RunRecord, *keys: str) -> float | None:
-    columns = [column.values() for column in (_finite(run, key) for key in keys) if column]
-    return sum(map(sum, columns)) if columns else None
+def rows_text(steps: Sequence[int]) -> str:
+    """The rows that a figure was made of: `12 rows, steps 10 to 120`."""
+    if not steps:
+        return "no row"
+    return f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"step {steps[0]:,}"
+
+
+def _last_row(label: str, values: dict[int, float], unit: str, what: str = "") -> SummaryRow:
+    if not values:
+        return SummaryRow(label, None, unit)
+    step = max(values)
+    return SummaryRow(label, values[step], unit, f"{what}step {step:,}")
+
+
+def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> SummaryRow:
+    columns = [column for column in (_finite(run, key) for key in keys) if column]
+    if not columns:
+        return SummaryRow(label, None, unit)
+    steps = sorted(set().union(*columns))
+    total = sum(sum(column.values()) for column in columns)
+    return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
+
+
+def _final_rows(run: RunRecord, losses: Mapping[int, float], window: int | None) -> list[int]:
+    """The steps whose mean loss is the final one: those of the end, or the last finite one."""
+    end = end_of(run, window)
+    return [step for step in losses if step >= end.first] or list(losses)[-1:]
 
 
 def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
     """The mean loss at the end, with its steps; if none of these losses is finite, the last finite one."""
-    end, losses = end_of(run, window), _finite(run, "loss")
+    losses = _finite(run, "loss")
     if not losses:
         return SummaryRow("Final loss", None, "nats/token")
-    inside = [value for step, value in losses.items() if step >= end.first]
-    if len(inside) > 1:
-        note = f"mean of {len(inside)} rows, steps {end.first:,} to {end.last:,}"
-        return SummaryRow("Final loss", statistics.fmean(inside), "nats/token", note)
-    last = max(losses)
-    note = f"step {last:,}" if last == end.last else f"last finite value, step {last:,}"
-    return SummaryRow("Final loss", losses[last], "nats/token", note)
+    steps = _final_rows(run, losses, window)
+    is_end = len(steps) > 1 or steps[-1] == run.steps[-1]
+    what = "mean of " if len(steps) > 1 else "" if is_end else "last finite value, "
+    return SummaryRow(
+        "Final loss", statistics.fmean(losses[step] for step in steps), "nats/token", what + rows_text(steps)
+    )
+
+
+def _best_loss(run: RunRecord, window: int | None) -> SummaryRow:
+    """The lowest mean loss of as many consecutive rows as the final loss has.
+
+    The minimum of single rows is luck, and that of a running average, which lags, may lie above the final loss. These means
+    include the final one, so the best is never worse.
+    """
+    losses = _finite(run, "loss")
+    if not losses:
+        return SummaryRow("Best loss", None, "nats/token")
+    width = len(_final_rows(run, losses, window))
+    steps, values = list(losses), list(losses.values())
+    sums = list(accumulate(values, initial=0.0))
+    starts = range(len(values) - width + 1)
+    lowest = min(starts, key=lambda start: sums[start + width] - sums[start])
+    # The running sums are rounded: the final rows are compared exactly.
+    mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
+    what = "lowest mean of " if width > 1 else "lowest row, "
+    return SummaryRow("Best loss", mean, "nats/token", what + rows_text(steps[start : start + width]))
+
+
+def _held_out(run: RunRecord) -> list[SummaryRow]:
+    """The last and the best evaluation."""
+    losses = _finite(run, "eval_loss")
+    best = {step: losses[step] for step in [min(losses, key=losses.__getitem__)]} if losses else {}
+    return [
+        _last_row("Held-out loss", losses, "nats/token", f"last of {counted(len(losses), 'evaluation')}, "),
+        _last_row("Best held-out loss", best, "nats/token", f"best of {counted(len(losses), 'evaluation')}, "),
+    ]
+
+
+def _speed(run: RunRecord) -> SummaryRow:
+    speeds = _finite(run, "tokens_per_sec")
+    if not speeds:
+        return SummaryRow("Speed", None, "tokens/s")
+    what = "median of " if len(speeds) > 1 else ""
+    return SummaryRow("Speed", statistics.median(speeds.values()), "tokens/s", what + rows_text(list(speeds)))
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:
-    """The last row's estimate with its bounds; without an upper one, its lower bound."""
+    """The last row's estimate with its bounds; without an upper one, its lower bound. The digits are the diagnosis'."""
     scale = noise_scale_of(run)
     if scale is None:
         return SummaryRow("Noise scale", None, "sequences")
     if scale.value is None or scale.high is None:
-        return SummaryRow("Noise scale", f"at least {scale.low:.4g}", "sequences", scale.where)
-    between = f", between {scale.low:.4g} and {scale.high:.4g}"
-    return SummaryRow("Noise scale", scale.value, "sequences", f"{scale.where}{between}")
+        return SummaryRow("Noise scale", scale.number, "sequences", scale.where)
+    between = f", between {number_text(scale.low)} and {number_text(scale.high)}"
+    return SummaryRow("Noise scale", scale.value, "sequences", f"{scale.where}{between}", digits=4)
 
 
-def _best_loss(label: str, losses: Mapping[int, float], prefix: str = "") -> SummaryRow:
-    if not losses:
-        return SummaryRow(label, None, "nats/token")
-    step = min(losses, key=losses.__getitem__)
-    return SummaryRow(label, losses[step], "nats/token", f"{prefix}step {step:,}")
+def _state(run: RunRecord) -> SummaryRow:
+    state, step = str(run.status.get("state", "")) or None, run.status.get("last_step")
+    words = [f"step {step:,}" if isinstance(step, int) else "", str(run.status.get("reason", ""))]
+    return SummaryRow("State", state, note=": ".join(filter(None, words)))
 
 
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
-    """The results of a run, always the same labels in the same order. `window`: see `end_of`.
-
-    The best loss is that of the smoothed curve if it is logged: the minimum of many noisy values is luck.
-    """
-    state = str(run.status.get("state", "")) or None
-    held_out, smoothed = _finite(run, "eval_loss"), _finite(run, "smoothed/loss")
-    speeds = _finite(run, "tokens_per_sec").values()
+    """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
+    redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     return [
-        SummaryRow("State", state, note=str(run.status.get("reason", ""))),
-        SummaryRow("Steps", float(run.steps[-1]) if run.steps else None, note=f"{len(run.steps):,} logged"),
-        SummaryRow("Tokens seen", max(_finite(run, "tokens_seen").values(), default=None), "tokens"),
+        _state(run),
+        SummaryRow("Steps", float(run.steps[-1]) if run.steps else None, note=f"the last of {rows_text(run.steps)}"),
+        _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
         _final_loss(run, window),
-        _best_loss("Best loss", smoothed, "smoothed, ") if smoothed else _best_loss("Best loss", _finite(run, "loss")),
-        SummaryRow("Held-out loss", _last(held_out), "nats/token", "last evaluation"),
-        _best_loss("Best held-out loss", held_out),
-        SummaryRow("Speed", statistics.median(speeds) if speeds else None, "tokens/s", "median of logged steps"),
+        _best_loss(run, window),
+        *_held_out(run),
+        _speed(run),
         _noise_scale(run),
-        SummaryRow("Cold starts", _total(run, "ledger/cold_starts"), "cells"),
-        SummaryRow("False evictions", _total(run, *keys_under("ledger/false_evictions/")), "groups"),
-        SummaryRow("Rejected steps", _total(run, "non_finite_steps"), "steps"),
-        SummaryRow("Restarts", float(len(run.restarts))),
+        _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
+        _total("False evictions", run, keys_under("ledger/false_evictions/"), "groups"),
+        _total("Rejected steps", run, ["non_finite_steps"], "steps"),
+        SummaryRow("Restarts", float(len(run.restarts)), note=redone),
     ]
 
 

@@ -10,8 +10,9 @@ from typing import Any, Final
 from trainer.config.compare import flatten
 from trainer.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.report.charts import Chart, Line
+from trainer.report.curves import Curve
 from trainer.report.markup import Html, element, join, table, value_text
-from trainer.report.run_summary import SummaryRow, config_differences, summarize
+from trainer.report.run_summary import SummaryRow, config_differences, rows_text, summarize
 from trainer.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -71,8 +72,9 @@ def _verdict_card(heading: str, diagnosis: Diagnosis) -> Html:
     ]
     head = ("Rule", "Result", "Measured", "Condition for a finding")
     rules = element("details", element("summary", f"All {len(rows)} rules"), table(head, rows, caption="Rules"))
+    checked = element("p", f"Checked on {rows_text(diagnosis.run.steps)}.", class_="note")
     state = "good" if diagnosis.is_healthy else "bad"
-    return element("div", heading, line, found, rules, class_=f"verdict {state}")
+    return element("div", heading, line, checked, found, rules, class_=f"verdict {state}")
 
 
 def _mark(diagnosis: Diagnosis) -> Html:
@@ -163,12 +165,23 @@ def chart_groups(charts: Sequence[Chart], *, is_single: bool) -> Html:
 
 
 def _constant_list(charts: Sequence[Chart]) -> Html:
+    """Keys without a curve: those whose values are all the same, and those that have a single value."""
+    once = [chart for chart in charts if all(line.curve.num_values == 1 for line in chart.lines)]
+    same = [chart for chart in charts if chart not in once]
+    return join([_value_list("The same throughout", same), _value_list("Measured once", once)])
+
+
+def _value_list(title: str, charts: Sequence[Chart]) -> Html:
     rows = []
     for chart in charts:
         values = _values_text(float(line.curve.mean[0]) for line in chart.lines)
-        title, key = element("span", chart.title), element("code", chart.keys[0])
-        rows.append(element("li", title, " ", key, " ", element("b", values), " ", chart.unit))
-    return element("div", element("h3", "Constant"), element("ul", *rows), class_="still") if rows else Html("")
+        name, key = element("span", chart.title), element("code", chart.keys[0])
+        first = min(int(line.curve.first[0]) for line in chart.lines)
+        last = max(int(line.curve.last[-1]) for line in chart.lines)
+        most = max(line.curve.num_values for line in chart.lines)
+        where = f"step {first:,}" if first == last else f"{counted(most, 'value')}, steps {first:,} to {last:,}"
+        rows.append(element("li", name, " ", key, " ", element("b", values), f" {chart.unit} ({where})"))
+    return element("div", element("h3", title), element("ul", *rows), class_="still") if rows else Html("")
 
 
 def _values_text(values: Iterable[float]) -> str:
@@ -201,6 +214,7 @@ def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
         _small_print(chart),
         about,
         class_="card wide" if chart.is_wide else "card",
+        data_name=f"{chart.group}: {chart.title}",
         data_words=" ".join([chart.title, chart.group, *chart.keys]).lower(),
     )
 
@@ -235,17 +249,28 @@ def _legend(chart: Chart, *, is_single: bool) -> Html:
 
 
 def _last_values(chart: Chart) -> str:
-    """Last, lowest and highest value of a single line; the last values of several."""
+    """Last, lowest and highest value of a single line; the last values of several. All with their steps."""
     drawn = [(line.label, line.curve) for line in chart.lines if len(line.curve.mean)]
     if not drawn:
         return "no finite value"
     if len(drawn) == 1:
         curve = drawn[0][1]
-        last, low, high = (number_text(float(v)) for v in (curve.mean[-1], curve.low.min(), curve.high.max()))
-        return f"last {last} · min {low} · max {high}"
-    shown = [f"{label} {number_text(float(curve.mean[-1]))}" for label, curve in drawn[:_MOST_ENDS]]
+        ends = ("min", curve.low, curve.low.argmin()), ("max", curve.high, curve.high.argmax())
+        extremes = [f"{word} {number_text(float(values[at]))} {_at(curve, int(at))}" for word, values, at in ends]
+        return " · ".join([f"last {number_text(float(curve.mean[-1]))} {_at(curve, -1)}", *extremes])
+    ends_at = {_at(curve, -1) for _, curve in drawn}
+    shown = [
+        f"{label} {number_text(float(curve.mean[-1]))}" + (f" {_at(curve, -1)}" if len(ends_at) > 1 else "")
+        for label, curve in drawn[:_MOST_ENDS]
+    ]
     more = f" · {len(drawn) - len(shown)} more" if len(drawn) > len(shown) else ""
-    return f"last: {' · '.join(shown)}{more}"
+    return f"last{f' {ends_at.pop()}' if len(ends_at) == 1 else ''}: {' · '.join(shown)}{more}"
+
+
+def _at(curve: Curve, point: int) -> str:
+    """The step of a point, or the steps of its bucket."""
+    first, last = int(curve.first[point]), int(curve.last[point])
+    return f"at step {first:,}" if first == last else f"in steps {first:,}–{last:,}"
 
 
 def _small_print(chart: Chart) -> Html:

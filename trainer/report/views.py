@@ -15,6 +15,7 @@ from trainer.metrics.catalog import rows_layers
 from trainer.metrics.catalog.lookup import family, keys_under, lookup
 from trainer.report.charts import Chart, Columns, Line, Reference, Style, family_of, is_error, make_facts, variant_of
 from trainer.report.curves import Curve, band_curve, make_curve, running_total
+from trainer.runs.noise_scale import B_BIG, READINGS, noise_scale_of
 from trainer.wording import counted
 
 # One healthy run in a thousand exceeds the bound on the pick surprise (docs/mixing.md).
@@ -150,17 +151,6 @@ VIEWS: Final = (
         trouble="A gain of 0: the ledger is overhead. A gap that is not small against the gain: states are stale.",
         max_keys=2,
     ),
-    View(
-        title="Noise scale and batch size",
-        rows=("gns/b_now", "gns/b_now_low", "gns/b_big"),
-        what="The noise scale at each step with its bounds, and the number of sequences per step. Where it has no upper bound, "
-        "only the lower.",
-        healthy="A batch between a tenth of the noise scale and the noise scale.",
-        trouble="A batch far above it wastes compute on averaging; far below, gradient noise dominates the steps.",
-        is_log=True,
-        max_keys=3,
-        spread_rows=("gns/b_now_low", "gns/b_now_high"),
-    ),
     *(
         View(
             title=spec.title,
@@ -175,10 +165,30 @@ VIEWS: Final = (
 )
 
 
+def _noise_scale_views(columns: Columns) -> list[View]:
+    """A view of each key that the noise scale of a run is read from (`noise_scale_of`), the first where none can be read."""
+    scales = [scale for run in columns.runs if (scale := noise_scale_of(run)) is not None]
+    read = sorted({scale.key for scale in scales}, key=READINGS.index) or ["gns/b_now"]
+    return [
+        View(
+            title="Noise scale and batch size" + (f" ({key})" if len(read) > 1 else ""),
+            rows=(key, f"{key}_low", B_BIG),
+            what=f"The noise scale ({key}, which the tile and the diagnosis read in the last row) with its bounds, and the "
+            "number of sequences per step. Where it has no upper bound, only the lower.",
+            healthy="A batch between a tenth of the noise scale and the noise scale.",
+            trouble="A batch far above it wastes compute on averaging; far below, gradient noise dominates the steps.",
+            is_log=True,
+            max_keys=3,
+            spread_rows=(f"{key}_low", f"{key}_high"),
+        )
+        for key in read
+    ]
+
+
 def make_views(columns: Columns, keys: Sequence[str]) -> tuple[list[Chart], set[str]]:
     """(charts, the keys that they show). Skips views with too many lines for several runs."""
     charts, used = [], set[str]()
-    for view in VIEWS:
+    for view in (*_noise_scale_views(columns), *VIEWS):
         shown = [key for row in view.rows for key in keys if _belongs(key, row) and columns.curves(key)]
         if not shown or (not columns.is_single and len(shown) > view.max_keys):
             continue

@@ -251,23 +251,29 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def load_run(path: Path | str) -> RunRecord:
+def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     """Read a run directory or a file of payloads. For a file called metrics.jsonl, the files beside it are read too.
+
+    Args:
+        allow_empty: a run that has logged no row yet gives a record without rows.
 
     Raises:
         UserError: the file does not exist, cannot be read, or has no valid payload.
     """
     path = Path(path)
     metrics = path / METRICS_NAME if path.is_dir() else path
-    if not metrics.is_file():
+    has_begun = metrics.is_file()
+    if not has_begun and not (allow_empty and path.is_dir()):
         problem = f"has no {METRICS_NAME}" if path.is_dir() else "is neither a run directory nor a file"
         raise UserError(str(path), problem, f"pass a run directory or a {METRICS_NAME}")
     reader = _Reader()
     try:
-        reader.read(metrics)
+        if has_begun:
+            reader.read(metrics)
     except OSError as error:
         raise UserError(str(metrics), f"cannot be read: {error.strerror}", "check the path") from None
-    reader.check_usable(metrics)
+    if not allow_empty:
+        reader.check_usable(metrics)
     notes = reader.notes()
     others = _read_others(metrics.parent, notes) if metrics.name == METRICS_NAME else {}
     return RunRecord(path, reader.train, reader.evals, reader.restarts, reader.steps_redone, notes=notes, **others)

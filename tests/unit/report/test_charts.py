@@ -15,6 +15,7 @@ from trainer.report.charts import Columns, chart_id, group_order, variant_of
 from trainer.report.encode import encode_charts
 from trainer.report.names import with_distinct_names
 from trainer.report.page import make_charts, plotly_script, points_per_curve, render_page
+from trainer.report.run_summary import summarize
 from trainer.runs.load import RunRecord
 from trainer.runs.table import RowTable
 
@@ -32,7 +33,7 @@ def test_every_key_of_the_catalog_and_every_unknown_key_is_in_a_chart(make_run, 
     runs = [make_run(f"r{n}", train, {2: {f"eval_{key}": 1.0 for key in KEYS}}) for n in range(num_runs)]
     charts = make_charts(runs)
     # The upper bound is drawn as the edge of a band around the noise scale.
-    expected = {*train, *(f"eval_{key}" for key in KEYS)} - {"gns/b_now_high"}
+    expected = {*train, *(f"eval_{key}" for key in KEYS)} - {"gns/b_drawn_high"}
     assert expected <= shown_keys(charts)
     assert {chart.group for chart in charts} <= set(group_order())
     assert next(chart for chart in charts if "my_own/key" in chart.keys).group == "Not in the catalog"
@@ -71,6 +72,24 @@ def test_references_come_from_the_config(make_run):
     (bound,) = levels["Pool: surprise of the longest wait"]
     assert bound.value == pytest.approx(math.log(2 * 3 / 1e-3))
     assert make_charts([make_run("b", train)])[1].references == ()
+
+
+def test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row(make_run):
+    ends = {"": 22.0, "_low": 16.1, "_high": 27.9}
+    rows = {f"gns/b_now{end}": [value, value, value + 5] for end, value in ends.items()}
+    rows |= {f"gns/b_simple{end}": [27.9] * 3 for end in ends} | {"gns/b_big": [16.0] * 3}
+    now = make_run("now", rows)
+    drawn = make_run("drawn", rows | {f"gns/b_drawn{end}": [None, 40.0, value] for end, value in ends.items()})
+    for run, key, last in ((now, "gns/b_now", 27.0), (drawn, "gns/b_drawn", 22.0)):
+        tile = next(row for row in summarize(run) if row.label == "Noise scale")
+        chart = next(chart for chart in make_charts([run]) if chart.title == "Noise scale and batch size")
+        ruling = next(ruling for ruling in diagnose(run).rulings if ruling.rule.name == "batch_size")
+        assert (tile.value, chart.keys, chart.lines[0].curve.mean[-1]) == (last, (key, f"{key}_low", "gns/b_big"), last)
+        assert tile.note.startswith(f"{key} at step 3")
+        assert f"noise scale {tile.text} (" in ruling.outcome.sentence
+        assert f"({key} at step 3" in ruling.outcome.sentence
+    titles = [chart.title for chart in make_charts([now, drawn]) if chart.title.startswith("Noise scale and batch")]
+    assert titles == ["Noise scale and batch size (gns/b_drawn)", "Noise scale and batch size (gns/b_now)"]
 
 
 def test_the_noise_scale_has_a_band_where_both_bounds_are_known_and_else_a_lower_bound(make_run):

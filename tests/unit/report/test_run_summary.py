@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer.report.run_summary import config_differences, end_of, key_means, summarize
+from trainer.runs.load import RunRecord
+from trainer.runs.table import RowTable
 
 
 def results(run, **options):
@@ -26,7 +31,7 @@ def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
     found = results(run, window=2)
     assert found["Steps"] == 4
     assert found["Final loss"] == 1.5
-    assert found["Best loss"] == 1.0
+    assert found["Best loss"] == 1.5
     assert found["Held-out loss"] == 2.5
     assert found["Best held-out loss"] == 2.0
     assert found["Speed"] == 105.0
@@ -51,9 +56,68 @@ def test_the_noise_scale_is_that_of_the_last_row_and_names_it(make_run):
     assert "at step 2" in row.note
 
 
-def test_the_best_loss_is_the_minimum_of_the_smoothed_curve(make_run):
-    run = make_run("a", {"loss": [4.0, 0.1, 3.0], "smoothed/loss": [4.0, 3.6, 3.5]})
-    assert results(run)["Best loss"] == 3.5
+def test_the_best_loss_is_a_mean_of_as_many_rows_as_the_final_one_and_never_worse(make_run):
+    run = make_run("a", {"loss": [4.0, 0.1, 3.0, 1.0, 1.4], "smoothed/loss": [4.0, 3.6, 3.5, 3.0, 2.5]})
+    rows = {row.label: row for row in summarize(run, window=2)}
+    assert (rows["Final loss"].value, rows["Best loss"].value) == (1.2, 1.2)
+    assert rows["Best loss"].note == "lowest mean of 2 rows, steps 4 to 5"
+    worse = make_run("b", {"loss": [4.0, 1.0, 1.2, 3.0, 3.0]})
+    rows = {row.label: row for row in summarize(worse, window=2)}
+    assert (rows["Best loss"].value, rows["Best loss"].note) == (1.1, "lowest mean of 2 rows, steps 2 to 3")
+    (row,) = [row for row in summarize(worse) if row.label == "Best loss"]
+    assert (row.value, row.note) == (1.0, "lowest row, step 2")
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=60), st.integers(1, 70))
+def test_the_best_loss_is_the_lowest_mean_and_at_most_the_final_one(losses, window):
+    table = RowTable(merge_same_step=False)
+    for step, loss in enumerate(losses, 1):
+        table.add(step, 0, ("loss",), [loss])
+    found = results(RunRecord(Path("x"), table, RowTable(merge_same_step=True)), window=window)
+    width = min(window, len(losses))
+    means = [math.fsum(losses[at : at + width]) / width for at in range(len(losses) - width + 1)]
+    assert found["Best loss"] == pytest.approx(min(means), rel=1e-12)
+    assert found["Best loss"] <= found["Final loss"]
+
+
+def test_rounded_sums_do_not_hide_that_the_final_loss_is_the_best(make_run):
+    # After a huge value, running sums round both small means to 0.
+    rows = {row.label: row.value for row in summarize(make_run("a", {"loss": [1e30, 2.0, 2.0, 1.0, 1.0]}), window=2)}
+    assert (rows["Final loss"], rows["Best loss"]) == (1.0, 1.0)
+
+
+def test_a_total_covers_all_its_keys(make_run):
+    run = make_run("a", {"ledger/false_evictions/lru": [1.0, 2.0], "ledger/false_evictions/stale": [4.0, 8.0]})
+    assert results(run)["False evictions"] == 15.0
+
+
+def test_every_result_names_the_rows_that_it_was_made_of(make_run):
+    columns = {
+        "loss": [3.0, 2.0, 1.0],
+        "tokens_per_sec": [1.0, 2.0, 3.0],
+        "tokens_seen": [10.0, 20.0, 30.0],
+        "ledger/cold_starts": [None, 2.0, 0.0],
+        "ledger/false_evictions/lru": [1.0, None, None],
+        "non_finite_steps": [0.0, 0.0, 0.0],
+        "gns/b_now_low": [3.0, 3.0, 3.0],
+        "gns/b_big": [4.0, 4.0, 4.0],
+    }
+    run = make_run("a", columns, {1: {"eval_loss": 2.0}, 2: {"eval_loss": 2.5}})
+    notes = {row.label: row.note for row in summarize(run) if row.value is not None}
+    assert notes == {
+        "Steps": "the last of 3 rows, steps 1 to 3",
+        "Tokens seen": "step 3",
+        "Final loss": "step 3",
+        "Best loss": "lowest row, step 3",
+        "Held-out loss": "last of 2 evaluations, step 2",
+        "Best held-out loss": "best of 2 evaluations, step 1",
+        "Speed": "median of 3 rows, steps 1 to 3",
+        "Noise scale": "gns/b_now at step 3",
+        "Cold starts": "total of 2 rows, steps 2 to 3",
+        "False evictions": "total of step 1",
+        "Rejected steps": "total of 3 rows, steps 1 to 3",
+        "Restarts": "",
+    }
 
 
 def test_means_ignore_values_that_are_not_finite(make_run):

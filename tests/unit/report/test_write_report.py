@@ -70,3 +70,20 @@ def test_a_run_without_training_rows_is_not_called_healthy(make_run):
     assert diagnosis.summary in page
     assert "Healthy" not in Elements(page).headings
     assert 'class="verdict good"' not in page
+
+
+def test_a_value_is_called_the_same_throughout_only_if_it_was_measured_more_than_once(make_run):
+    run = make_run("a", {"loss": [3.0, 2.0], "lr": [0.1, 0.1], "grad_norm": [None, 5.0]})
+    page = render_page([diagnose(run)], plotly="")
+    same, _, once = page.partition("Measured once")
+    assert "The same throughout" in same
+    assert "<b>0.1</b>  (2 values, steps 1 to 2)" in same
+    assert "<b>5</b>  (step 2)" in once
+    assert "grad_norm" not in same.partition("The same throughout")[2]
+
+
+def test_a_readout_says_at_which_step_each_value_was(make_run):
+    run = make_run("a", {"loss": [3.0, 1.0, 2.0, None], "lr": [0.1, 0.2, 0.3, 0.4]}, {3: {"eval_loss": 2.5}})
+    page = render_page([diagnose(run)], plotly="")
+    assert "last at step 3: train 2 · held out 2.5" in page
+    assert "last 0.4 at step 4 · min 0.1 at step 1 · max 0.4 at step 4" in page

@@ -1,4 +1,4 @@
-"""`train compare`: how two runs differ, in the terminal or as JSON."""
+"""`train compare`: how two runs differ, or how many rank with seeds grouped; in the terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import COLOURS, output
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.diagnostics.diagnose import Diagnosis, Ruling
@@ -22,21 +23,28 @@ if TYPE_CHECKING:
 
 
 def compare(
-    first: Annotated[str, typer.Argument(help="A run directory, or a metrics.jsonl.", metavar="A")],
-    second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Two or more run directories, or metrics.jsonl files.", metavar="RUN_DIR RUN_DIR..."),
+    ],
     last: Annotated[
         int | None, typer.Option(min=1, help="Number of final rows to average (default: the last tenth, at most 20).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two runs: settings, outcome, and the final mean of every key."""
+    """Compare runs: two key by key; more as a table, where runs that differ in the seed alone are one row."""
     from trainer.diagnostics.diagnose import diagnose
     from trainer.report.names import with_distinct_names
     from trainer.report.run_summary import key_means
     from trainer.runs.load import load_run
 
-    runs = with_distinct_names([load_run(first), load_run(second)])
+    if len(paths) < 2:
+        raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
+    runs = with_distinct_names([load_run(path) for path in paths])
     diagnoses = [diagnose(run) for run in runs]
+    if len(runs) > 2:
+        _compare_many(diagnoses, last, as_json=as_json)
+        return
     means = key_means(runs[0], runs[1], window=last)
     if as_json:
         typer.echo(json.dumps(_as_json(diagnoses, means, last), indent=2, allow_nan=False, default=str))
@@ -44,9 +52,23 @@ def compare(
     console = output()
     for part in (_config_table(runs), _outcome_table(diagnoses, last), _means_table(runs, means, last)):
         console.print(part)
+    _print_notes(runs)
+
+
+def _compare_many(diagnoses: Sequence[Diagnosis], window: int | None, *, as_json: bool) -> None:
+    from trainer.cli.seed_table import groups_as_json, print_groups
+
+    if as_json:
+        typer.echo(json.dumps(groups_as_json(diagnoses, window), indent=2, allow_nan=False, default=str))
+        return
+    print_groups(diagnoses, window)
+    _print_notes([diagnosis.run for diagnosis in diagnoses])
+
+
+def _print_notes(runs: Sequence[RunRecord]) -> None:
     for run in runs:
         for note in run.notes:
-            console.print(Text(f"{run.name}: {note}", style=COLOURS["warning"]))
+            output().print(Text(f"{run.name}: {note}", style=COLOURS["warning"]))
 
 
 def _as_json(diagnoses: Sequence[Diagnosis], means: Sequence[KeyMean], window: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`train report`: one self-contained page about a run, or about several overlaid."""
+"""`train report`: one self-contained page about a run, or about several overlaid; written, or served while they go on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,37 @@ import typer
 from trainer.errors import UserError
 from trainer.files import write_file
 
+DEFAULT_OUT = "report.html"
+
 
 def report(
     runs: Annotated[list[str], typer.Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")],
-    out: Annotated[str, typer.Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
+    out: Annotated[
+        str | None, typer.Option(help=f"HTML file to write (default: {DEFAULT_OUT}).", metavar="X.HTML")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Serve a page that updates itself, for browsers on this machine, until Ctrl-C."),
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="With --follow: port to serve on (default: a free one).")
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
+    if follow:
+        if out is not None or force:
+            raise UserError(
+                "--out" if out is not None else "--force", "--follow writes no file", "leave one of them out"
+            )
+        _follow(runs, port or 0)
+        return
+    if port is not None:
+        raise UserError("--port", "without --follow, nothing is served", "add --follow")
+    _write(runs, DEFAULT_OUT if out is None else out, force=force)
+
+
+def _write(runs: list[str], out: str, *, force: bool) -> None:
     from trainer.diagnostics.diagnose import diagnose
     from trainer.report.names import with_distinct_names
     from trainer.report.page import plotly_script, render_page
@@ -46,3 +70,18 @@ def _write_atomically(target: Path, page: bytes) -> None:
         write_file(target, page)
     except OSError as error:
         raise UserError("--out", f"{target} cannot be written: {error.strerror}", "choose another path") from None
+
+
+def _follow(runs: list[str], port: int) -> None:
+    from trainer.report.follow import Follower
+    from trainer.report.page import plotly_script
+    from trainer.report.serve import ReportServer, yield_to_the_run
+
+    plotly = plotly_script()
+    with ReportServer(Follower(runs), plotly=plotly, port=port) as server:
+        yield_to_the_run()
+        try:
+            typer.echo(f"following {', '.join(runs)} at {server.url} (end with Ctrl-C)", err=True)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("no longer following", err=True)

@@ -1,9 +1,10 @@
 /* Draws the charts of a run report with plotly.js. Reads the JSON in #data; makes no network request. */
 "use strict";
 (() => {
-  const page = JSON.parse(document.getElementById("data").textContent);
+  let page = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
-  const plots = [...document.querySelectorAll(".plot")];
+  // Elements by the number of their chart in the data; charts without a curve have none.
+  let plots = [];
   const isTouch = matchMedia("(pointer: coarse)").matches;
   const DASHES = ["solid", "dot", "dash", "dashdot"];
   // Window of the average as a fraction of the points, by level.
@@ -13,9 +14,11 @@
   const WIDEST_GAP = 12;
   // More labels than this would overlap; the lines are still drawn.
   const MOST_RESTART_WORDS = 6;
-  const state = { smoothing: 0, log: false, range: null, hiddenRuns: new Set(), hiddenLines: new Map() };
-  const drawn = new Set();
-  const stale = new Set();
+  // While the rest of the charts is drawn, the page answers at least this often, in ms.
+  const LONGEST_BUSY = 40;
+  const state = { smoothing: 0, log: false, range: null, hiddenRuns: new Set(), hiddenLines: new Set() };
+  const drawn = new WeakSet();
+  const fresh = new WeakSet();  // drawn, and nothing has changed since
   let colors = {};
 
   /* ---- Theme ---- */
@@ -27,6 +30,11 @@
     if (theme === "auto") delete root.dataset.theme;
     else root.dataset.theme = theme;
     document.getElementById("theme").textContent = `Theme: ${theme}`;
+    readColors();
+    redraw();
+  }
+
+  function readColors() {
     const probe = document.body.appendChild(document.createElement("i"));
     const names = ["card", "ink", "muted", "line", "grid", "band", "mark", "good", "bad"];
     for (let i = 0; i < 8; i++) names.push(`c${i}`);
@@ -35,18 +43,24 @@
       colors[name] = getComputedStyle(probe).color;
     }
     probe.remove();
-    redraw();
   }
 
   const faded = (color, alpha) => `rgba(${color.match(/[\d.]+/g).slice(0, 3).join(", ")}, ${alpha})`;
 
   /* ---- Numbers ---- */
+  const formats = new Map();  // making one takes longer than drawing a point
+
+  function formatted(value, digits) {
+    if (!formats.has(digits)) formats.set(digits, new Intl.NumberFormat("en", digits ? { maximumSignificantDigits: digits } : {}));
+    return formats.get(digits).format(value);
+  }
+
   function text(value) {
     if (!Number.isFinite(value)) return String(value);
     const size = Math.abs(value);
-    if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
+    if (Number.isInteger(value) && size < 1e9) return formatted(value, 0);
     if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(3);
-    return value.toLocaleString("en", { maximumSignificantDigits: Math.max(5, Math.ceil(Math.log10(size + 1)) + 1) });
+    return formatted(value, Math.max(5, Math.ceil(Math.log10(size + 1)) + 1));
   }
 
   /* Exponential moving average with normalized weights, so that it is not biased towards the first value. */
@@ -62,8 +76,8 @@
   }
 
   /* ---- One chart ---- */
-  const isHidden = (index, place, line) =>
-    state.hiddenRuns.has(line.run) || (state.hiddenLines.get(index)?.has(place) ?? false);
+  const nameOf = (index, line) => `${page.charts[index].title}\n${line.run}\n${line.label}`;
+  const isHidden = (index, place, line) => state.hiddenRuns.has(line.run) || state.hiddenLines.has(nameOf(index, line));
 
   function canBeLog(chart) {
     return chart.style === "line" && chart.lines.every((line) => line.y.every((v) => v > 0) && (line.low ?? line.y).every((v) => v > 0));
@@ -114,7 +128,7 @@
     const ticks = powers.length > 1 ? powers : [low, high];
     return { type: "heatmap", name: "", x, y: chart.lines.map((_, row) => row), z, customdata: words, hovertemplate: "step %{x}<br>%{customdata}",
       colorscale: "Viridis", zmin: low, zmax: high > low ? high : low + 1, hoverongaps: false,
-      colorbar: { thickness: 10, outlinewidth: 0, tickvals: ticks, ticktext: ticks.map((power) => text(Number((10 ** power).toPrecision(2)))),
+      colorbar: { title: { text: chart.axis, side: "right", font: { size: 11, color: colors.muted } }, thickness: 10, outlinewidth: 0, tickvals: ticks, ticktext: ticks.map((power) => text(Number((10 ** power).toPrecision(2)))),
         tickfont: { size: 10, color: colors.muted } } };
   }
 
@@ -290,6 +304,8 @@
       gridcolor: colors.grid, linecolor: colors.line, zeroline: false, tickfont: { size: 11, color: colors.muted },
       automargin: true, showspikes: false,
     };
+    const titled = (words) => ({ text: words, standoff: 6, font: { size: 11, color: colors.muted } });
+    const measure = isHeat(index) ? "" : chart.axis + (isLog(chart) ? ", log scale" : "");
     const range = isHeat(index) ? [chart.lines.length - 0.5, -0.5] : valueRange(index);
     const rows = { tickmode: "array", tickvals: chart.lines.map((_, row) => row), ticktext: chart.lines.map((line) => line.label), showgrid: false };
     return {
@@ -297,9 +313,9 @@
       font: { family: getComputedStyle(document.body).fontFamily, color: colors.ink, size: 12 },
       hovermode: isHeat(index) ? "closest" : "x unified", hoverlabel: { bgcolor: colors.card, bordercolor: colors.line, font: { size: 12, color: colors.ink } },
       dragmode: isTouch ? false : "zoom",
-      xaxis: { ...axis, range: state.range ? [...state.range] : wholeRange(), autorange: false, nticks: 6, tickformat: "~s", hoverformat: ",.6~f",
+      xaxis: { ...axis, title: titled("optimizer step"), range: state.range ? [...state.range] : wholeRange(), autorange: false, nticks: 6, tickformat: "~s", hoverformat: ",.6~f",
         unifiedhovertitle: { text: "step %{x}" }, showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: colors.mark },
-      yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 5, exponentformat: range && !isLog(chart) && range[1] >= 1e4 ? "SI" : "power", minexponent: 4,
+      yaxis: { ...axis, title: titled(measure), type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 5, exponentformat: range && !isLog(chart) && range[1] >= 1e4 ? "SI" : "power", minexponent: 4,
         ...(isLog(chart) && range ? logTicks(range) : {}), ...(isHeat(index) ? rows : {}), ...(range ? { range, autorange: false } : { autorange: true }) },
       shapes: shapesOf(index), annotations: marksOf(index),
     };
@@ -320,38 +336,88 @@
 
   function draw(index) {
     const target = plots[index];
-    stale.delete(index);
-    const isFirst = !drawn.has(index);
-    drawn.add(index);
+    fresh.add(target);
+    const isFirst = !drawn.has(target);
+    drawn.add(target);
     if (isHeat(index)) target.style.height = `${Math.max(ROW_HEIGHT * page.charts[index].lines.length + HEAT_MARGIN, LOWEST_HEIGHT)}px`;
     Plotly.react(target, tracesOf(index), layoutOf(index), CONFIG);
-    if (isFirst) listen(target, index);
+    if (isFirst) listen(target);
   }
 
-  function listen(target, index) {
+  const numberOf = (plot) => Number(plot.dataset.chart);
+
+  function listen(target) {
     target.on("plotly_relayout", (change) => {
       if ("xaxis.range[0]" in change) setRange([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
     });
     target.on("plotly_doubleclick", () => setRange(null));
-    target.on("plotly_hover", (event) => readOut(index, event.points));
-    target.addEventListener("keydown", (event) => onKey(event, index));
+    target.on("plotly_hover", (event) => readOut(numberOf(target), event.points));
+    target.addEventListener("keydown", (event) => onKey(event, numberOf(target)));
   }
 
-  /* Charts are drawn when they are close to the viewport. */
+  /* ---- When: charts close to the viewport at once, the others right after, in pieces between which the page answers ---- */
   const nearby = new Set();
   const observer = new IntersectionObserver((entries) => {
     for (const entry of entries) {
-      const index = plots.indexOf(entry.target);
-      if (!entry.isIntersecting) { nearby.delete(index); continue; }
-      nearby.add(index);
-      if (!drawn.has(index) || stale.has(index)) draw(index);
+      if (!entry.isIntersecting) { nearby.delete(entry.target); continue; }
+      nearby.add(entry.target);
+      if (!fresh.has(entry.target)) draw(numberOf(entry.target));
     }
   }, { rootMargin: "400px 0px" });
 
-  function redraw() {
-    for (const index of drawn) stale.add(index);
-    for (const index of nearby) draw(index);
+  // A chart that is filtered out has no size to draw in.
+  const waiting = () => plots.filter((plot) => plot && !fresh.has(plot) && plot.offsetParent !== null);
+  let timer = null;
+
+  function drawRest() {
+    root.dataset.drawn = "some";
+    timer ??= setTimeout(() => {
+      timer = null;
+      const end = performance.now() + LONGEST_BUSY;
+      for (const plot of waiting()) {
+        if (performance.now() > end) { drawRest(); return; }
+        draw(numberOf(plot));
+      }
+      root.dataset.drawn = "all";
+    });
   }
+
+  function redraw() {
+    for (const plot of plots) fresh.delete(plot);
+    for (const plot of nearby) draw(numberOf(plot));
+    drawRest();
+  }
+
+  /* ---- Print: every chart and section, in the light theme, charts scaled to the paper ---- */
+  let beforePrint = null;
+
+  function toPrint() {
+    if (beforePrint) return;
+    beforePrint = { closed: [...document.querySelectorAll("details:not([open])")] };
+    const ink = colors.ink;
+    root.dataset.theme = "light";
+    readColors();
+    if (colors.ink !== ink) for (const plot of plots) fresh.delete(plot);
+    for (const plot of waiting()) draw(numberOf(plot));
+    for (const details of beforePrint.closed) details.open = true;
+    for (const svg of document.querySelectorAll(".plot .main-svg")) {
+      const [width, height] = [svg.getAttribute("width"), svg.getAttribute("height")];
+      svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+      svg.closest(".plot").style.setProperty("--ratio", `${width} / ${height}`);
+    }
+  }
+
+  function fromPrint() {
+    if (!beforePrint) return;
+    for (const details of beforePrint.closed) details.open = false;
+    for (const svg of document.querySelectorAll(".plot .main-svg")) svg.removeAttribute("viewBox");
+    beforePrint = null;
+    applyTheme();
+  }
+
+  addEventListener("beforeprint", toPrint);
+  addEventListener("afterprint", fromPrint);
+  matchMedia("print").addEventListener("change", (media) => (media.matches ? toPrint() : fromPrint()));
 
   function setRange(range) {
     if (range && !(range[1] > range[0])) return;
@@ -361,7 +427,7 @@
   }
 
   /* ---- Keyboard: a cursor along the first visible line ---- */
-  const cursors = new Map();
+  const cursors = new WeakMap();  // the position in each plot
 
   function visibleLine(index) {
     const chart = page.charts[index];
@@ -372,7 +438,7 @@
   function bounds() {
     let low = Infinity, high = -Infinity;
     for (const { x } of page.steps) if (x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
-    return [low, high];
+    return low > high ? [0, 1] : [low, high];
   }
 
   /* The same for all charts, so that their steps align. */
@@ -397,7 +463,7 @@
     if (!line) return;
     const x = page.steps[line.steps].x;
     const last = x.length - 1;
-    const at = Math.min(cursors.get(index) ?? -1, last);
+    const at = Math.min(cursors.get(plots[index]) ?? -1, last);
     const stride = event.shiftKey ? Math.max(1, Math.round(x.length / 20)) : 1;
     const moves = { ArrowRight: at + stride, ArrowLeft: at < 0 ? last : at - stride, Home: 0, End: last };
     if (event.key in moves) moveTo(index, x, Math.max(0, Math.min(last, moves[event.key])));
@@ -409,7 +475,7 @@
   }
 
   function moveTo(index, x, place) {
-    cursors.set(index, place);
+    cursors.set(plots[index], place);
     const step = x[place];
     if (state.range && (step < state.range[0] || step > state.range[1])) {
       const half = (state.range[1] - state.range[0]) / 2;
@@ -485,31 +551,38 @@
       redraw();
     });
   }
-  for (const button of document.querySelectorAll("[data-lines]")) {
-    button.addEventListener("click", () => {
-      const plot = button.closest(".card").querySelector(".plot");
-      const index = plots.indexOf(plot);
-      const hidden = state.hiddenLines.get(index) ?? new Set();
-      state.hiddenLines.set(index, hidden);
-      const isHiding = button.getAttribute("aria-pressed") === "true";
-      for (const place of button.dataset.lines.split(" ").map(Number)) {
-        if (isHiding) hidden.add(place); else hidden.delete(place);
-      }
-      press(button, !isHiding);
-      draw(index);
-    });
+  /* Of the button of a legend: (number of the chart, names of the lines). */
+  function linesOf(button) {
+    const index = numberOf(button.closest(".card").querySelector(".plot"));
+    return [index, button.dataset.lines.split(" ").map((place) => nameOf(index, page.charts[index].lines[place]))];
   }
-  for (const button of document.querySelectorAll("[data-step]")) {
-    button.addEventListener("click", () => {
-      const step = Number(button.dataset.step);
-      const [low, high] = bounds();
-      const half = Math.max((high - low) / 20, 5);
-      setRange([Math.max(low, step - half), Math.min(high, step + half)]);
-      document.getElementById("charts").scrollIntoView();
-    });
+  // Elements that a live page replaces: one listener for all.
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-lines], [data-step]");
+    if (button?.dataset.lines) switchLines(button);
+    else if (button?.dataset.step) showStep(Number(button.dataset.step));
+  });
+  function switchLines(button) {
+    const [index, names] = linesOf(button);
+    const isHiding = button.getAttribute("aria-pressed") === "true";
+    for (const name of names) {
+      if (isHiding) state.hiddenLines.add(name); else state.hiddenLines.delete(name);
+    }
+    press(button, !isHiding);
+    draw(index);
   }
-  document.getElementById("find").addEventListener("input", (event) => {
-    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+  function showStep(step) {
+    const [low, high] = bounds();
+    const half = Math.max((high - low) / 20, 5);
+    setRange([Math.max(low, step - half), Math.min(high, step + half)]);
+    document.getElementById("charts").scrollIntoView();
+  }
+  document.getElementById("find").addEventListener("input", () => {
+    filter();
+    drawRest();
+  });
+  function filter() {
+    const words = document.getElementById("find").value.toLowerCase().split(/\s+/).filter(Boolean);
     let found = 0;
     for (const card of document.querySelectorAll(".card")) {
       card.hidden = !words.every((word) => card.dataset.words.includes(word));
@@ -519,15 +592,31 @@
       section.hidden = words.length > 0 && !section.querySelector(".card:not([hidden])");
     }
     const none = document.getElementById("no-match");
-    none.hidden = found > 0;
+    none.hidden = found > 0 || words.length === 0;
     none.textContent = "No chart title or key matches.";
-  });
+  }
 
-  // Plots by their index in the data; constant charts have none.
-  plots.sort((a, b) => Number(a.dataset.chart) - Number(b.dataset.chart));
-  const byNumber = new Map(plots.map((plot) => [Number(plot.dataset.chart), plot]));
-  plots.length = 0;
-  page.charts.forEach((_, number) => plots.push(byNumber.get(number) ?? null));
+  function collectPlots() {
+    const byNumber = new Map([...document.querySelectorAll(".plot")].map((plot) => [numberOf(plot), plot]));
+    plots = page.charts.map((_, number) => byNumber.get(number) ?? null);
+    observer.disconnect();
+    nearby.clear();
+    for (const plot of byNumber.values()) observer.observe(plot);
+  }
+
+  /* For a live page, which has put new elements into the document: draws new data, in the view as it is. */
+  window.showCharts = (data) => {
+    page = data;
+    for (const button of document.querySelectorAll("[data-lines]")) {
+      press(button, !linesOf(button)[1].every((name) => state.hiddenLines.has(name)));
+    }
+    filter();
+    collectPlots();
+    // The observer calls for the charts on the screen, also for unchanged ones: all are stale now.
+    for (const plot of plots) fresh.delete(plot);
+    if (!beforePrint) drawRest();
+  };
+
+  collectPlots();
   applyTheme();
-  for (const plot of plots) if (plot) observer.observe(plot);
 })();

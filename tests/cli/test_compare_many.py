@@ -1,0 +1,66 @@
+"""`train compare` on three runs and more, as its users meet it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+import tomli_w
+
+from tests.support.in_process import program
+from trainer.metrics.payload_contract import build_payload, encode_payload
+
+LOSSES = {("fast", 1): 2.1, ("fast", 2): 2.3, ("fast", 3): 2.2, ("slow", 1): 2.25, ("slow", 2): 2.35, ("bad", 1): 9.0}
+RATES = {"fast": 0.02, "slow": 0.01, "bad": 1.0}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for (name, seed), held_out in LOSSES.items():
+        directory = tmp_path / f"{name}-{seed}"
+        directory.mkdir()
+        lines = [
+            encode_payload(build_payload("train", step, {"loss": 3.0, "tokens_seen": 8.0 * step})) for step in (1, 2)
+        ]
+        lines.append(encode_payload(build_payload("eval", 2, {"eval_loss": held_out})))
+        (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        config = {"run": {"name": directory.name, "seed": seed}, "optimizer": {"lr": RATES[name]}}
+        (directory / "config.resolved.toml").write_bytes(tomli_w.dumps(config).encode())
+        (directory / "status.json").write_text(json.dumps({"state": "done"}))
+    return sorted(tmp_path.iterdir())
+
+
+def test_seeds_are_grouped_ranked_and_small_differences_marked(runs, capsys):
+    done = program(["compare", *runs], capsys)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    fast, slow, bad = (next(n for n, line in enumerate(lines) if f" {rate} " in line) for rate in RATES.values())
+    assert fast < slow < bad
+    assert "2.2 ± 0.1" in lines[fast]
+    assert "2.3 ± 0.071" in lines[slow]
+    assert "+0.1 ± 0.076" in lines[slow]
+    assert "within 2 errors" in lines[slow + 1]
+    assert "9 " in lines[bad]
+    assert "±" not in lines[bad]
+    assert "no error bar" in lines[bad + 1]
+    assert "one seed has no error bar" in done.stdout
+
+
+def test_json_has_every_number(runs, capsys):
+    done = program(["compare", *runs, "--json"], capsys)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ranked_by"] == "Held-out loss"
+    fast, slow, bad = found["groups"]
+    assert [group["settings"] for group in found["groups"]] == [{"optimizer.lr": rate} for rate in RATES.values()]
+    assert [run["seed"] for run in fast["runs"]] == [1, 2, 3]
+    row = next(row for row in fast["outcome"] if row["label"] == "Held-out loss")
+    assert row["mean"] == pytest.approx(2.2)
+    assert row["standard_deviation"] == pytest.approx(0.1)
+    assert row["n"] == 3
+    error = (statistics.stdev([2.1, 2.2, 2.3]) ** 2 / 3 + statistics.stdev([2.25, 2.35]) ** 2 / 2) ** 0.5
+    assert slow["above_best"] == {"difference": pytest.approx(0.1), "error": pytest.approx(error), "is_resolved": False}
+    assert bad["above_best"] == {"difference": pytest.approx(6.8), "error": None, "is_resolved": None}
+    assert fast["above_best"] is None
+    assert next(row for row in bad["outcome"] if row["label"] == "Held-out loss")["standard_deviation"] is None

@@ -1,0 +1,166 @@
+"""`train report --follow` in a real browser, while a process goes on writing the run's record."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from tests.support.browser import opened
+from tests.support.in_process import program
+from tests.support.runs import ROOT, environment
+from trainer.metrics.payload_contract import build_payload, encode_payload
+
+PATIENCE_MS = 60_000
+
+
+def row(step):
+    keys = {"loss": 5.0 - 0.01 * step, "grad_norm": 1.0 + step % 7, "tokens_per_sec": 1000.0 + step, "lr": 0.001 * step}
+    keys |= {"ledger/fill_fraction": 0.001 * step, "accuracy": 0.01 * step, "step_time_sec": 1.0 + 0.1 * (step % 3)}
+    return encode_payload(build_payload("train", step, keys)) + "\n"
+
+
+def write_rows(directory, first, last):
+    with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(row(step) for step in range(first, last + 1))
+
+
+def set_state(directory, state):
+    (directory / "status.json").write_text(json.dumps({"state": state, "reason": "", "last_step": 1}))
+
+
+@contextmanager
+def following(*runs):
+    """(process, its URL) of a server that is ended with Ctrl-C, as its users do."""
+    command = [sys.executable, str(ROOT / "train"), "report", *map(str, runs), "--follow"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stderr.readline()
+        assert " at http://127.0.0.1:" in line, line + process.stderr.read()
+        yield process, line.partition(" at ")[2].split()[0]
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.wait(30)
+        process.stderr.close()
+
+
+def plot_of(page, title):
+    return page.locator(f'[data-name$=": {title}"] .plot')
+
+
+def wait_for_points(page, title, number):
+    page.wait_for_function(
+        "([name, n]) => document.querySelector(`[data-name$=': ${name}'] .plot`)?.data?.[0]?.x?.length === n",
+        arg=[title, number], timeout=PATIENCE_MS,
+    )  # fmt: skip
+
+
+def top_of(page, title):
+    return plot_of(page, title).evaluate("plot => plot.closest('.card').getBoundingClientRect().top")
+
+
+def test_a_reader_keeps_scroll_zoom_and_open_parts_while_rows_come(tmp_path):
+    write_rows(tmp_path, 1, 20)
+    set_state(tmp_path, "running")
+    with following(tmp_path) as (_, url), opened(url) as seen:
+        page = seen.page
+        page.locator("html[data-drawn=all]").wait_for()
+        assert "running at step 20" in page.locator("#live").inner_text()
+        page.locator("[data-name$=': Gradient norm'] summary").click()
+        page.get_by_role("button", name="Fewer steps").click()
+        page.get_by_role("button", name="Strong").click()
+        zoom = plot_of(page, "Gradient norm").evaluate("plot => plot.layout.xaxis.range")
+        plot_of(page, "Step time").scroll_into_view_if_needed()
+        plot_of(page, "Step time").focus()
+        page.evaluate("scrollBy({ top: 120, behavior: 'instant' })")
+        before, scrolled = top_of(page, "Step time"), page.evaluate("scrollY")
+        assert scrolled > 0
+        plot_of(page, "Step time").evaluate("plot => { plot.isTheSame = true; }")
+        # A new section above what is on the screen, and a partial line, which is no row yet.
+        with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write("not json\n")
+        write_rows(tmp_path, 21, 30)
+        with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(row(31)[:40])
+        wait_for_points(page, "Loss", 30)
+        wait_for_points(page, "Step time", 30)
+        assert page.locator("#about-the-record").is_visible()
+        assert page.evaluate("scrollY") > scrolled
+        assert top_of(page, "Step time") == pytest.approx(before, abs=2)
+        assert plot_of(page, "Step time").evaluate("plot => plot.isTheSame && plot === document.activeElement")
+        assert plot_of(page, "Gradient norm").evaluate("plot => plot.layout.xaxis.range") == zoom
+        assert plot_of(page, "Gradient norm").evaluate("plot => plot.data.length") == 2  # still smoothed
+        assert page.locator("[data-name$=': Gradient norm'] details[open]").count() == 1
+        assert "30 rows, steps 1 to 30" in page.locator("#outcome").inner_text()
+        # Everything still works on the new elements.
+        page.get_by_role("button", name="Show all").click()
+        whole = plot_of(page, "Step time").evaluate("plot => plot.layout.xaxis.range")
+        assert whole[1] > 30
+        plot_of(page, "Step time").focus()
+        page.keyboard.press("End")
+        assert page.locator("[data-name$=': Step time'] .readout").inner_text().startswith("step 30:")
+        assert seen.complaints == []
+        assert seen.requests == []
+
+
+def test_the_page_says_when_the_run_ends_and_when_the_server_does(tmp_path):
+    set_state(tmp_path, "running")
+    with following(tmp_path) as (process, url), opened(url, has_charts=False) as seen:
+        page = seen.page
+        assert "no row yet" in page.locator("#live").inner_text()
+        write_rows(tmp_path, 1, 3)
+        wait_for_points(page, "Loss", 3)
+        set_state(tmp_path, "done")
+        page.locator("#live", has_text="has ended at step 3: done").wait_for(timeout=PATIENCE_MS)
+        assert urllib.request.urlopen(url).status == 200  # it goes on serving
+        assert seen.complaints == []
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == "no longer following\n"
+        page.locator("#live", has_text="No answer from train report --follow since").wait_for(timeout=PATIENCE_MS)
+        assert plot_of(page, "Loss").is_visible()
+
+
+def test_a_hidden_run_and_a_hidden_line_stay_hidden(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        directory.mkdir()
+        write_rows(directory, 1, 10)
+        with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(encode_payload(build_payload("eval", 5, {"loss": 4.0})).replace('"loss"', '"eval_loss"') + "\n")
+    with following(first, second) as (_, url), opened(url) as seen:
+        page = seen.page
+        page.locator(".runs button", has_text="second").click()
+        page.locator("[data-name$=': Loss'] .legend button", has_text="held out").click()
+        write_rows(first, 11, 12)
+        wait_for_points(page, "Loss", 12)
+        assert plot_of(page, "Loss").evaluate("plot => plot.data.length") == 1
+        held_out = page.locator("[data-name$=': Loss'] .legend button", has_text="held out")
+        assert held_out.get_attribute("aria-pressed") == "false"
+        held_out.click()
+        assert plot_of(page, "Loss").evaluate("plot => plot.data.length") == 2
+        assert seen.complaints == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--follow", "--out", "x.html"], "--out: --follow writes no file; leave one of them out"),
+        (["--follow", "--force"], "--force: --follow writes no file"),
+        (["--port", "8000"], "--port: without --follow, nothing is served; add --follow"),
+        (["--follow", "--port", "99999"], "--port"),
+        (["--follow", "nowhere"], "nowhere: is neither a run directory nor a file"),
+    ],
+)
+def test_mistakes_are_one_line(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 1, 2)
+    done = program(["report", tmp_path, *options], capsys)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert message in done.stderr

@@ -1,0 +1,123 @@
+"""Runs grouped by their settings, and what differences of their means say."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.diagnostics.diagnose import diagnose
+from trainer.report.names import with_distinct_names
+from trainer.report.seed_groups import Spread, excess, reservations, seed_groups, spread_of
+
+
+@pytest.fixture
+def make(make_run):
+    """`make(name, seed, held_out, lr=0.1)`: a run of two rows that is done."""
+
+    def run(name, seed, held_out, *, steps=2, tokens=None, state="done", environment=None, **settings):
+        config = {"run": {"name": name, "seed": seed}, "optimizer": {"lr": 0.1}}
+        for key, value in settings.items():
+            table, _, name_of_key = key.partition("__")
+            config.setdefault(table, {})[name_of_key] = value
+        columns = {"loss": [2.0] * steps, "tokens_seen": [tokens or 10.0 * step for step in range(1, steps + 1)]}
+        evals = {} if held_out is None else {2: {"eval_loss": held_out}}
+        record = make_run(name, columns, evals, config, environment)
+        return replace(record, status={"state": state})
+
+    return run
+
+
+def grouped(*runs, **options):
+    label, groups = seed_groups([diagnose(run) for run in with_distinct_names(runs)], **options)
+    return label, groups, reservations(label, groups)
+
+
+def test_runs_that_differ_in_seed_and_names_alone_are_one_row_ranked_by_its_mean(make):
+    runs = [make(f"high{seed}", seed, loss) for seed, loss in ((1, 3.0), (2, 3.2), (3, 3.4))]
+    runs += [make(f"low{seed}", seed, loss, optimizer__lr=0.2) for seed, loss in ((1, 2.0), (2, 2.5))]
+    label, (low, high), remarks = grouped(*runs)
+    assert label == "Held-out loss"
+    assert (low.settings, high.settings) == ({"optimizer.lr": 0.2}, {"optimizer.lr": 0.1})
+    assert high.seeds == [1, 2, 3]
+    assert high.outcome["Held-out loss"] == Spread(pytest.approx(3.2), pytest.approx(0.2), 3)
+    assert low.outcome["Held-out loss"] == Spread(2.25, pytest.approx(math.sqrt(0.125)), 2)
+    assert remarks == []
+
+
+def test_a_seed_that_was_run_twice_counts_once(make):
+    runs = [make("a", 1, 2.0), make("b", 1, 3.0), make("c", 2, 4.5)]
+    _, (group,), remarks = grouped(*runs)
+    assert group.outcome["Held-out loss"] == Spread(3.5, pytest.approx(math.sqrt(2.0)), 2)
+    assert remarks == ["row 1 has 3 runs of 2 seeds; runs of one seed count as one"]
+
+
+def test_a_single_seed_has_no_error_bar_and_its_difference_is_not_resolved(make):
+    runs = [make("a", 1, 2.0), make("b", 2, 2.1), make("c", 1, 5.0, optimizer__lr=0.2)]
+    _, (first, second), remarks = grouped(*runs)
+    found = excess(first.outcome["Held-out loss"], second.outcome["Held-out loss"])
+    assert (found.difference, found.error, found.is_resolved) == (pytest.approx(2.95), None, None)
+    assert any("one seed has no error bar" in remark for remark in remarks)
+
+
+def test_a_difference_is_resolved_beyond_two_standard_errors_of_both():
+    best, other = Spread(1.0, 0.3, 9), Spread(1.2, 0.2, 4)
+    error = math.sqrt(0.1**2 + 0.1**2)
+    assert excess(best, other).error == pytest.approx(error)
+    assert excess(best, other).is_resolved is False
+    assert excess(best, Spread(1.0 + 2.01 * error, 0.2, 4)).is_resolved is True
+    assert excess(best, Spread(1.0 + 1.99 * error, 0.2, 4)).is_resolved is False
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=10))
+def test_the_spread_is_that_of_a_sample(values):
+    spread = spread_of({seed: [value] for seed, value in enumerate(values)})
+    assert spread.mean == pytest.approx(statistics.fmean(values))
+    assert spread.deviation == pytest.approx(statistics.stdev(values))
+    assert spread.error == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)))
+
+
+def test_rows_that_do_not_compare_are_named(make):
+    runs = [
+        make("a", 1, 2.0, steps=4, eval__batches=8),
+        make("b", 2, 2.5, steps=2, eval__batches=8, state="running"),
+        make("c", 1, None, steps=4, eval__batches=4, environment={"packages": {"torch": "1"}}),
+        make("d", 2, 2.6, steps=4, eval__batches=4, environment={"packages": {"torch": "2"}}),
+    ]
+    remarks = grouped(*runs)[2]
+    assert remarks == [
+        "not done: b (running)",
+        "not equally long: the longest ended at step 4, earlier b (2)",
+        "not equally many tokens: up to 40 on average of a row, fewer in row 1 (30)",
+        "held-out losses may be of different data: eval.batches differ",
+        "row 2 has a held-out loss for 1 of 2 seeds",
+        "recorded versions or machines differ within row 2: env.packages.torch",
+    ]
+
+
+def test_runs_without_recorded_settings_are_not_pooled(make_run):
+    runs = [make_run(name, {"loss": [loss]}) for name, loss in (("a", 3.0), ("b", 2.0))]
+    label, groups, remarks = grouped(*(replace(run, status={"state": "done"}) for run in runs))
+    assert label == "Final loss"
+    assert [group.runs[0].name for group in groups] == ["b", "a"]
+    assert remarks[0] == "no config.resolved.toml, hence a row of its own: b, a"
+
+
+def test_other_numbers_of_ranks_are_other_rows_and_all_lists_are_json(make):
+    runs = [make("a", 1, 2.0, environment={"world_size": 1}), make("b", 2, 2.0, environment={"world_size": 2})]
+    _, groups, _ = grouped(*runs)
+    assert [group.settings for group in groups] == [{"env.world_size": 1}, {"env.world_size": 2}]
+    json.dumps([dict(group.settings) for group in groups])
+
+
+def test_a_few_tokens_more_or_less_are_no_reservation(make):
+    runs = [make("a", 1, 2.0, tokens=100.0), make("b", 1, 2.1, tokens=96.0, optimizer__lr=0.2)]
+    runs += [make("c", 2, 2.0, tokens=101.0), make("d", 2, 2.2, tokens=97.0, optimizer__lr=0.2)]
+    assert grouped(*runs)[2] == []
+    far = make("e", 1, 2.5, tokens=90.0, optimizer__lr=0.3), make("f", 2, 2.5, tokens=90.0, optimizer__lr=0.3)
+    assert grouped(*runs, *far)[2] == ["not equally many tokens: up to 100 on average of a row, fewer in row 3 (90)"]
