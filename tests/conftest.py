@@ -31,8 +31,15 @@ def device() -> torch.device:
     """Where tests marked `cuda` run: on the device that TRAINER_TEST_DEVICE names, on the CPU without it."""
     import torch
 
-    wanted = torch.device(os.environ.get("TRAINER_TEST_DEVICE", "cpu"))
-    assert wanted.type != "cuda" or torch.cuda.is_available(), (
-        "TRAINER_TEST_DEVICE=cuda, but torch finds no CUDA device"
-    )
-    return wanted
+    if os.environ.get("TRAINER_TEST_DEVICE", "cpu") == "cpu":
+        return torch.device("cpu")
+    assert torch.cuda.is_available(), "TRAINER_TEST_DEVICE=cuda, but torch finds no CUDA device"
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def chosen_device(device: torch.device) -> torch.device:
+    """The same, for tests that take long and prove on the CPU what others have proven: only where a device is named."""
+    if "TRAINER_TEST_DEVICE" not in os.environ:
+        pytest.skip("takes long: set TRAINER_TEST_DEVICE=cpu, or use make gpu DEVICE=cpu")
+    return device

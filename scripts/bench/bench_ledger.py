@@ -187,8 +187,9 @@ def measure_wide(
     bare = bare.pin_memory() if is_on_host else bare
     states, cells, lasts = torch.randn(batch, width, device=device), np.ones(batch, np.int64), np.zeros(batch, np.bool_)
     ledger.begin_step(0)
-    for group in range(live):
-        ledger.store(np.array([group]), cells[:1], lasts[:1], states[:1])
+    for first in range(0, live, batch):
+        filled = np.arange(first, min(first + batch, live))
+        ledger.store(filled, cells[: len(filled)], lasts[: len(filled)], states[: len(filled)])
     times: tuple[list[float], list[float]] = [], []
     on_host = []
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_table import Figure, print_figures, ratio_figure
-from trainer_run import ALONE, LOG_INTERVAL, EachStep, plan_of, run_trainer
+from trainer_run import ALONE, LOG_INTERVAL, TINY, EachStep, plan_of, run_trainer
 
 from trainer.arrays import IGNORED
 from trainer.data.loader import Loader
@@ -193,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="config of the run (default: 17.6 M parameters on synthetic text)")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
+    parser.add_argument("--tiny", action="store_true", help="shrink the config's model and batches: a rehearsal")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=120, help="steps of each loop, a multiple of the log interval, 10")
     parser.add_argument("--memory-rounds", type=int, default=3, help="pairs of processes to measure memory")
@@ -200,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     args = parser.parse_args(argv)
+    args.sets = [*(TINY if args.tiny else ()), *args.sets]
     torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)
     if args.only:
         only(args.only, args)

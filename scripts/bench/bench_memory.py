@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from bench_table import Figure, peak_mb, print_figures
-from trainer_run import GPU_CONFIG, TINY, EachStep, plan_of, run_trainer
+from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, EachStep, plan_of, run_trainer
 
 from trainer.training.setup.memory import predict_memory, resident_bytes
 
@@ -25,8 +25,7 @@ from trainer.training.setup.memory import predict_memory, resident_bytes
 SETS = ("train.micro_batches=2", "train.compile=false")
 HOST = ('ledger.placement="host"',)
 MOST_OVER, LEAST_OVER = 1.1, 0.9
-MOST_GROWTH_MB = 1.0
-WARM_UP = 4
+MOST_GROWTH_MB = 4.0  # batches that are prefetched, or in flight, come and go
 
 
 class Watch(EachStep):
@@ -62,7 +61,7 @@ def measure_one(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, floa
         "predicted": predicted.peak / 1e6,
         "ledger": predicted.ledger / 1e6,
         "measured": watch.peaks[-1] - before,
-        "growth": watch.in_use[-1] - watch.in_use[WARM_UP],
+        "growth": watch.in_use[-1] - watch.in_use[LOG_INTERVAL - 1],
     }
 
 
@@ -98,7 +97,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             Figure(f"states {name}: measured peak", took["measured"], "MB"),
             Figure(f"states {name}: measured over predicted", ratio, "x", **limits),
             Figure(
-                f"states {name}: growth from step {WARM_UP + 1} to {args.steps}",
+                f"states {name}: growth from step {LOG_INTERVAL} to {args.steps}",
                 took["growth"],
                 "MB",
                 at_most=MOST_GROWTH_MB,
@@ -115,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=30, help="a multiple of the log interval, 10")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

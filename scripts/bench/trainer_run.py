@@ -33,6 +33,7 @@ TINY = (
     "train.micro_batches=2",
     "ledger.capacity=64",
     "data.mixing.num_streams_mixed=2",
+    "train.compile=false",
 )
 
 CONFIG = """\

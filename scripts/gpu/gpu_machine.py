@@ -26,9 +26,8 @@ CLOCKS = {
     "memory_mhz": "clocks.mem",
     "temperature_c": "temperature.gpu",
     "power_w": "power.draw",
-    "throttle_reasons": "clocks_event_reasons.active",
 }
-FORMER_THROTTLE_REASONS = "clocks_throttle_reasons.active"  # its name before driver 535
+THROTTLE_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # the latter before driver 535
 OF_TORCH = """
 import json, torch
 cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
@@ -57,10 +56,11 @@ def versions() -> dict[str, str | None]:
     would take the memory of the device that is measured."""
     done = subprocess.run([sys.executable, "-c", OF_TORCH], capture_output=True, text=True, check=False)
     of_torch = json.loads(done.stdout) if done.returncode == 0 else {}
+    driver = _query("driver_version")
     return {
         "cpu": cpu_name(),
         **{key: None if value is None else str(value) for key, value in of_torch.items()},
-        "driver": _query("driver_version"),
+        "driver": driver[0] if driver else None,
         "triton": _version("triton"),
         "python": platform.python_version(),
     }
@@ -68,20 +68,21 @@ def versions() -> dict[str, str | None]:
 
 def clocks() -> dict[str, str]:
     """Of the device now, as `nvidia-smi` says; {} without it."""
-    found = {key: _query(field) for key, field in CLOCKS.items()}
-    if found["sm_mhz"] is not None and found["throttle_reasons"] is None:
-        found["throttle_reasons"] = _query(FORMER_THROTTLE_REASONS)
-    return {key: value for key, value in found.items() if value is not None}
+    for reasons in THROTTLE_REASONS:
+        if (values := _query(*CLOCKS.values(), reasons)) is not None:
+            return dict(zip((*CLOCKS, "throttle_reasons"), values, strict=True))
+    return {}
 
 
-def _query(field: str) -> str | None:
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0"]
+def _query(*fields: str) -> list[str] | None:
+    """Fields of the first device; None without `nvidia-smi`, or if it does not know one of them."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    text = done.stdout.strip()
-    return text if done.returncode == 0 and text and "not a valid field" not in text.lower() else None
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    return values if done.returncode == 0 and len(values) == len(fields) else None
 
 
 def _version(package: str) -> str | None:

@@ -26,10 +26,10 @@ class Ended:
     seconds: float
 
     @property
-    def last_line(self) -> str:
-        """The last line of its error, or of its output if it wrote none."""
-        lines = [line.strip() for line in (self.stderr.strip() or self.stdout.strip()).splitlines() if line.strip()]
-        return lines[-1] if lines else ""
+    def last_error(self) -> str:
+        """The last line of its error, or its exit code if it wrote none."""
+        lines = self.stderr.strip().splitlines()
+        return lines[-1].strip() if lines else f"exit code {self.code}"
 
 
 def run_process(command: Sequence[str], *, limit_sec: float, environ: Mapping[str, str], cwd: Path) -> Ended:
@@ -61,14 +61,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.terminate()  # a launcher ends its ranks, which have sessions of their own
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SEC)
-    for pid in session_members(process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + GRACE_SEC
+    # Until they are gone, and with them the memory of the device that they held.
+    while (members := session_members(process.pid)) and time.monotonic() < deadline:
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.01)
     process.wait()
 
 
 def session_members(session: int) -> list[int]:
-    """Processes of a session, whatever their process groups are."""
+    """Processes of a session that run, whatever their process groups are."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -76,7 +81,7 @@ def session_members(session: int) -> list[int]:
         with suppress(OSError):
             # The name, in parentheses, may hold anything; after it come state, parent, process group and session.
             fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if int(fields[3]) == session:
+            if int(fields[3]) == session and fields[0] != "Z":
                 found.append(int(entry.name))
     return found
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,7 +63,7 @@ def findings(check: Check, ended: Ended) -> Record:
         said = (ended.stdout.strip() or ended.stderr.strip()).splitlines() or [""]  # pytest's test, while it runs
         rows.append(Row(check.name, TIMED_OUT, reason=f"after {ended.seconds:.0f} s: {said[-1]}"[:300]))
     elif ended.code != 0 and not any(row.status in BAD for row in rows):
-        rows.append(Row(check.name, FAILED, reason=(ended.last_line or f"exit code {ended.code}")[:300]))
+        rows.append(Row(check.name, FAILED, reason=ended.last_error[:300]))
     return Record(check.part, check.name, "", "", ended.seconds, rows, tables)
 
 
@@ -81,10 +81,15 @@ def run_check(check: Check, *, limit_sec: float, environ: dict[str, str]) -> Rec
 
 
 def run_parts(
-    chosen: Sequence[Check], environ: dict[str, str], keep: Callable[[Record], None], *, part_sec: float = PART_SEC
+    chosen: Sequence[Check],
+    environ: dict[str, str],
+    machine: Mapping[str, str | None],
+    keep: Callable[[Record], None],
+    *,
+    part_sec: float = PART_SEC,
 ) -> list[Record]:
     """Run checks in turn, each part for no longer than `part_sec`; `keep` is called after each."""
-    machine, version, found = versions(), commit(ROOT), []
+    version, found = commit(ROOT), []
     began: dict[str, float] = {}
     for check in chosen:
         start = began.setdefault(check.part, time.monotonic())
@@ -106,7 +111,7 @@ def make_corpus(environ: dict[str, str]) -> str | None:
     print("data/pytext ...", file=sys.stderr, flush=True)
     command = [sys.executable, str(ROOT / "train"), "data", "build", "pytext", "--out", str(CORPUS), "--force"]
     ended = run_process(command, limit_sec=CORPUS_SEC, environ=environ, cwd=ROOT)
-    return None if ended.code == 0 else f"data/pytext cannot be built: {ended.last_line}"
+    return None if ended.code == 0 else f"data/pytext cannot be built: {ended.last_error}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -144,6 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"make gpu: {error}", file=sys.stderr)
         return EXIT_CANNOT
     environ = environment(args.device)
+    machine = versions()
+    if args.device == "cuda" and machine.get("device") is None:
+        print(f"make gpu: torch {machine.get('torch')} of {sys.executable} finds no CUDA device", file=sys.stderr)
+        return EXIT_CANNOT
     if NEED_CORPUS & {check.part for check in chosen} and (problem := make_corpus(environ)):
         print(f"make gpu: {problem}", file=sys.stderr)
         return EXIT_CANNOT
@@ -154,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         save(file, args.device, merged)
         file.with_suffix(".md").write_text(render(list(merged.values()), args.device), encoding="utf-8")
 
-    found = run_parts(chosen, environ, keep)
+    found = run_parts(chosen, environ, machine, keep)
     print(f"\n{summary(found)}\n\n{file}")
     return EXIT_BAD if any(row.status in BAD for record in found for row in record.rows) else 0
 

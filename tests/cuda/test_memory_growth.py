@@ -19,18 +19,18 @@ MOST_MB = {"cuda": 0.1, "cpu": 16.0}  # the allocator of the CPU keeps what was 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_a_long_run_holds_no_more_than_a_short_one(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, placement: str
+    tmp_path: Path, chosen_device: torch.device, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
     held: dict[int, float] = {}
 
     def note(run: Run, step: int) -> None:
-        in_use = torch.cuda.memory_allocated() if device.type == "cuda" else resident_bytes()
+        in_use = torch.cuda.memory_allocated() if chosen_device.type == "cuda" else resident_bytes()
         # One step is always in flight, except after one that was read at once.
         held[step] = in_use / 1e6
 
     around_steps(monkeypatch, lambda run, step: None, note)
-    sets = (f"train.steps={STEPS[device.type]}", "metrics.log_interval=10", "checkpoint.every=0")
-    train_here(tmp_path, device, *sets, f'ledger.placement="{placement}"')
+    sets = (f"train.steps={STEPS[chosen_device.type]}", "metrics.log_interval=10", "checkpoint.every=0")
+    train_here(tmp_path, chosen_device, *sets, f'ledger.placement="{placement}"')
     logged = [megabytes for step, megabytes in held.items() if step % 10 == 0]
-    early, late = held[WARM_UP[device.type]], held[STEPS[device.type]]
-    assert late - early <= MOST_MB[device.type], logged
+    early, late = held[WARM_UP[chosen_device.type]], held[STEPS[chosen_device.type]]
+    assert late - early <= MOST_MB[chosen_device.type], logged

@@ -33,12 +33,12 @@ def needs_loss_scaling(device: torch.device, precision: str) -> None:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.02)])
 def test_less_precision_trains_as_fp32_does(
-    tmp_path: Path, device: torch.device, precision: str, tolerance: float
+    tmp_path: Path, chosen_device: torch.device, precision: str, tolerance: float
 ) -> None:
-    needs_loss_scaling(device, precision)
+    needs_loss_scaling(chosen_device, precision)
     sets = (f"train.steps={STEPS}", "optimizer.lr=3e-3", "checkpoint.every=0")
-    whole = losses(train_here(tmp_path / "fp32", device, *sets) / "metrics.jsonl")
-    run_dir = train_here(tmp_path / precision, device, *sets, f"train.precision={precision}")
+    whole = losses(train_here(tmp_path / "fp32", chosen_device, *sets) / "metrics.jsonl")
+    run_dir = train_here(tmp_path / precision, chosen_device, *sets, f"train.precision={precision}")
     found = losses(run_dir / "metrics.jsonl")
     assert whole[STEPS] < whole[1] - 0.3  # it learns
     assert found[1] != whole[1]
@@ -61,12 +61,12 @@ def test_loss_scaling_reports_its_scale_and_lowers_it_when_gradients_overflow(
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("what", ["nan", "inf_gradient"])
 def test_a_step_that_is_not_finite_changes_no_weight_and_no_state_of_the_optimizer(
-    tmp_path: Path, device: torch.device, what: str, precision: str
+    tmp_path: Path, chosen_device: torch.device, what: str, precision: str
 ) -> None:
-    needs_loss_scaling(device, precision)
+    needs_loss_scaling(chosen_device, precision)
     fault = {"what": what, "step": 4, "steps": 2, "micro": 1}
     sets = (*FAULTY, "train.steps=8", f"train.precision={precision}")
-    run_dir = train_apart(tmp_path, device, *sets, extra=EVERY_STEP, environ={"FAULT": json.dumps(fault)})
+    run_dir = train_apart(tmp_path, chosen_device, *sets, extra=EVERY_STEP, environ={"FAULT": json.dumps(fault)})
     saved = [model_content(path) for path in sorted((run_dir / "checkpoints").glob("step_*"))]
     assert len(saved) == 8
     parts = [{key: step[key] for key in ("model", "optimizer")} for step in saved]
