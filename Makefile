@@ -25,7 +25,7 @@ export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
 .PHONY: help setup data smoke smoke-matrix test test-slow test-faults check format docs site \
-	bench bench-gpu $(addprefix bench-,$(BENCHES)) clean
+	bench $(addprefix bench-,$(BENCHES)) gpu clean
 
 help:
 	@echo "make setup      create $(VENV) and install the pinned dependencies"
@@ -37,6 +37,7 @@ help:
 	@echo "make docs       regenerate the generated docs"
 	@echo "make site       the documentation as a site, with the API reference, in build/site"
 	@echo "make bench      what the instruments cost, as ratios"
+	@echo "make gpu        tests, figures and a profile on one CUDA device (DEVICE=cpu: a rehearsal)"
 
 setup: $(STAMP)
 
@@ -103,11 +104,17 @@ site: setup docs
 bench: setup
 	@$(BIN)/python scripts/bench/run_all.py
 
-bench-gpu: setup data
-	@$(BIN)/python scripts/bench/run_all.py --device cuda
-
 $(addprefix bench-,$(BENCHES)): bench-%: setup
 	@$(BIN)/python scripts/bench/bench_$*.py
+
+# On one CUDA device, from a bare checkout and with the packages of the interpreter that PYTHON names: nothing is installed.
+# PART=tests|speed|ledger|memory|profile runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
+DEVICE ?= cuda
+PART ?= all
+CHECK ?=
+GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
+gpu:
+	@$(GPU_PYTHON) scripts/gpu/run.py --device $(DEVICE) --part $(PART) --check "$(CHECK)"
 
 clean:
 	rm -rf $(VENV) data runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -40,6 +40,38 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, list[Mutant]] = {
+    "profiling": [
+        Mutant(
+            "trainer/profiling/spans.py",
+            "covered_to = max(covered_to, span.end)",
+            "covered_to = span.end",
+            "tests/unit/profiling/test_trace.py::test_gaps_are_the_times_that_no_span_covers",
+        ),
+        Mutant(
+            "trainer/profiling/spans.py",
+            "own[open_spans[-1]] -= spans[index].length",
+            "own[open_spans[0]] -= spans[index].length",
+            "tests/unit/profiling/test_trace.py::test_own_times_of_nested_spans_add_up_to_what_they_cover",
+        ),
+        Mutant(
+            "trainer/profiling/trace.py",
+            "if c.name in SYNCHRONIZING and step.start <= c.start < step.end",
+            "if c.name in SYNCHRONIZING and step.start <= c.start",
+            "tests/unit/profiling/test_trace.py::test_kernels_idle_time_and_synchronizations_of_the_device",
+        ),
+        Mutant(
+            "trainer/profiling/trace.py",
+            "(end - start) / len(steps) / 1e3",
+            "(end - start) / 1e3",
+            "tests/unit/profiling/test_trace.py::test_kernels_idle_time_and_synchronizations_of_the_device",
+        ),
+        Mutant(
+            "scripts/gpu/gpu_checks.py",
+            "(at_most is None or value <= at_most)",
+            "(at_most is None or value < at_most)",
+            "tests/scripts/test_gpu_harness.py::test_a_goal_is_met_or_missed_and_does_not_apply_in_a_rehearsal",
+        ),
+    ],
     "branching": [
         Mutant(
             "trainer/branching/verdict.py",

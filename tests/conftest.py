@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    import torch
 
 # An example that takes long says something about the machine's load, nothing about the code.
 settings.register_profile("no deadline", deadline=None)
@@ -18,3 +24,22 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of garbage collections: there is a million of it, and it stays."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where tests marked `cuda` run: on the device that TRAINER_TEST_DEVICE names, on the CPU without it."""
+    import torch
+
+    if os.environ.get("TRAINER_TEST_DEVICE", "cpu") == "cpu":
+        return torch.device("cpu")
+    assert torch.cuda.is_available(), "TRAINER_TEST_DEVICE=cuda, but torch finds no CUDA device"
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def chosen_device(device: torch.device) -> torch.device:
+    """The same, for tests that take long and prove on the CPU what others have proven: only where a device is named."""
+    if "TRAINER_TEST_DEVICE" not in os.environ:
+        pytest.skip("takes long: set TRAINER_TEST_DEVICE=cpu, or use make gpu DEVICE=cpu")
+    return device

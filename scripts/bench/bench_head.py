@@ -69,7 +69,7 @@ def memory_of_step(args: argparse.Namespace, way: str, vocab_size: int) -> float
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Memory, and its ratio and that of the times, for each vocabulary."""
     found = []
-    for vocab_size in VOCABULARIES:
+    for vocab_size in args.vocabularies:
         ways, tokens = make(args, vocab_size), draw(args, vocab_size)
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for turn in range(args.rounds + 1):
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             memory[way] = float(
                 json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
             )
-        is_large = vocab_size == VOCABULARIES[-1]
+        is_large = vocab_size >= VOCABULARIES[-1]
         for way in WAYS:
             found.append(Figure(f"V = {vocab_size:,}, {way}: peak memory of a step", memory[way], "MB"))
             found.append(Figure(f"V = {vocab_size:,}, {way}: time of a step", statistics.median(times[way]), "s"))
@@ -104,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows per micro-batch")
     parser.add_argument("--length", type=int, default=256, help="tokens per row")
     parser.add_argument("--chunk", type=int, default=128, help="chunk_tokens")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES), help="sizes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--memory-of", nargs=2, help="print the MB of this way and vocabulary alone")

@@ -21,6 +21,7 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.ledger import Ledger
+from trainer.ledger.ledger import Placement
 
 Ints = NDArray[np.int64]
 
@@ -41,6 +43,7 @@ MAX_OVER_BARE = 4.0
 MAX_OVER_BARE_WIDE = 1.3
 WIDE = ((65_536, 2_048, 32), (500_000, 480, 16), (5_000_000, 48, 4))  # numbers of a state, groups held, groups a step
 WIDE_STEPS = 40
+MOST_BATCH_BYTES = 2 * 10**8
 MIN_UNDER_DICT = 1.5
 MAX_GROWTH = 2.0
 
@@ -119,11 +122,17 @@ def zipf_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
         yield drawn[np.sort(first)[:BATCH]]
 
 
-def timed(durations: list[float], run: Callable[[], object]) -> None:
-    """Run and note how long it took."""
+def timed(durations: list[float], run: Callable[[], object], device: str = "cpu") -> float:
+    """Run and note how long it took, to the end of what it queued on the device; when the call returned."""
+    if device == "cuda":
+        torch.cuda.synchronize()
     start = time.perf_counter()
     run()
+    returned = time.perf_counter() - start
+    if device == "cuda":
+        torch.cuda.synchronize()
     durations.append(time.perf_counter() - start)
+    return returned
 
 
 def measure(live: int, batches: Iterator[Ints], num_steps: int, seed: int) -> dict[str, float]:
@@ -155,31 +164,79 @@ def measure(live: int, batches: Iterator[Ints], num_steps: int, seed: int) -> di
     return {name: statistics.median(values[warm:]) * 1e6 for name, values in times.items()}
 
 
-def measure_wide(width: int, live: int, batch: int) -> float:
-    """Median ratio of a look-up and a store over the bare gather + scatter, step by step in turns."""
+@dataclass(frozen=True)
+class WideTimes:
+    """Medians of a look-up and a store of wide states."""
+
+    over_bare: float
+    """Over the same rows without a ledger, step by step in turns."""
+    seconds: float
+    host_seconds: float
+    """Until the calls return; on CUDA the device may still be at work."""
+
+
+def measure_wide(
+    width: int, live: int, batch: int, *, device: str = "cpu", placement: Placement = "device", steps: int = WIDE_STEPS
+) -> WideTimes:
+    """Look-ups and stores of `batch` states of `live`, and what any store has to do: on the ledger's device a gather and a
+    scatter of the rows, for rows in the host's memory a copy of as many bytes from and to pinned memory, in one piece."""
     rng = np.random.default_rng(width)
-    ledger, bare = Ledger(state_width=width, capacity=live, wipe_mode="lru"), torch.zeros(live, width)
-    states, cells, lasts = torch.randn(batch, width), np.ones(batch, np.int64), np.zeros(batch, np.bool_)
+    ledger = Ledger(state_width=width, capacity=live, wipe_mode="lru", device=torch.device(device), placement=placement)
+    is_on_host = device == "cuda" and placement == "host"
+    bare = torch.zeros(batch if is_on_host else live, width, device="cpu" if is_on_host else device)
+    bare = bare.pin_memory() if is_on_host else bare
+    states, cells, lasts = torch.randn(batch, width, device=device), np.ones(batch, np.int64), np.zeros(batch, np.bool_)
     ledger.begin_step(0)
-    for group in range(live):
-        ledger.store(np.array([group]), cells[:1], lasts[:1], states[:1])
+    for first in range(0, live, batch):
+        filled = np.arange(first, min(first + batch, live))
+        ledger.store(filled, cells[: len(filled)], lasts[: len(filled)], states[: len(filled)])
     times: tuple[list[float], list[float]] = [], []
+    on_host = []
 
     def use_ledger() -> None:
         ledger.lookup(groups, cells)
         ledger.store(groups, cells, lasts, states)
 
     def use_bare() -> None:
-        bare.index_select(0, places)
-        bare.index_copy_(0, places, states)
+        if is_on_host:
+            bare.to(device, non_blocking=True)
+            bare.copy_(states, non_blocking=True)
+        else:
+            bare.index_select(0, places)
+            bare.index_copy_(0, places, states)
 
-    for step in range(1, WIDE_STEPS + 1):
+    for step in range(1, steps + 1):
         ledger.begin_step(step)
         groups = rng.choice(live, batch, replace=False)
-        places = torch.from_numpy(groups)
+        places = torch.from_numpy(groups).to(device)
         for number in (0, 1) if step % 2 else (1, 0):
-            timed(times[number], (use_ledger, use_bare)[number])
-    return statistics.median(ours / bares for ours, bares in zip(*times, strict=True))
+            returned = timed(times[number], (use_ledger, use_bare)[number], device)
+            if number == 0:
+                on_host.append(returned)
+    ratio = statistics.median(ours / bares for ours, bares in zip(*times, strict=True))
+    return WideTimes(ratio, statistics.median(times[0]), statistics.median(on_host))
+
+
+def row_figures(args: argparse.Namespace) -> list[Figure]:
+    """States of `--row-bytes` on the device, or in the host's memory."""
+    found: list[Figure] = []
+    for num_bytes in args.row_bytes:
+        live = min(max(args.megabytes * 10**6 // num_bytes, 8), 65_536)
+        batch = min(64, live // 4, max(4, MOST_BATCH_BYTES // num_bytes))
+        took = measure_wide(
+            num_bytes // 4, live, batch, device=args.device, placement=args.placement, steps=args.wide_steps
+        )
+        where = f"{batch} of {live:,} states of {num_bytes:,} bytes"
+        is_on_host = args.device == "cuda" and args.placement == "host"
+        yardstick = "pinned copies in one piece" if is_on_host else "bare gather + scatter"
+        over = f"{where}: ledger over {yardstick}"
+        found += [
+            Figure(over, took.over_bare, "x"),
+            Figure(f"{where}: ledger", took.seconds * 1e6, "us"),
+            Figure(f"{where}: the host is busy", took.host_seconds * 1e6, "us"),
+            Figure(f"{where}: read and written", 2 * batch * num_bytes / took.seconds / 1e9, "GB/s"),
+        ]
+    return found
 
 
 def figures(lives: Sequence[int], num_steps: int) -> list[Figure]:
@@ -201,7 +258,7 @@ def figures(lives: Sequence[int], num_steps: int) -> list[Figure]:
         found.append(Figure(f"{name}: growth of the ledger's time", ours[-1] / ours[0], "x", at_most=MAX_GROWTH))
     for width, live, batch in WIDE:
         where = f"{batch} of {live:,} states of {4 * width / 1e6:.2g} MB"
-        ratio = measure_wide(width, live, batch)
+        ratio = measure_wide(width, live, batch).over_bare
         found.append(Figure(f"{where}: ledger over bare gather + scatter", ratio, "x", at_most=MAX_OVER_BARE_WIDE))
     return found
 
@@ -212,12 +269,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--live", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="live groups")
     parser.add_argument("--steps", type=int, default=2000, help="steps per size and pattern")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--row-bytes", type=int, nargs="+", help="measure states of these sizes alone")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="with --row-bytes: of the states")
+    parser.add_argument("--placement", default="device", choices=["device", "host"], help="with --row-bytes: on CUDA")
+    parser.add_argument("--wide-steps", type=int, default=WIDE_STEPS, help="with --row-bytes: steps per size")
+    parser.add_argument("--megabytes", type=int, default=2000, help="with --row-bytes: of all states, at most 65,536")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    print_figures("ledger", figures(args.live, args.steps), as_json=args.json, check=args.check)
+    if args.device == "cuda" and not args.row_bytes:
+        parser.error("--device cuda needs --row-bytes: the groups are kept on the CPU")
+    found = row_figures(args) if args.row_bytes else figures(args.live, args.steps)
+    print_figures("ledger", found, as_json=args.json, check=args.check)
 
 
 if __name__ == "__main__":

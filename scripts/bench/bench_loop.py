@@ -11,9 +11,6 @@ Memory is measured in two fresh processes, one per loop; there the bare one read
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import json
 import math
 import resource
 import statistics
@@ -29,88 +26,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_table import Figure, print_figures, ratio_figure
+from trainer_run import ALONE, LOG_INTERVAL, TINY, EachStep, plan_of, run_trainer
 
 from trainer.arrays import IGNORED
-from trainer.config.load import load_config
 from trainer.data.loader import Loader
-from trainer.distributed.env import RankInfo
-from trainer.training.checkpointing.train_state import Position
-from trainer.training.loop import run_loop
-from trainer.training.run_dir import RunDir
 from trainer.training.setup.data import make_blend
-from trainer.training.setup.open_run import open_run
-from trainer.training.setup.parts import autocast_context, make_state, with_noise_scale
-from trainer.training.setup.plan import Plan, build_model, make_plan, width_of
-from trainer.training.signals import StopRequest
+from trainer.training.setup.parts import autocast_context
+from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.step.microbatch import MicroBatch, accepted_inputs, split
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.schedule import lr_at, set_lr
 
-LOG_INTERVAL = 10
 GOALS = {"cpu": 0.97, "cuda": 0.99}
 MAX_MEMORY = 1.05
-ALONE = RankInfo()
-
-CONFIG = """\
-[run]
-name = "bench"
-[train]
-steps = {steps}
-micro_batches = 2
-device = "{device}"
-[data]
-seq_len = 128
-[data.mixing]
-num_streams_mixed = 4
-batch_size = 4
-[[data.source]]
-name = "first"
-layout = "nested"
-root = "{corpus}"
-modalities = ["a"]
-weight = 3.0
-[[data.source]]
-name = "second"
-layout = "nested"
-root = "{corpus}"
-modalities = ["b"]
-weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 100 = 1.0 }} }}
-[model]
-dim = 512
-num_layers = 6
-[ledger]
-capacity = 1024
-[metrics]
-stdout = "json"
-log_interval = {log_interval}
-wandb = {{ mode = "disabled" }}
-"""
-
-
-def write_corpus(root: Path) -> None:
-    """Two modalities of four streams of words, about 200 kB per stream."""
-    rng = np.random.default_rng(0)
-    words = np.array(["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with"])
-    for modality in ("a", "b"):
-        folder = root / modality
-        folder.mkdir(parents=True)
-        for stream in range(4):
-            texts = [" ".join(rng.choice(words, int(rng.integers(200, 2000)))) for _ in range(40)]
-            lines = [json.dumps({"text": text}) for text in texts]
-            (folder / f"{stream}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def plan_of(folder: Path, given: Path | None, *, steps: int, device: str) -> Plan:
-    """The run to measure: from the given config, or a model of 17.6 M parameters on synthetic text."""
-    if given is None:
-        write_corpus(folder / "corpus")
-        given = folder / "bench.toml"
-        text = CONFIG.format(steps=steps, device=device, log_interval=LOG_INTERVAL, corpus=folder / "corpus")
-        given.write_text(text, encoding="utf-8")
-    quiet = ["eval.every=0", "checkpoint.every=0", 'metrics.wandb.mode="disabled"', "metrics.tensorboard=false"]
-    whole = [f"train.steps={steps}", f"metrics.log_interval={LOG_INTERVAL}"]
-    config = load_config(given, [*whole, f'train.device="{device}"', 'metrics.stdout="json"', *quiet])
-    return make_plan(config, given, ALONE.world_size)
 
 
 class BareLoop:
@@ -166,7 +94,7 @@ class BareLoop:
         return total
 
 
-class Alternating:
+class Alternating(EachStep):
     """Replaces the trainer's progress bar: after each trainer step it runs one of the bare loop, and times both."""
 
     def __init__(self, bare: BareLoop | None, device: torch.device) -> None:
@@ -195,35 +123,6 @@ class Alternating:
             assert math.isclose(loss, float(bare_loss), rel_tol=tolerance), (step, loss, float(bare_loss))
         self._began = time.perf_counter()
 
-    def hide(self) -> None:
-        """There is no bar."""
-
-    def show(self) -> None:
-        """There is no bar."""
-
-    def close(self) -> None:
-        """There is no bar."""
-
-
-def run_trainer(plan: Plan, folder: Path, device: torch.device, bare: BareLoop | None) -> Alternating:
-    """Run the full trainer from its first to its last step."""
-    run_dir = RunDir(folder / "run")
-    run_dir.create()
-    with (
-        open("/dev/null", "w", encoding="utf-8") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.ExitStack() as stack,
-    ):
-        state = with_noise_scale(make_state(plan, ALONE, device), plan.config, ALONE)
-        run = open_run(
-            plan, state, Position.of(state), ALONE, device, run_dir, stop=StopRequest(lambda name: None), stack=stack
-        )
-        alternating = Alternating(bare, device)
-        run_loop(dataclasses.replace(run, progress=alternating))  # type: ignore[arg-type]
-        if state.gns is not None:
-            state.gns.close()
-    return alternating
-
 
 def batches_of(plan: Plan, device: torch.device) -> Iterator[dict[str, Any]]:
     """The batches that the trainer will read, one by one."""
@@ -241,6 +140,7 @@ def peak_memory(loop: str, args: argparse.Namespace) -> float:
     """Peak memory in MiB of a fresh process that runs one of the loops for a few steps."""
     command = [sys.executable, __file__, "--only", loop, "--steps", "12", "--device", args.device]
     command += ["--config", str(args.config)] if args.config else []
+    command += [word for each in args.sets for word in ("--set", each)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.strip().splitlines()[-1])
 
@@ -250,9 +150,9 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plan = plan_of(folder, args.config, steps=args.steps, device=args.device)
-        bare = BareLoop(plan, device, ready_batches(plan, device))
-        times = run_trainer(plan, folder, device, bare)
+        plan = plan_of(folder, args.config, steps=args.steps, device=args.device, sets=args.sets)
+        times = Alternating(BareLoop(plan, device, ready_batches(plan, device)), device)
+        run_trainer(plan, folder, device, times)
     # Blocks from one logged step to the next: a logged step is read at once and the others one step later, so within a block
     # the times between two calls are not those of one step.
     blocks = [slice(first, first + LOG_INTERVAL) for first in range(LOG_INTERVAL, args.steps, LOG_INTERVAL)]
@@ -275,9 +175,9 @@ def only(loop: str, args: argparse.Namespace) -> None:
     """Run one of the loops and print this process's peak memory in MiB (of the device on CUDA)."""
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as name:
-        plan = plan_of(Path(name), args.config, steps=args.steps, device=args.device)
+        plan = plan_of(Path(name), args.config, steps=args.steps, device=args.device, sets=args.sets)
         if loop == "trainer":
-            run_trainer(plan, Path(name), device, None)
+            run_trainer(plan, Path(name), device, Alternating(None, device))
         else:
             bare = BareLoop(plan, device, batches_of(plan, device))
             for _ in range(args.steps):
@@ -292,6 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; exits with 1 when --check is given and a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="config of the run (default: 17.6 M parameters on synthetic text)")
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
+    parser.add_argument("--tiny", action="store_true", help="shrink the config's model and batches: a rehearsal")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=120, help="steps of each loop, a multiple of the log interval, 10")
     parser.add_argument("--memory-rounds", type=int, default=3, help="pairs of processes to measure memory")
@@ -299,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     args = parser.parse_args(argv)
+    args.sets = [*(TINY if args.tiny else ()), *args.sets]
     torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)
     if args.only:
         only(args.only, args)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_loop import ALONE, CONFIG, write_corpus
 from bench_table import Figure, print_figures, ratio_figure
+from trainer_run import ALONE, CONFIG, write_corpus
 
 from trainer.config.load import load_config
 from trainer.config.schema import LedgerTable

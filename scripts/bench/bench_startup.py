@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_loop import CONFIG, LOG_INTERVAL, write_corpus
 from bench_table import Figure, print_figures
+from trainer_run import CONFIG, LOG_INTERVAL, write_corpus
 
 MAX_HELP_SEC = 0.4
 PROGRAM = str(Path(__file__).resolve().parents[2] / "train")

@@ -72,15 +72,31 @@ def peak_mb(device: str) -> float:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
-def print_figures(bench: str, figures: Sequence[Figure], *, as_json: bool, check: bool) -> None:
+@dataclass(frozen=True)
+class Table:
+    """What is shown below the figures."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | int]]
+
+
+def print_figures(
+    bench: str, figures: Sequence[Figure], *, as_json: bool, check: bool, tables: Sequence[Table] = ()
+) -> None:
     """Print to stdout; with `check`, exit with 1 if a goal is missed."""
     if as_json:
-        print(json.dumps({"bench": bench, "machine": machine(), "figures": [asdict(figure) for figure in figures]}))
+        content = {"figures": [asdict(figure) for figure in figures], "tables": [asdict(table) for table in tables]}
+        print(json.dumps({"bench": bench, "machine": machine(), **content}))
     else:
         print(f"{bench}: {machine()}")
         width = max(len(figure.name) for figure in figures)
         for figure in figures:
             print(f"{figure.name:{width}}  {as_text(figure):>28}  {figure.goal:15} {verdict(figure)}".rstrip())
+        for table in tables:
+            print(
+                "\n".join([f"{table.title}: {', '.join(table.columns)}", *("  ".join(map(str, r)) for r in table.rows)])
+            )
     if check and any(figure.is_met is False for figure in figures):
         sys.exit(1)
 

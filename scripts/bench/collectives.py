@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench_loop import write_corpus
+from trainer_run import write_corpus
 
 PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
 MICRO_BATCHES, LOG_INTERVAL, STEPS = 2, 4, 8

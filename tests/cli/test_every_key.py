@@ -151,6 +151,7 @@ def test_a_stop_at_a_step_that_is_not_logged_adds_no_row(tmp_path: Path) -> None
     assert all({"accuracy", "objective/token_ce", "grad_norm"} <= row.keys() for row in found.values())
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_keys_of_cuda_are_emitted_there(tmp_path: Path) -> None:
     config = write_tiny_config(tmp_path)

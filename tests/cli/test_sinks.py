@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support.on_device import train_here
 from tests.support.runs import read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.metrics.catalog.lookup import lookup
@@ -125,3 +130,15 @@ def test_sources_modalities_and_token_types_add_up_to_the_whole(finished):
             for source, modality in (("first", "a"), ("second", "b")):
                 if f"source/{source}/loss" in row:
                     assert row[f"source/{source}/loss"] == pytest.approx(row[f"modality/{modality}/loss"], rel=1e-9)
+
+
+def test_a_run_without_wandb_installed_names_no_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ModuleNotFoundError
+    monkeypatch.setattr(logging.getLogger("trainer"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        train_here(tmp_path, torch.device("cpu"), "train.steps=2", 'metrics.wandb.mode="offline"')
+    assert "wandb failed and is off from now on" in caplog.text
+    assert "the run is in" in caplog.text
+    assert "wandb sync" not in caplog.text

@@ -182,6 +182,7 @@ def test_look_up_and_store_read_no_tensor_on_the_cpu(
     assert cold_starts > 8
 
 
+@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("wipe_mode", WIPE_MODES)
 def test_look_up_and_store_do_not_wait_for_cuda_and_count_as_on_the_cpu(wipe_mode: str) -> None:

@@ -103,6 +103,7 @@ def test_the_cpu_has_no_device_memory() -> None:
     assert MemoryStats(1.0, 60.0, 70.0, 80.0).mem_utilization == 0.75
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_of_a_cuda_device_is_that_of_the_allocator() -> None:
     before = get_memory_stats("cuda")

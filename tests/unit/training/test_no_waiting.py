@@ -240,6 +240,7 @@ def fused(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, fused=True)
 
 
+@pytest.mark.cuda
 @needs_cuda
 def test_cuda_finds_no_synchronisation_in_steps_that_do_not_log():
     device = torch.device("cuda")

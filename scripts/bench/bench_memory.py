@@ -1,0 +1,129 @@
+"""Memory of train_configs/gpu_1x.toml: what `train check` predicts against what a run takes, and growth over its steps.
+
+Each run is a process of its own. On CUDA the measured peak is that of torch's allocator from the second step on, for which the
+prediction is made; on the CPU it is the growth of the resident set since before the model, in a model so tiny that the ratio
+means nothing. States in the host's memory must take from the device what the prediction says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from bench_table import Figure, peak_mb, print_figures
+from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, EachStep, plan_of, run_trainer
+
+from trainer.training.setup.memory import predict_memory, resident_bytes
+
+# Two micro-batches have the same worst moment as eight.
+SETS = ("train.micro_batches=2", "train.compile=false")
+HOST = ('ledger.placement="host"',)
+MOST_OVER, LEAST_OVER = 1.1, 0.9
+MOST_GROWTH_MB = 4.0  # batches that are prefetched, or in flight, come and go
+
+
+class Watch(EachStep):
+    """The memory in use and its peak after each step, in MB."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.in_use: list[float] = []
+        self.peaks: list[float] = []
+
+    def update(self, reached: int, loss: float) -> None:
+        """After a step."""
+        if self._device == "cuda":
+            self.in_use.append(torch.cuda.memory_allocated() / 1e6)
+            self.peaks.append(torch.cuda.max_memory_allocated() / 1e6)
+            if len(self.peaks) == 2:  # the first steps make what stays, such as the optimizer's state
+                torch.cuda.reset_peak_memory_stats()
+            return
+        self.in_use.append(resident_bytes() / 1e6)
+        self.peaks.append(peak_mb("cpu"))
+
+
+def measure_one(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, float]:
+    """In this process: predicted and measured MB, and the growth of the memory in use from step to step."""
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as name:
+        plan = plan_of(Path(name), GPU_CONFIG, steps=args.steps, device=args.device, sets=sets)
+        predicted = predict_memory(plan)
+        before = 0.0 if args.device == "cuda" else resident_bytes() / 1e6
+        watch = Watch(args.device)
+        run_trainer(plan, Path(name), device, watch)
+    return {
+        "predicted": predicted.peak / 1e6,
+        "ledger": predicted.ledger / 1e6,
+        "measured": watch.peaks[-1] - before,
+        "growth": watch.in_use[-1] - watch.in_use[LOG_INTERVAL - 1],
+    }
+
+
+def in_child(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, float]:
+    """`measure_one` in a process of its own.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [sys.executable, __file__, "--one", "--device", args.device, "--steps", str(args.steps)]
+    command += [word for each in sets for word in ("--set", each)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def measure(args: argparse.Namespace) -> list[Figure]:
+    """Figures of the runs: plain, compiled (which the prediction does not know), and with the states on the host."""
+    own = [*SETS, *(TINY if args.device == "cpu" else ()), *args.sets]
+    found, measured = [], {}
+    runs = {"on the device": own, "on the host": [*own, *HOST]}
+    if args.device == "cuda":
+        runs["on the device, compiled"] = [*own, "train.compile=true"]
+    for name, sets in runs.items():
+        took = measured[name] = in_child(args, sets)
+        is_compiled = name.endswith("compiled")
+        ratio = took["measured"] / took["predicted"]
+        limits = {} if is_compiled else {"at_least": LEAST_OVER, "at_most": MOST_OVER}
+        found += [
+            Figure(f"states {name}: predicted peak", took["predicted"], "MB"),
+            Figure(f"states {name}: measured peak", took["measured"], "MB"),
+            Figure(f"states {name}: measured over predicted", ratio, "x", **limits),
+            Figure(
+                f"states {name}: growth from step {LOG_INTERVAL} to {args.steps}",
+                took["growth"],
+                "MB",
+                at_most=MOST_GROWTH_MB,
+            ),
+        ]
+    if args.device == "cuda":
+        plain, host = measured["on the device"], measured["on the host"]
+        saved = (plain["measured"] - host["measured"]) / plain["ledger"]
+        found.append(Figure("saved by states on the host, over their size", saved, "x", at_least=0.9, at_most=1.1))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--steps", type=int, default=30, help="a multiple of the log interval, 10")
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measure_one(args, args.sets)))
+        return
+    print_figures("memory", measure(args), as_json=args.json, check=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A profile of steady steps of train_configs/gpu_1x.toml, none of which logs: kernels, idle time and synchronizations.
+
+torch's profiler runs over a few steps of the full trainer, after steps that compile and warm up; the profiler itself makes the
+host slower, so idle time is an upper bound. The trace opens in chrome://tracing and in Perfetto.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from bench_table import Figure, Table, print_figures
+from torch.profiler import ProfilerActivity, profile, schedule
+from trainer_run import GPU_CONFIG, TINY, EachStep, plan_of, run_trainer
+
+from trainer.profiling.trace import TraceSummary, read_trace, summarize
+
+WARM_UP, SETTLE, ACTIVE = 8, 2, 4
+STEPS = WARM_UP + SETTLE + ACTIVE + 2
+LOG_INTERVAL = 1000  # the first step logs, and no other
+MOST_KERNELS = 25
+MOST_NAME = 90
+
+
+class StepProfiler(EachStep):
+    """Tells the profiler of each step."""
+
+    def __init__(self, profiler: profile) -> None:
+        self._profiler = profiler
+
+    def update(self, reached: int, loss: float) -> None:
+        """A step is finished, and the next one is launched."""
+        self._profiler.step()
+
+
+def profile_run(device: str, sets: Sequence[str], trace: Path) -> TraceSummary:
+    """Train with the profiler on, and write the trace."""
+    own = [f"metrics.log_interval={LOG_INTERVAL}", *(TINY if device == "cpu" else ()), *sets]
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
+    plan_steps = schedule(wait=WARM_UP, warmup=SETTLE, active=ACTIVE, repeat=1)
+    with tempfile.TemporaryDirectory() as name:
+        plan = plan_of(Path(name), GPU_CONFIG, steps=STEPS, device=device, sets=own)
+        with profile(
+            activities=activities, schedule=plan_steps, on_trace_ready=lambda done: done.export_chrome_trace(str(trace))
+        ) as profiler:
+            run_trainer(plan, Path(name), torch.device(device), StepProfiler(profiler))
+    return summarize(read_trace(trace))
+
+
+def measure(found: TraceSummary) -> tuple[list[Figure], list[Table]]:
+    """Figures, and the table of kernels."""
+    figures = [
+        Figure("profiled steps", found.num_steps),
+        Figure("step", found.step_ms, "ms"),
+        Figure("no kernel runs, per step", found.idle_ms, "ms"),
+        Figure("no kernel runs, share of the step", found.idle_share, "x"),
+        Figure("longest gap", found.longest_gap_ms, "ms"),
+        Figure("kernels started, per step", sum(k.calls for k in found.kernels) / found.num_steps),
+        Figure("synchronizations on steps that do not log", found.num_synchronizations, at_most=0),
+        Figure("waits for an event, per step", found.event_waits / found.num_steps),
+    ]
+    what = "kernel" if found.is_of_device else "operator"
+    rows = [
+        (short(kernel.name), kernel.calls, round(kernel.total_ms, 3), f"{kernel.share:.1%}")
+        for kernel in found.kernels[:MOST_KERNELS]
+    ]
+    tables = [Table(f"Time by {what}, over {found.num_steps} steps", (what, "calls", "total ms", "share"), rows)]
+    if found.num_synchronizations:
+        calls = [(step, name, count) for step, each in found.synchronizations.items() for name, count in each.items()]
+        tables.append(Table("Synchronizations", ("profiled step", "call", "times"), calls))
+    return figures, tables
+
+
+def short(name: str) -> str:
+    """A kernel's name, which may be a page of template arguments."""
+    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 3]}..."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
+    parser.add_argument("--trace", type=Path, default=Path("build/trace.json.gz"), help="where the trace is written")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(argv)
+    sets = [*(["train.compile=false"] if args.device == "cpu" else []), *args.sets]
+    figures, tables = measure(profile_run(args.device, sets, args.trace))
+    print_figures("profile", figures, as_json=args.json, check=False, tables=tables)
+
+
+if __name__ == "__main__":
+    main()

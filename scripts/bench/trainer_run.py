@@ -1,0 +1,141 @@
+"""The full trainer on one rank, in this process, for the benchmarks that look at its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainer.config.load import load_config
+from trainer.distributed.env import RankInfo
+from trainer.training.checkpointing.train_state import Position
+from trainer.training.loop import run_loop
+from trainer.training.run_dir import RunDir
+from trainer.training.setup.open_run import open_run
+from trainer.training.setup.parts import make_state, with_noise_scale
+from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.signals import StopRequest
+
+LOG_INTERVAL = 10
+ALONE = RankInfo()
+GPU_CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "gpu_1x.toml"
+# For a rehearsal of the config above on the CPU.
+TINY = (
+    "data.seq_len=64",
+    "data.mixing.batch_size=4",
+    "model.dim=32",
+    "model.num_layers=2",
+    "train.micro_batches=2",
+    "ledger.capacity=64",
+    "data.mixing.num_streams_mixed=2",
+    "train.compile=false",
+)
+
+CONFIG = """\
+[run]
+name = "bench"
+[train]
+steps = {steps}
+micro_batches = 2
+device = "{device}"
+[data]
+seq_len = 128
+[data.mixing]
+num_streams_mixed = 4
+batch_size = 4
+[[data.source]]
+name = "first"
+layout = "nested"
+root = "{corpus}"
+modalities = ["a"]
+weight = 3.0
+[[data.source]]
+name = "second"
+layout = "nested"
+root = "{corpus}"
+modalities = ["b"]
+weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 100 = 1.0 }} }}
+[model]
+dim = 512
+num_layers = 6
+[ledger]
+capacity = 1024
+[metrics]
+stdout = "json"
+log_interval = {log_interval}
+wandb = {{ mode = "disabled" }}
+"""
+
+
+class EachStep:
+    """Stands in the place of the trainer's progress bar, which is told of each step. Here it does nothing."""
+
+    def update(self, reached: int, loss: float) -> None:
+        """Called once a step is finished."""
+
+    def hide(self) -> None:
+        """There is no bar."""
+
+    def show(self) -> None:
+        """There is no bar."""
+
+    def close(self) -> None:
+        """There is no bar."""
+
+
+def write_corpus(root: Path) -> None:
+    """Two modalities of four streams of words, about 200 kB per stream."""
+    rng = np.random.default_rng(0)
+    words = np.array(["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with"])
+    for modality in ("a", "b"):
+        folder = root / modality
+        folder.mkdir(parents=True)
+        for stream in range(4):
+            texts = [" ".join(rng.choice(words, int(rng.integers(200, 2000)))) for _ in range(40)]
+            lines = [json.dumps({"text": text}) for text in texts]
+            (folder / f"{stream}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def plan_of(folder: Path, given: Path | None, *, steps: int, device: str, sets: Sequence[str] = ()) -> Plan:
+    """The run to measure: from the given config, or a model of 17.6 M parameters on synthetic text.
+
+    Args:
+        sets: settings, as after `--set`.
+    """
+    if given is None:
+        write_corpus(folder / "corpus")
+        given = folder / "bench.toml"
+        text = CONFIG.format(steps=steps, device=device, log_interval=LOG_INTERVAL, corpus=folder / "corpus")
+        given.write_text(text, encoding="utf-8")
+    return make_plan(load_config(given, [*overrides(steps, device), *sets]), given, ALONE.world_size)
+
+
+def overrides(steps: int, device: str) -> list[str]:
+    """Settings of a run that is measured: nothing but steps, and a record."""
+    quiet = ["eval.every=0", "checkpoint.every=0", 'metrics.wandb.mode="disabled"', "metrics.tensorboard=false"]
+    # A warm-up of the learning rate longer than the run would be refused.
+    whole = [f"train.steps={steps}", f"metrics.log_interval={LOG_INTERVAL}", f"scheduler.warmup_steps={min(steps, 10)}"]
+    return [*whole, f'train.device="{device}"', 'metrics.stdout="json"', *quiet]
+
+
+def run_trainer(plan: Plan, folder: Path, device: torch.device, each_step: EachStep) -> None:
+    """Run the full trainer from its first to its last step; its payloads go nowhere."""
+    run_dir = RunDir(folder / "run")
+    run_dir.create()
+    with (
+        open("/dev/null", "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.ExitStack() as stack,
+    ):
+        state = with_noise_scale(make_state(plan, ALONE, device), plan.config, ALONE)
+        run = open_run(
+            plan, state, Position.of(state), ALONE, device, run_dir, stop=StopRequest(lambda name: None), stack=stack
+        )
+        run_loop(dataclasses.replace(run, progress=each_step))  # type: ignore[arg-type]
+        if state.gns is not None:
+            state.gns.close()

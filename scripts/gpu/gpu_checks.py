@@ -1,0 +1,184 @@
+"""What `make gpu` runs, on CUDA and in its rehearsal on the CPU, and how the output of each becomes rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_results import FAILED, MEASURED, MISSED, PASSED, REHEARSED, SKIPPED, Row, Table
+from limited_process import Ended
+
+Findings = tuple[Sequence[Row], Sequence[Table]]
+TEST_MARK = "mark.cuda"
+TEST_SEC = 180.0
+SLOWER_ON_CPU = 2.0  # a machine of which others use the most
+VERDICT = re.compile(r"::(?P<name>\S.*?) (?P<status>PASSED|SKIPPED|FAILED|ERROR)\b")
+STATUS = {"PASSED": PASSED, "SKIPPED": SKIPPED, "FAILED": FAILED, "ERROR": FAILED}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One process: a benchmark, or the tests of a file."""
+
+    part: str
+    name: str
+    arguments: tuple[str, ...]
+    """Of the interpreter."""
+    limit_sec: float
+    read: Callable[[Ended], Findings]
+    """Its findings; raises `ValueError` if it printed none."""
+
+    @property
+    def key(self) -> str:
+        """As `Record.key`."""
+        return f"{self.part}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A program of scripts/bench: its arguments on CUDA, and for a rehearsal in seconds."""
+
+    part: str
+    name: str
+    limit_sec: float
+    on_cuda: str
+    on_cpu: str
+    program: str = ""
+    """If it is not bench_<name>.py."""
+
+
+ROW_BYTES = "--row-bytes 2048 65536 1048576 20971520"
+FEW_ROWS = "--row-bytes 2048 65536 1048576 --megabytes 64 --wide-steps 6"
+LOOP = "--config train_configs/gpu_1x.toml --memory-rounds 1 --set objective.z_loss=0 --set objective.token_types=false"
+# A part ends within 8 minutes on CUDA whatever happens; what has a goal comes first.
+BENCHES = (
+    Bench("speed", "recurrence", 90, "--dim 1024 --tokens 32768", "--dim 64 --tokens 512 --lengths 64 256 --rounds 2"),
+    Bench(
+        "speed",
+        "gns",
+        120,
+        "--dim 1024 --layers 12 --rows 16 --seq-len 1024 --micro-batches 2 8 --rounds 3",
+        "--dim 64 --layers 2 --seq-len 32 --micro-batches 4 --rounds 1",
+    ),
+    Bench("speed", "loop", 200, f"{LOOP} --steps 60 --set train.micro_batches=2", f"{LOOP} --steps 20 --tiny"),
+    Bench("speed", "mfu", 200, "", ""),
+    Bench(
+        "speed",
+        "head",
+        120,
+        "--dim 1024 --rows 16 --length 1024 --chunk 2048 --vocabularies 32000 128000",
+        "--rows 2 --length 64 --rounds 1 --vocabularies 4096",
+    ),
+    Bench("speed", "copy", 60, "", "--megabytes 16 --rounds 3"),
+    Bench("ledger", "device", 200, f"--placement device {ROW_BYTES}", f"--placement device {FEW_ROWS}", "ledger"),
+    Bench("ledger", "host", 240, f"--placement host {ROW_BYTES}", f"--placement host {FEW_ROWS}", "ledger"),
+    Bench("memory", "memory", 400, "", "--steps 20"),
+    Bench(
+        "profile",
+        "profile",
+        300,
+        "--trace build/gpu/trace.json.gz --set train.micro_batches=2",
+        "--trace build/gpu-cpu/trace.json.gz",
+    ),
+)
+
+
+def checks(root: Path, device: str, results: Path) -> list[Check]:
+    """All checks, part by part.
+
+    Args:
+        results: directory for what pytest writes.
+    """
+    return [*_tests(root, results), *_benches(device)]
+
+
+def _tests(root: Path, results: Path) -> Iterator[Check]:
+    """The tests marked cuda, a process per file: a hang costs that file alone."""
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        if TEST_MARK not in path.read_text(encoding="utf-8"):
+            continue
+        report = results / f"{path.stem}.xml"
+        options = ("-m", "pytest", "-vv", "-m", "cuda", "-p", "no:cacheprovider", f"--junitxml={report}")
+        name = str(path.relative_to(root / "tests"))
+        yield Check("tests", name, (*options, str(path)), TEST_SEC, partial(read_tests, report=report))
+
+
+def _benches(device: str) -> Iterator[Check]:
+    for bench in BENCHES:
+        own = bench.on_cuda if device == "cuda" else bench.on_cpu
+        program = f"scripts/bench/bench_{bench.program or bench.name}.py"
+        arguments = (program, "--device", device, "--json", *own.split())
+        read = partial(read_figures, is_rehearsal=device == "cpu")
+        limit_sec = bench.limit_sec if device == "cuda" else SLOWER_ON_CPU * bench.limit_sec
+        yield Check(bench.part, bench.name, arguments, limit_sec, read)
+
+
+def read_tests(ended: Ended, report: Path) -> Findings:
+    """A row per test: from pytest's report, or from what it printed until it was killed.
+
+    Raises:
+        ValueError: no test was run.
+    """
+    rows = list(_of_report(report)) if report.exists() else []
+    if not rows:
+        rows = [Row(found["name"], STATUS[found["status"]]) for found in VERDICT.finditer(ended.stdout)]
+    if not rows:
+        raise ValueError(f"no test was run: {ended.last_error}")
+    return rows, ()
+
+
+def _of_report(report: Path) -> Iterator[Row]:
+    for case in ET.parse(report).iter("testcase"):
+        status, reason = PASSED, ""
+        for kind, means in (("skipped", SKIPPED), ("failure", FAILED), ("error", FAILED)):
+            if (found := case.find(kind)) is not None:
+                status, reason = means, _one_line(found.get("message", ""))
+        yield Row(case.get("name", ""), status, seconds=float(case.get("time", 0)), reason=reason)
+
+
+def _one_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0][:200] if lines else ""
+
+
+def read_figures(ended: Ended, *, is_rehearsal: bool) -> Findings:
+    """The figures that a benchmark printed as JSON in its last line.
+
+    Raises:
+        ValueError: there are none.
+    """
+    lines = ended.stdout.strip().splitlines()
+    if not lines:
+        raise ValueError("it printed nothing")
+    content = json.loads(lines[-1])
+    rows = [_row(figure, is_rehearsal=is_rehearsal) for figure in content["figures"]]
+    return rows, [Table(**table) for table in content.get("tables", ())]
+
+
+def _row(figure: dict[str, Any], *, is_rehearsal: bool) -> Row:
+    at_least, at_most, value = figure["at_least"], figure["at_most"], figure["value"]
+    limits = {"at least": at_least, "at most": at_most}
+    goals = [f"{name} {limit:g}" for name, limit in limits.items() if limit is not None]
+    is_met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+    status = MEASURED if not goals else PASSED if is_met else MISSED
+    reason = ""
+    if is_rehearsal and goals:
+        status = REHEARSED
+    elif status == MISSED:
+        reason = f"{value:.4g} is not {' and '.join(goals)}"
+    return Row(
+        figure["name"],
+        status,
+        value,
+        figure["low"],
+        figure["high"],
+        figure["unit"],
+        " and ".join(goals),
+        reason=reason,
+    )

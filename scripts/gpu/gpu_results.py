@@ -1,0 +1,169 @@
+"""The results of `make gpu`: rows, the file into which runs are merged check by check, and the page made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+PARTS = ("tests", "speed", "ledger", "memory", "profile")
+PASSED, MEASURED, REHEARSED, SKIPPED = "passed", "measured", "rehearsed", "skipped"
+MISSED, FAILED, TIMED_OUT, NOT_RUN = "MISSED", "FAILED", "TIMED OUT", "NOT RUN"
+BAD = frozenset({MISSED, FAILED, TIMED_OUT, NOT_RUN})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test or figure.
+
+    `measured` is a figure without a goal, `rehearsed` one whose goal does not apply on the CPU.
+    """
+
+    name: str
+    status: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    goal: str = ""
+    seconds: float | None = None
+    reason: str = ""
+    """Why it is not good, or was skipped."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is shown below a check's rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | int]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came of a check, and all that it depends on."""
+
+    part: str
+    name: str
+    date: str
+    commit: str
+    seconds: float
+    rows: Sequence[Row]
+    tables: Sequence[Table] = ()
+    machine: Mapping[str, str | None] = field(default_factory=dict)
+    clocks_before: Mapping[str, str] = field(default_factory=dict)
+    clocks_after: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return f"{self.part}/{self.name}"
+
+
+def load(path: Path, device: str) -> dict[str, Record]:
+    """What earlier runs have left, by `Record.key`.
+
+    Raises:
+        ValueError: the file is of another device or format, or damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (content["format"], content["device"]) != (FORMAT, device):
+            raise ValueError(f"has format {content['format']} of {content['device']}, not {FORMAT} of {device}")
+        return {key: _record(fields) for key, fields in content["checks"].items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error}; move it away") from None
+
+
+def _record(fields: Mapping[str, Any]) -> Record:
+    rows = [Row(**row) for row in fields["rows"]]
+    return Record(**{**fields, "rows": rows, "tables": [Table(**table) for table in fields["tables"]]})
+
+
+def save(path: Path, device: str, records: Mapping[str, Record]) -> None:
+    """Write the file whole, or not at all."""
+    content = {"format": FORMAT, "device": device, "checks": {key: asdict(each) for key, each in records.items()}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def in_order(records: Iterable[Record], known: Sequence[str]) -> dict[str, Record]:
+    """The records of checks that still exist, in their order."""
+    by_key = {record.key: record for record in records}
+    return {key: by_key[key] for key in known if key in by_key}
+
+
+def summary(records: Sequence[Record]) -> str:
+    """What came of each check, for the terminal, with the rows that are not good."""
+    lines = []
+    for record in records:
+        bad = [row for row in record.rows if row.status in BAD]
+        counts = {status: sum(row.status == status for row in record.rows) for status in (PASSED, SKIPPED)}
+        said = [f"{number} {status}" for status, number in counts.items() if number]
+        figures = sum(row.status in (MEASURED, REHEARSED) for row in record.rows)
+        said += [f"{figures} figures"] * bool(figures) + [f"{len(bad)} NOT GOOD"] * bool(bad)
+        lines.append(f"{record.key:40} {record.seconds:6.0f} s  {', '.join(said)}")
+        lines += [f"    {row.status}: {row.name}: {as_text(row)} {row.reason}".rstrip(" :") for row in bad]
+    return "\n".join(lines)
+
+
+def as_text(row: Row) -> str:
+    """A figure with unit and quartiles; nothing for a test."""
+    if row.value is None:
+        return ""
+    spread = f" ({row.low:.4g} to {row.high:.4g})" if row.low is not None and row.high is not None else ""
+    return f"{row.value:.4g}{f' {row.unit}' if row.unit not in ('', 'x') else ''}{spread}"
+
+
+def render(records: Sequence[Record], device: str) -> str:
+    """The page."""
+    about = "one CUDA device" if device == "cuda" else "the CPU: a rehearsal, whose figures mean nothing"
+    lines = [
+        f"# Benchmarks on {about}",
+        "",
+        "Generated by `make gpu`; do not edit. The JSON beside it has clocks and quartiles.",
+        "",
+    ]
+    lines += [f"- {line}" for line in dict.fromkeys(map(_made_on, records))]
+    for part in PARTS:
+        for record in (each for each in records if each.part == part):
+            lines += ["", f"## {part}: {record.name}", "", "| what | measured | goal | |", "|---|---|---|---|"]
+            for row in record.rows:
+                reason = f"{row.status}: {row.reason}" if row.reason else row.status
+                lines.append("| " + " | ".join(map(_cell, (row.name, as_text(row), row.goal, reason))) + " |")
+            for table in record.tables:
+                lines += [
+                    "",
+                    f"{table.title}:",
+                    "",
+                    f"| {' | '.join(table.columns)} |",
+                    "|---" * len(table.columns) + "|",
+                ]
+                lines += ["| " + " | ".join(map(_cell, each)) + " |" for each in table.rows]
+            lines += ["", f"{record.seconds:.0f} s{_clock_change(record)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _made_on(record: Record) -> str:
+    known = [f"{key} {value}" for key, value in record.machine.items() if value is not None]
+    return f"{record.date[:10]}, commit {record.commit}: {', '.join(known)}"
+
+
+def _clock_change(record: Record) -> str:
+    before, after = record.clocks_before, record.clocks_after
+    changes = [f"{key} {before[key]} to {after[key]}" for key in before if key in after]
+    return f"; {', '.join(changes)}" if changes else ""
+
+
+def _cell(value: str | float | int) -> str:
+    text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return text.replace("|", "\\|").replace("\n", " ")

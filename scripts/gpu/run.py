@@ -1,0 +1,178 @@
+"""`make gpu`: tests, figures, ledger, memory and a profile on one CUDA device; with --device cpu, a rehearsal of all that.
+
+Each check is a process with a time limit. One that fails or takes too long is a row that says why, and the rest goes on. The
+results are merged into a JSON file check by check, and a page is made of it. Only what each check itself needs has to be
+installed; torch, triton and everything else are those of the interpreter that runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gpu_checks import Check, checks
+from gpu_machine import clocks, commit, how_to_supply, missing_packages, versions
+from gpu_results import (
+    BAD,
+    FAILED,
+    NOT_RUN,
+    PARTS,
+    TIMED_OUT,
+    Record,
+    Row,
+    in_order,
+    load,
+    render,
+    save,
+    summary,
+)
+from limited_process import Ended, run_process
+
+ROOT = Path(__file__).resolve().parents[2]
+PART_SEC = {"cuda": 480.0, "cpu": 900.0}
+CORPUS = ROOT / "data" / "pytext"
+CORPUS_SEC = 240.0
+EXIT_BAD, EXIT_CANNOT = 1, 2
+NEED_CORPUS = frozenset({"speed", "memory", "profile"})
+
+
+def environment(device: str) -> dict[str, str]:
+    """Of every check: this checkout first, then what PYTHONPATH says. Nothing asks for a network."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {"PYTHONPATH": path, "TRAINER_TEST_DEVICE": device, "WANDB_MODE": "disabled", "NO_COLOR": "1"}
+    return {**os.environ, **own}
+
+
+def findings(check: Check, ended: Ended) -> Record:
+    """What came of a check that has ended, or was ended."""
+    rows, tables = [], []
+    try:
+        found, shown = check.read(ended)
+        rows, tables = list(found), list(shown)
+    except (ValueError, KeyError, TypeError) as error:
+        if ended.code == 0:
+            rows = [Row(check.name, FAILED, reason=f"no result: {error}")]
+    if ended.code is None:
+        said = (ended.stdout.strip() or ended.stderr.strip()).splitlines() or [""]  # pytest's test, while it runs
+        rows.append(Row(check.name, TIMED_OUT, reason=f"after {ended.seconds:.0f} s: {said[-1]}"[:300]))
+    elif ended.code != 0 and not any(row.status in BAD for row in rows):
+        rows.append(Row(check.name, FAILED, reason=ended.last_error[:300]))
+    return Record(check.part, check.name, "", "", ended.seconds, rows, tables)
+
+
+def run_check(check: Check, *, limit_sec: float, environ: dict[str, str]) -> Record:
+    """Run it, for no longer than `limit_sec`."""
+    if limit_sec < 1.0:
+        row = Row(check.name, NOT_RUN, reason="the time of the part is over")
+        return Record(check.part, check.name, "", "", 0.0, [row])
+    before = clocks()
+    ended = run_process([sys.executable, *check.arguments], limit_sec=limit_sec, environ=environ, cwd=ROOT)
+    record = findings(check, ended)
+    if any(row.status in BAD for row in record.rows):
+        print(ended.stdout[-2000:] + ended.stderr[-4000:], file=sys.stderr, flush=True)
+    return replace(record, clocks_before=before, clocks_after=clocks())
+
+
+def run_parts(
+    chosen: Sequence[Check],
+    environ: dict[str, str],
+    machine: Mapping[str, str | None],
+    keep: Callable[[Record], None],
+    *,
+    part_sec: float,
+) -> list[Record]:
+    """Run checks in turn, each part for no longer than `part_sec`; `keep` is called after each."""
+    version, found = commit(ROOT), []
+    began: dict[str, float] = {}
+    for check in chosen:
+        start = began.setdefault(check.part, time.monotonic())
+        print(f"{check.key} ...", file=sys.stderr, flush=True)
+        left = start + part_sec - time.monotonic()
+        record = run_check(check, limit_sec=min(check.limit_sec, left), environ=environ)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        record = replace(record, date=now, commit=version, machine=machine)
+        keep(record)
+        found.append(record)
+        print(summary([record]), file=sys.stderr, flush=True)
+    return found
+
+
+def make_corpus(environ: dict[str, str]) -> str | None:
+    """Build the default corpus from the text of this machine, if it is not there; why not, if it failed."""
+    if (CORPUS / "manifest.json").exists():
+        return None
+    print("data/pytext ...", file=sys.stderr, flush=True)
+    command = [sys.executable, str(ROOT / "train"), "data", "build", "pytext", "--out", str(CORPUS), "--force"]
+    ended = run_process(command, limit_sec=CORPUS_SEC, environ=environ, cwd=ROOT)
+    return None if ended.code == 0 else f"data/pytext cannot be built: {ended.last_error}"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--part", default="all", choices=[*PARTS, "all"])
+    parser.add_argument("--check", default="", help="run only checks whose name contains this")
+    parser.add_argument("--json", type=Path, help="file that results are merged into; the page is written beside it")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, merge, print a table; the exit code."""
+    args = parse(argv)
+    if missing := missing_packages(args.part):
+        print(f"make gpu: {how_to_supply(missing)}", file=sys.stderr)
+        return EXIT_CANNOT
+    results = ROOT / "build" / ("gpu" if args.device == "cuda" else "gpu-cpu")
+    results.mkdir(parents=True, exist_ok=True)
+    for report in results.glob("*.xml"):  # what an earlier run has left would pass for this one's
+        report.unlink()
+    # The figures of a rehearsal mean nothing: they stay where git does not see them.
+    file = args.json or (
+        ROOT / "docs" / "benchmarks-gpu.json" if args.device == "cuda" else results / "benchmarks-gpu.json"
+    )
+    known = checks(ROOT, args.device, results)
+    chosen = [check for check in known if args.part in (check.part, "all") and args.check in check.name]
+    if not chosen:
+        print(f"make gpu: no check of part {args.part} has {args.check!r} in its name", file=sys.stderr)
+        return EXIT_CANNOT
+    try:
+        records = load(file, args.device)
+    except ValueError as error:
+        print(f"make gpu: {error}", file=sys.stderr)
+        return EXIT_CANNOT
+    environ = environment(args.device)
+    machine = versions()
+    if args.device == "cuda" and machine.get("device") is None:
+        print(f"make gpu: torch {machine.get('torch')} of {sys.executable} finds no CUDA device", file=sys.stderr)
+        return EXIT_CANNOT
+    if NEED_CORPUS & {check.part for check in chosen} and (problem := make_corpus(environ)):
+        print(f"make gpu: {problem}", file=sys.stderr)
+        return EXIT_CANNOT
+
+    def keep(record: Record) -> None:
+        records[record.key] = record
+        merged = in_order(records.values(), [check.key for check in known])
+        save(file, args.device, merged)
+        file.with_suffix(".md").write_text(render(list(merged.values()), args.device), encoding="utf-8")
+
+    found = run_parts(chosen, environ, machine, keep, part_sec=PART_SEC[args.device])
+    print(f"\n{summary(found)}\n\n{file}")
+    return EXIT_BAD if any(row.status in BAD for record in found for row in record.rows) else 0
+
+
+def stop(number: int, _: object) -> None:
+    """End the process that runs, whose session is its own, before this one."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
+    sys.exit(main())

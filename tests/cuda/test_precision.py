@@ -1,0 +1,115 @@
+"""fp32, bf16 and fp16 with loss scaling train alike, and a step that is not finite changes nothing, whoever finds out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.checkpoints import model_content
+from tests.support.on_device import train_apart, train_here
+from tests.support.ranks import differences
+from tests.support.runs import losses, read_rows
+from trainer.config.schema import OptimizerTable
+from trainer.training.step.on_device import scale_gradients, step_unless, supports_found_inf
+from trainer.training.step.optimizer import build_optimizer
+
+pytestmark = pytest.mark.cuda
+FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false", "train.on_non_finite=skip")
+EVERY_STEP = "\n[checkpoint]\nevery = 1\nkeep_last = 50\n"
+STEPS = 30
+
+
+def needs_loss_scaling(device: torch.device, precision: str) -> None:
+    """Skip what the CPU refuses."""
+    if precision == "fp16" and device.type != "cuda":
+        pytest.skip("fp16 with loss scaling needs CUDA; the CPU refuses it")
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.02)])
+def test_less_precision_trains_as_fp32_does(
+    tmp_path: Path, chosen_device: torch.device, precision: str, tolerance: float
+) -> None:
+    needs_loss_scaling(chosen_device, precision)
+    sets = (f"train.steps={STEPS}", "optimizer.lr=3e-3", "checkpoint.every=0")
+    whole = losses(train_here(tmp_path / "fp32", chosen_device, *sets) / "metrics.jsonl")
+    run_dir = train_here(tmp_path / precision, chosen_device, *sets, f"train.precision={precision}")
+    found = losses(run_dir / "metrics.jsonl")
+    assert whole[STEPS] < whole[1] - 0.3  # it learns
+    assert found[1] != whole[1]
+    assert found == pytest.approx(whole, rel=tolerance)
+    assert not math.isnan(found[STEPS])
+
+
+def test_loss_scaling_reports_its_scale_and_lowers_it_when_gradients_overflow(
+    tmp_path: Path, device: torch.device
+) -> None:
+    needs_loss_scaling(device, "fp16")
+    sets = (*FAULTY, "train.steps=10", "train.precision=fp16")
+    fault = {"what": "inf_gradient", "step": 5, "micro": 0}
+    run_dir = train_apart(tmp_path, device, *sets, environ={"FAULT": json.dumps(fault)})
+    scales = [read_rows(run_dir / "metrics.jsonl")["train", step]["grad_scale"] for step in range(1, 11)]
+    assert scales[4] == scales[3] / 2
+    assert scales[9] == scales[4]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("what", ["nan", "inf_gradient"])
+def test_a_step_that_is_not_finite_changes_no_weight_and_no_state_of_the_optimizer(
+    tmp_path: Path, chosen_device: torch.device, what: str, precision: str
+) -> None:
+    needs_loss_scaling(chosen_device, precision)
+    fault = {"what": what, "step": 4, "steps": 2, "micro": 1}
+    sets = (*FAULTY, "train.steps=8", f"train.precision={precision}")
+    run_dir = train_apart(tmp_path, chosen_device, *sets, extra=EVERY_STEP, environ={"FAULT": json.dumps(fault)})
+    saved = [model_content(path) for path in sorted((run_dir / "checkpoints").glob("step_*"))]
+    assert len(saved) == 8
+    parts = [{key: step[key] for key in ("model", "optimizer")} for step in saved]
+    changed = [bool(differences(one, other)) for one, other in itertools.pairwise(parts)]
+    assert changed == [True, True, False, False, True, True, True]
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [rows["train", step].get("non_finite_steps") for step in range(1, 9)] == [0, 0, 0, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_found_inf_on_the_device_makes_a_step_do_nothing(device: torch.device, name: str, is_first: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(device)
+    optimizer = build_optimizer(model, OptimizerTable(name=name, lr=0.1, momentum=0.9))
+    assert supports_found_inf(optimizer)
+
+    def step(is_bad: bool) -> None:
+        model(torch.ones(2, 8, device=device)).square().sum().backward()
+        step_unless(torch.tensor(is_bad, device=device), optimizer)
+        optimizer.zero_grad()
+
+    def state() -> list[torch.Tensor]:
+        own = [
+            value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
+        ]
+        return [tensor.detach().clone() for tensor in [*model.parameters(), *([] if is_first else own)]]
+
+    if not is_first:
+        step(False)
+    before = state()
+    step(True)
+    assert all(torch.equal(one, other) for one, other in zip(before, state(), strict=True))
+    step(False)
+    assert not any(torch.equal(one, other) for one, other in zip(before, state(), strict=True))
+
+
+def test_gradients_are_scaled_and_clipped_on_the_device_as_in_float64(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(size, generator=generator).to(device) for size in ((3, 5), (7,), (2, 2))]
+    exact = [gradient.double().cpu() / 3.0 for gradient in gradients]
+    norm = torch.sqrt(sum((gradient.square().sum() for gradient in exact), torch.zeros((), dtype=torch.float64)))
+    grad_sq = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+    scale_gradients(gradients, torch.tensor(3.0, dtype=torch.float64, device=device), grad_sq, limit=0.5)
+    for found, expected in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(found.double().cpu(), expected * (0.5 / (norm + 1e-6)), rtol=1e-6, atol=0)

@@ -1,0 +1,346 @@
+"""`make gpu` itself: what fails, hangs or is missing becomes a row, the rest goes on, and runs are merged check by check."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import ROOT
+
+HARNESS = ROOT / "scripts" / "gpu"
+sys.path.insert(0, str(HARNESS))
+
+import gpu_checks  # noqa: E402 - found by the line above
+import gpu_machine  # noqa: E402
+import gpu_results  # noqa: E402
+import limited_process  # noqa: E402
+import run as harness  # noqa: E402
+
+FIGURE: dict[str, Any] = {"name": "x", "value": 2.0, "unit": "x", "low": None, "high": None}
+NO_GOAL = {"at_least": None, "at_most": None}
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking torch for its versions takes seconds."""
+    monkeypatch.setattr(harness, "versions", lambda: {"torch": "2.11", "device": "made up"})
+    monkeypatch.setattr(harness, "clocks", lambda: {"sm_mhz": "1980"})
+
+
+def figures(*found: dict[str, Any]) -> str:
+    """A benchmark's output."""
+    return f"print('about the run')\nprint({json.dumps(json.dumps({'figures': list(found)}))})"
+
+
+def check(name: str, code: str, *, part: str = "speed", limit_sec: float = 30.0) -> gpu_checks.Check:
+    read: Callable[..., gpu_checks.Findings] = lambda ended: gpu_checks.read_figures(ended, is_rehearsal=False)  # noqa: E731
+    return gpu_checks.Check(part, name, ("-c", code), limit_sec, read)
+
+
+def run(*checks: gpu_checks.Check, part_sec: float = 60.0) -> list[gpu_results.Record]:
+    return harness.run_parts(checks, dict(os.environ), {"torch": "2.11"}, lambda record: None, part_sec=part_sec)
+
+
+def of(record: gpu_results.Record) -> list[tuple[str, str]]:
+    return [(row.status, row.reason) for row in record.rows]
+
+
+def test_a_failure_is_a_row_with_its_last_line_and_the_rest_goes_on() -> None:
+    failed, silent, odd, good = run(
+        check("failed", "import sys; print('so far', file=sys.stderr); raise OSError('no such thing')"),
+        check("silent", "pass"),
+        check("odd", "print('{')"),
+        check("good", figures({**FIGURE, "at_least": 1.0, "at_most": None})),
+    )
+    assert of(failed) == [("FAILED", "OSError: no such thing")]
+    assert of(silent) == [("FAILED", "no result: it printed nothing")]
+    assert of(odd)[0][0] == "FAILED"
+    assert of(good) == [("passed", "")]
+    assert good.machine == {"torch": "2.11"}
+    assert good.clocks_before == good.clocks_after == {"sm_mhz": "1980"}
+
+
+def test_figures_that_were_printed_before_a_failure_are_kept() -> None:
+    (record,) = run(check("late", figures({**FIGURE, **NO_GOAL}) + "\nraise SystemExit(3)"))
+    assert of(record) == [("measured", ""), ("FAILED", "exit code 3")]
+
+
+SLEEPER = """
+import subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+children = [subprocess.Popen(sleep, process_group=group, stdout=subprocess.DEVNULL) for group in (None, 0)]
+open(sys.argv[1], "w").write(" ".join(str(child.pid) for child in children))
+print("tests/x.py::test_that_hangs ", end="", flush=True)
+time.sleep(600)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[tuple[gpu_checks.Check, Path]]:
+    """A check that hangs, as do the children that it starts, one of them in a process group of its own."""
+    told = tmp_path / "pids"
+    yield replace(check("hangs", SLEEPER, limit_sec=3.0), arguments=("-c", SLEEPER, str(told))), told
+    for pid in map(int, told.read_text().split()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_hang_is_killed_with_its_children_and_is_a_row(sleeper: tuple[gpu_checks.Check, Path]) -> None:
+    hanging, told = sleeper
+    began = time.monotonic()
+    found, good = run(hanging, check("good", figures({**FIGURE, **NO_GOAL})))
+    assert time.monotonic() - began < 20
+    assert of(found) == [("TIMED OUT", "after 3 s: tests/x.py::test_that_hangs")]
+    assert [is_alive(pid) for pid in map(int, told.read_text().split())] == [False, False]
+    assert of(good) == [("measured", "")]
+
+
+def test_what_a_process_leaves_behind_is_ended(tmp_path: Path) -> None:
+    code = f"import subprocess; p = subprocess.Popen(['sleep', '600']); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
+    ended = limited_process.run_process([sys.executable, "-c", code], limit_sec=30, environ=os.environ, cwd=tmp_path)
+    assert ended.code == 0
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_part_ends_in_time_and_names_what_was_not_run() -> None:
+    slow = check("slow", "import time; time.sleep(30)")
+    records = run(
+        slow, check("next", "pass"), check("other", figures({**FIGURE, **NO_GOAL}), part="memory"), part_sec=2.0
+    )
+    assert [each.rows[0].status for each in records] == ["TIMED OUT", "NOT RUN", "measured"]
+    assert of(records[1]) == [("NOT RUN", "the time of the part is over")]
+
+
+@pytest.mark.parametrize(
+    ("limits", "status"),
+    [
+        ({"at_least": 1.9, "at_most": None}, "passed"),
+        ({"at_least": None, "at_most": 2.0}, "passed"),
+        ({"at_least": 2.1, "at_most": None}, "MISSED"),
+        ({"at_least": 1.0, "at_most": 1.9}, "MISSED"),
+        (NO_GOAL, "measured"),
+    ],
+)
+def test_a_goal_is_met_or_missed_and_does_not_apply_in_a_rehearsal(limits: dict[str, Any], status: str) -> None:
+    ended = limited_process.Ended(0, json.dumps({"figures": [{**FIGURE, **limits}]}), "", 1.0)
+    rows, _ = gpu_checks.read_figures(ended, is_rehearsal=False)
+    assert [row.status for row in rows] == [status]
+    rehearsed, _ = gpu_checks.read_figures(ended, is_rehearsal=True)
+    assert [row.status for row in rehearsed] == ["measured" if status == "measured" else "rehearsed"]
+
+
+TESTS = """
+import time
+import pytest
+
+def test_good(): pass
+def test_bad(): assert 1 == 2
+@pytest.mark.skip(reason="not here")
+def test_skipped(): pass
+@pytest.fixture
+def broken(): raise OSError("no fixture")
+def test_broken(broken): pass
+"""
+
+
+def pytest_check(tmp_path: Path, text: str, limit_sec: float = 60.0) -> gpu_checks.Check:
+    path, report = tmp_path / "test_made_up.py", tmp_path / "report.xml"
+    path.write_text(text)
+    arguments = ("-m", "pytest", "-vv", "-p", "no:cacheprovider", f"--junitxml={report}", str(path))
+    return gpu_checks.Check(
+        "tests", "made_up", arguments, limit_sec, lambda ended: gpu_checks.read_tests(ended, report)
+    )
+
+
+def test_each_test_is_a_row(tmp_path: Path) -> None:
+    (record,) = run(pytest_check(tmp_path, TESTS))
+    assert [(row.name, row.status) for row in record.rows] == [
+        ("test_good", "passed"),
+        ("test_bad", "FAILED"),
+        ("test_skipped", "skipped"),
+        ("test_broken", "FAILED"),
+    ]
+    reasons = ["assert 1 == 2", "not here", 'failed on setup with "OSError: no fixture"']
+    assert [row.reason for row in record.rows[1:]] == reasons
+    assert all(row.seconds is not None for row in record.rows)
+
+
+def test_tests_before_a_hang_keep_their_rows_and_the_hanging_one_is_named(tmp_path: Path) -> None:
+    (record,) = run(pytest_check(tmp_path, TESTS + "def test_hangs(): time.sleep(600)\n", limit_sec=6.0))
+    assert [row.status for row in record.rows] == ["passed", "FAILED", "skipped", "FAILED", "TIMED OUT"]
+    assert "::test_hangs" in record.rows[-1].reason
+
+
+def test_a_file_that_cannot_be_imported_is_a_row(tmp_path: Path) -> None:
+    (record,) = run(pytest_check(tmp_path, "import not_installed\n"))
+    assert [row.status for row in record.rows] == ["FAILED"]
+
+
+def test_every_file_with_a_test_marked_cuda_is_a_check_of_its_own(tmp_path: Path) -> None:
+    names = [each.name for each in gpu_checks.checks(ROOT, "cuda", tmp_path) if each.part == "tests"]
+    assert {"cuda/test_late_reading.py", "unit/training/test_no_waiting.py", "cli/test_every_key.py"} <= set(names)
+    assert "unit/test_names.py" not in names
+
+
+def test_every_benchmark_exists_and_takes_the_device(tmp_path: Path) -> None:
+    for device in ("cuda", "cpu"):
+        for each in gpu_checks.checks(ROOT, device, tmp_path):
+            if each.part != "tests":
+                assert (ROOT / each.arguments[0]).is_file()
+                assert each.arguments[1:4] == ("--device", device, "--json")
+                assert each.limit_sec <= harness.PART_SEC[device]
+
+
+RECORD = gpu_results.Record(
+    "speed",
+    "loop",
+    "2026-01-02T03:04:05+00:00",
+    "abc",
+    12.0,
+    [gpu_results.Row("a | b", "MISSED", 0.98, 0.97, 0.99, "x", "at least 0.99", reason="slow")],
+    [gpu_results.Table("Kernels", ("kernel", "calls"), [("gemm<int>", 1200), ("scan", 3)])],
+    {"torch": "2.11", "device": "H100", "triton": None},
+    {"sm_mhz": "1980"},
+    {"sm_mhz": "1410"},
+)
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "results.json"
+    assert gpu_results.load(file, "cuda") == {}
+    gpu_results.save(file, "cuda", {RECORD.key: RECORD})
+    found = gpu_results.load(file, "cuda")
+    gpu_results.save(file, "cuda", found)
+    assert gpu_results.load(file, "cuda") == found
+    assert replace(found[RECORD.key], tables=RECORD.tables) == RECORD
+    assert [path.name for path in file.parent.iterdir()] == ["results.json"]
+
+
+def test_results_of_another_device_or_damaged_ones_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    gpu_results.save(file, "cuda", {})
+    with pytest.raises(ValueError, match=r"results\.json: has format 1 of cuda, not 1 of cpu; move it away"):
+        gpu_results.load(file, "cpu")
+    file.write_text("{")
+    with pytest.raises(ValueError, match="move it away"):
+        gpu_results.load(file, "cuda")
+
+
+def test_the_page_has_figures_goals_tables_clocks_and_versions() -> None:
+    page = gpu_results.render([RECORD], "cuda")
+    assert "| a \\| b | 0.98 (0.97 to 0.99) | at least 0.99 | MISSED: slow |" in page
+    assert "| gemm<int> | 1,200 |" in page
+    assert "- 2026-01-02, commit abc: torch 2.11, device H100\n" in page
+    assert "12 s; sm_mhz 1980 to 1410." in page
+    assert "rehearsal" not in page
+    assert "a rehearsal, whose figures mean nothing" in gpu_results.render([RECORD], "cpu")
+
+
+@pytest.fixture
+def two_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """`make gpu` with two parts of one check each, whose code is given."""
+
+    def main(*arguments: str, speed: str, memory: str) -> int:
+        made = [check("a", speed), check("b", memory, part="memory")]
+        monkeypatch.setattr(harness, "checks", lambda root, device, results: made)
+        monkeypatch.setattr(harness, "make_corpus", lambda environ: None)
+        return harness.main(["--json", str(tmp_path / "results.json"), *arguments])
+
+    return main
+
+
+GOOD = figures({**FIGURE, **NO_GOAL})
+BAD = figures({**FIGURE, "at_least": 3.0, "at_most": None})
+
+
+def test_parts_are_merged_and_the_exit_code_is_that_of_what_ran(
+    two_checks: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def statuses() -> dict[str, str]:
+        content = json.loads((tmp_path / "results.json").read_text())["checks"]
+        return {key: record["rows"][0]["status"] for key, record in content.items()}
+
+    assert two_checks("--part", "memory", speed=GOOD, memory=BAD) == 1
+    assert statuses() == {"memory/b": "MISSED"}
+    assert two_checks("--part", "speed", speed=GOOD, memory=GOOD) == 0
+    assert statuses() == {"speed/a": "measured", "memory/b": "MISSED"}
+    assert two_checks(speed=BAD, memory=GOOD) == 1
+    assert statuses() == {"speed/a": "MISSED", "memory/b": "measured"}
+    assert two_checks("--check", "b", speed=BAD, memory=GOOD) == 0
+    assert "MISSED: x: 2 2 is not at least 3" in capsys.readouterr().out
+    assert (tmp_path / "results.md").read_text().count("## ") == 2
+    assert two_checks("--check", "nothing", speed=GOOD, memory=GOOD) == 2
+
+
+def test_a_machine_without_a_device_is_refused(
+    two_checks: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "versions", lambda: {"torch": "2.11", "device": None})
+    assert two_checks(speed=GOOD, memory=GOOD) == 2
+    assert "torch 2.11 of" in capsys.readouterr().err
+    assert two_checks("--device", "cpu", speed=GOOD, memory=GOOD) == 0
+
+
+def test_a_missing_package_is_named_in_one_line_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_machine, "REQUIRED", {"torch": "torch", "not_installed": "not-installed"})
+    assert harness.main(["--device", "cpu", "--part", "speed"]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "lacks not-installed:" in message
+    assert "PYTHONPATH" in message
+
+
+def test_a_bare_interpreter_is_told_what_it_lacks() -> None:
+    """Without site-packages there is nothing: the harness itself needs the standard library alone."""
+    command = [sys.executable, "-E", "-s", "-S", str(HARNESS / "run.py"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "lacks torch, numpy, typer, rich, pydantic, tomli-w, safetensors, pytest, hypothesis:" in done.stderr
+
+
+def test_the_commit_is_that_of_git_or_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COMMIT", raising=False)
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode == 0:
+        assert gpu_machine.commit(ROOT).removesuffix("-dirty") == head.stdout[:12]
+    assert gpu_machine.commit(tmp_path) == "unknown"
+    monkeypatch.setenv("COMMIT", "abc")
+    assert gpu_machine.commit(tmp_path) == "abc"
+
+
+def test_clocks_are_those_that_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\ncase "$1" in *clocks_event*) echo "Field is not a valid field"; exit 2;; esac\n'
+        'echo "1980, 2619, 41, 351.20, 0x0000000000000000"\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert gpu_machine.clocks() == {
+        "sm_mhz": "1980",
+        "memory_mhz": "2619",
+        "temperature_c": "41",
+        "power_w": "351.20",
+        "throttle_reasons": "0x0000000000000000",
+    }
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert gpu_machine.clocks() == {}
