@@ -61,7 +61,7 @@ def _without_side_effects(config: RunConfig) -> RunConfig:
         {
             "ledger": {"probe_every": 0},
             "gns": {"enabled": False},
-            "metrics": {"stdout": "off", "wandb": wandb, "tensorboard": False},
+            "metrics": {"profile": 0, "stdout": "off", "wandb": wandb, "tensorboard": False},
             "sample": {"every": 0},
             "checkpoint": checkpoint,
         },

@@ -84,6 +84,10 @@ def train(
         str | None,
         typer.Option(help="Format of stdout: json, line or off (metrics.stdout).", metavar="json|line|off"),
     ] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(min=1, help="Record N steady steps with torch's profiler (metrics.profile).", metavar="N"),
+    ] = None,
     verify_data: Annotated[
         bool, typer.Option("--verify-data", help="Hash the whole content of the data, and compare it on a resume.")
     ] = False,
@@ -103,7 +107,7 @@ def train(
             raise UserError("--config", f"stands before {verb}", f"write it after: train {verb} --config x.toml")
         return
     config_path = require_config(config, "train")
-    options = {"train.steps": steps, "checkpoint.resume": resume, "metrics.stdout": stdout}
+    options = {"train.steps": steps, "checkpoint.resume": resume, "metrics.stdout": stdout, "metrics.profile": profile}
     options |= {"distributed.strategy": strategy, "distributed.replicas": replicas}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     from trainer.cli.launch import run_training

@@ -287,6 +287,8 @@ class MetricsTable(Table):
     """Also report metrics per source and modality, with its name in the key."""
     per_layer: bool = False
     """Also report gradient norm, update over weight and noise scale per layer and per parameter group of the optimizer."""
+    profile: WholeNumber = 0
+    """Steady steps that torch's profiler records on rank 0, into RUN_DIR/profile; 0: none. Also --profile."""
     smoothing_alpha: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Weight of the newest value in the moving averages `smoothed/*`."""
     peak_tflops: NonNegative = 0.0

@@ -14,6 +14,7 @@ from trainer.errors import UserError
 from trainer.report.charts import Chart, Columns, catalog_charts, group_order
 from trainer.report.encode import encode_charts
 from trainer.report.markup import Html, element, join
+from trainer.report.profile_section import profile_section
 from trainer.report.sections import (
     chart_groups,
     config_sections,
@@ -87,7 +88,14 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> Parts:
         "subheading": join([_run_facts(runs[0]) if is_single else ", ".join(run.name for run in runs)]),
         "contents": _contents(charts, runs),
         "overview": join([verdict_section(diagnoses), notes_section(runs), summary]),
-        "details": join([chart_groups(charts, is_single=is_single), events_section(runs), config_sections(runs)]),
+        "details": join(
+            [
+                chart_groups(charts, is_single=is_single),
+                profile_section(runs),
+                events_section(runs),
+                config_sections(runs),
+            ]
+        ),
     }
     return Parts(html, encode_charts(charts, runs))
 

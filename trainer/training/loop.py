@@ -31,6 +31,8 @@ def run_loop(run: Run) -> str:
         reason = stopped_by(run)
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight)
+        if run.profile is not None:
+            run.profile.step()
     report_spikes(run)
     if run.saver.last_saved != position.step and position.step > 0:
         with run.paused():

@@ -31,6 +31,7 @@ from trainer.training.step.details import StepDetails
 from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
 from trainer.training.step.window import Window, WindowReader
+from trainer.training.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Run:
     events: EventWriter | None
     """Rank 0 only."""
     progress: Progress
+    profile: StepProfile | None
+    """Rank 0 only; None: off."""
     status: StatusKeeper | None
     """Rank 0 only."""
 

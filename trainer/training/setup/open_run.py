@@ -49,6 +49,7 @@ from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.schedule import make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
+from trainer.training.step_profile import StepProfile
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -165,6 +166,17 @@ def open_run(
     )
     # A guard of its own: a bar that failed is taken off the screen all the same.
     stack.callback(diagnostics.best_effort("end of the progress bar").run, progress.hide)
+    profile = None
+    if info.is_main and config.metrics.profile:
+        profile = StepProfile(
+            run_dir.path,
+            num_steps=config.metrics.profile,
+            start=position.step,
+            device=device,
+            tracker=state.tracker,
+            guard=diagnostics.best_effort("profile"),
+        )
+        stack.callback(profile.close)
     return Run(
         config=config,
         info=info,
@@ -207,6 +219,7 @@ def open_run(
         watchdog=watchdog,
         events=events,
         progress=progress,
+        profile=profile,
         status=StatusKeeper(run_dir, wandb_run_id) if info.is_main else None,
     )
 
