@@ -192,23 +192,16 @@ def _broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> list[UserError]:
     found = []
-    train, warmup, warmup_tokens = config.train, config.scheduler.warmup_steps, config.scheduler.warmup_tokens
-    if warmup > steps:
-        length = f"train.tokens = {train.tokens:,}, {steps} full steps" if train.tokens else f"train.steps = {steps}"
-        problem = f"{warmup} is longer than the run ({length})"
-        found.append(UserError("scheduler.warmup_steps", problem, f"set it to at most {steps}"))
+    train = config.train
     if train.tokens and train.steps not in (0, steps):
         problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
         found.append(UserError("train.steps", problem, "set one of them to 0"))
     if train.tokens and tokens_per_step == 0:
         problem = "needs to know how large a batch is, and data sets of your own do not say"
         found.append(UserError("train.tokens", problem, "set train.steps instead"))
-    if warmup_tokens and not train.tokens:
+    if config.scheduler.warmup_tokens and not train.tokens:
         fix = "set train.tokens, or warmup_steps instead"
         found.append(UserError("scheduler.warmup_tokens", "needs a run whose length is in tokens", fix))
-    elif warmup_tokens > train.tokens:
-        problem = f"{warmup_tokens:,} is longer than the run (train.tokens = {train.tokens:,})"
-        found.append(UserError("scheduler.warmup_tokens", problem, f"set it to at most {train.tokens}"))
     return found
 
 
