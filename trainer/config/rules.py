@@ -126,7 +126,7 @@ def _broken_rules(
         problem = "needs the noise scale, which gns.enabled = false turns off"
         found.append(UserError("gns.components_every", problem, "set it to 0, or gns.enabled to true"))
     found += _broken_growth(config, world_size)
-    found += _broken_sharding(config, world_size)
+    found += broken_sharding(config, world_size)
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
         found.append(UserError("objective.chunk_tokens", problem, "set one of them off"))
@@ -166,7 +166,8 @@ def _broken_growth(config: RunConfig, world_size: int) -> list[UserError]:
     return found
 
 
-def _broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
+def broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
+    """What of `[distributed]` does not go with this number of ranks, or with other tables."""
     table, found = config.distributed, []
     if table.strategy != "hsdp" and table.replicas:
         problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
