@@ -154,6 +154,11 @@ def _rest(starter: Starter) -> list[str]:
         *("[optimizer]", "lr = 2e-3", ""),
         *(types if starter.tokenizer == "bytes" else []),
         *("[scheduler]", 'name = "cosine"', f"warmup_steps = {steps // 20}", ""),
-        *("[metrics]", "log_interval = 10", '# wandb = { mode = "offline", project = "trainer" }', ""),
+        *(
+            "[metrics]",
+            "log_interval = 10",
+            'wandb = { mode = "auto", project = "trainer" }   # online with a login, otherwise offline; or "disabled"',
+            "",
+        ),
         *("[checkpoint]", f"every = {max(steps // 5, 1)}"),
     ]

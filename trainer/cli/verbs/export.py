@@ -49,10 +49,8 @@ def export(
     target = Path(out)
     if format is None:
         format = SUFFIXES.get(target.suffix, ExportFormat.safetensors)
-        typer.echo(
-            f"no --format: writing {format.value}; the others: {', '.join(each for each in ExportFormat if each is not format)}",
-            err=True,
-        )
+        others = ", ".join(each for each in ExportFormat if each is not format)
+        typer.echo(f"no --format: writing {format.value}; the others: {others}", err=True)
     if target.exists() and not force:
         raise UserError(out, "exists already", "name another place, or add --force")
     if target.is_dir() and not _is_own(target):
