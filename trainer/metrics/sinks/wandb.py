@@ -26,7 +26,6 @@ from trainer.metrics.sinks.events import SAMPLE
 
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
-AUTO = "auto"
 SERVER = "https://api.wandb.ai"
 WORDS: dict[str, WandbMode] = {
     "online": "online",

@@ -13,7 +13,7 @@ from trainer.metrics.sinks.base import Sink
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.sinks.stdout import Output, StdoutSink, resolve_stdout_mode
 from trainer.metrics.sinks.tensorboard import TensorboardSink
-from trainer.metrics.sinks.wandb import AUTO, CLOSE_SEC, WandbMode, WandbSink, resolve_mode
+from trainer.metrics.sinks.wandb import CLOSE_SEC, WandbMode, WandbSink, resolve_mode
 from trainer.training.run_dir import RunDir
 
 logger = get_logger(__name__)
@@ -66,7 +66,7 @@ def make_sinks(
 
 def _wandb_mode(table: WandbTable) -> WandbMode:
     """The mode, `auto` resolved and its reason said in one line."""
-    if table.mode != AUTO:
+    if table.mode != "auto":
         return table.mode
     mode, why = resolve_mode(table.base_url)
     logger.info("wandb: %s, since %s", mode, why)
