@@ -85,6 +85,19 @@ def test_equal_weights_draw_another_mix_which_preview_and_check_show_and_warn_ab
     assert re.search(r"#     long: \d\d\.\d% of the corpus, \d\d\.\d% of what is drawn", shown)
 
 
+def test_an_underdrawn_modality_alone_is_warned_about(corpus, monkeypatch, capsys):
+    monkeypatch.chdir(corpus)
+    init(["data"], out="x.toml", force=True, weights=Mix.tokens, minutes=0)
+    weights = {source.name: source.weight for source in load_config("x.toml").data.source}
+    few = ["--set", f"data.source.few.weight={weights['few'] / 5}"]
+    shown = json.loads(
+        program(["preview", "--config", "x.toml", "--json", *few], capsys).stdout.partition("\nwrote")[0]
+    )
+    (found,) = [each for each in shown["warnings"] if each["key"] == "data.source.weight"]
+    assert found["problem"].startswith("few is ")
+    assert "long is" not in found["problem"]
+
+
 def test_a_blend_that_is_meant_to_change_gives_no_warning(corpus, monkeypatch, capsys):
     monkeypatch.chdir(corpus)
     init(["data"], out="x.toml", force=True, minutes=0)
