@@ -2016,9 +2016,9 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/config/test_rules.py::test_capacity_below_the_groups_in_flight_is_refused_in_every_mode",
         ),
         Mutant(
-            "trainer/config/load.py",
-            "reversed(origins.items())",
-            "origins.items()",
+            "trainer/config/lines.py",
+            "reversed(list(self.overrides.items()))",
+            "list(self.overrides.items())",
             "tests/unit/config/test_load.py::test_the_later_of_two_overrides_is_named",
         ),
         Mutant(

@@ -20,6 +20,8 @@ from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.schedule import make_schedule
 from trainer.wording import counted
 
+RARE_WAIT = 1e-9  # probability that a single reader waits longer than its bound
+
 
 @dataclass(frozen=True)
 class ModalityView:
@@ -231,7 +233,8 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
 
     With weighted picks, a reader with one pick left waits for about the remaining picks of the whole pool, at most K n; waits
     beyond 2 K n are negligible (docs/ledger.md; counted in docs/preview.md). This holds from about 20 picks per slice; below
-    that, use the counted waits. As slices differ, K n is the sum of the K longest slices. A source with a share of the m
+    that, use the counted waits. A single reader waits only for its source, whose draws are independent: longer than w micro-batches
+    with probability (1 - share)^w. As slices differ, K n is the sum of the K longest slices. A source with a share of the m
     micro-batches per step needs 1 / (share m) steps per pick.
 
     Args:
@@ -240,8 +243,10 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
         share: of the micro-batches.
         micro_batches: m, the smallest of the run.
     """
-    if num_mixed <= 1 or share <= 0 or not picks_per_slice:
-        return round(1 / (share * micro_batches)) if share > 0 else 0
+    if share <= 0:
+        return 0
+    if num_mixed <= 1 or not picks_per_slice:
+        return int(np.ceil(max(np.log(RARE_WAIT) / np.log1p(-share), 1) / micro_batches)) if share < 1 else 1
     longest = sorted(picks_per_slice)[-num_mixed:]
     return int(np.ceil(2 * sum(longest) / (share * micro_batches)))
 
