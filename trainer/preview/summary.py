@@ -233,8 +233,9 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
 
     With weighted picks, a reader with one pick left waits for about the remaining picks of the whole pool, at most K n; waits
     beyond 2 K n are negligible (docs/ledger.md; counted in docs/preview.md). This holds from about 20 picks per slice; below
-    that, use the counted waits. A single reader waits only for its source, whose draws are independent: longer than w micro-batches
-    with probability (1 - share)^w. As slices differ, K n is the sum of the K longest slices. A source with a share of the m
+    that, use the counted waits. A single reader waits only for its source, whose draws are independent: longer than w
+    micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K
+    longest slices. A source with a share of the m
     micro-batches per step needs 1 / (share m) steps per pick.
 
     Args:

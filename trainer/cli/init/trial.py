@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.cli.init.starter import Starter, render_starter
+from trainer.files import write_file
 from trainer.wording import counted
 
 TRIED_STEPS = 4  # the first is slower than the others, and is left out
@@ -49,7 +50,7 @@ def _seconds_per_step(starter: Starter) -> float:
     """
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         config, run_dir = Path(folder, "x.toml"), Path(folder, "run")
-        config.write_text(render_starter(starter, schema=None), encoding="utf-8")
+        write_file(config, render_starter(starter, schema=None).encode(), sync=False)
         line = [sys.executable, "-m", "trainer", "--config", str(config), "--run-dir", str(run_dir)]
         line += [part for setting in QUIET for part in ("--set", setting)]
         line += ["--steps", str(TRIED_STEPS)]
