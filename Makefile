@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What a run imports is installed first, and alone by `make smoke`; tests, checks and docs need the extras.
+RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 # The first python3 that is new enough; `make PYTHON=... setup` takes another one.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -28,8 +30,8 @@ export WANDB_SILENT ?= true
 	bench $(addprefix bench-,$(BENCHES)) gpu clean
 
 help:
-	@echo "make setup      create $(VENV) and install the pinned dependencies"
 	@echo "make smoke      train train_configs/smoke.toml on 2 ranks, on text that your machine already has"
+	@echo "make setup      create $(VENV) and install the pinned dependencies, with those of tests and docs"
 	@echo "make smoke-matrix  train one healthy and three faulty configs, and check that the diagnosis tells them apart"
 	@echo "make test       the test suite (make test-slow: the long ones)"
 	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
@@ -41,22 +43,33 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): constraints.txt pyproject.toml Makefile
+# $(call install,REQUIREMENTS): with uv where it is on PATH, otherwise, or if that fails (its settings are not pip's), with pip.
+define install
+	@{ command -v uv >/dev/null && uv pip install --quiet --python $(BIN)/python -c constraints.txt $(1) >&2; } || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(1) >&2
+endef
+
+$(RUN_STAMP): constraints.txt pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "no python3.11 or newer with venv found; set PYTHON=/path/to/python" >&2; exit 1; }
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "creating $(VENV) with $$($(PYTHON) --version)" >&2; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
-	@echo "installing the dependencies that constraints.txt pins" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' >&2
+	@echo "installing what a run needs, as constraints.txt pins it" >&2
+	$(call install,-e .)
+	@touch $@
+
+$(STAMP): $(RUN_STAMP)
+	@echo "installing what tests and checks need" >&2
+	$(call install,-e '.[$(EXTRAS)]')
 	@touch $@
 
 data: $(CORPUS)/manifest.json
 
-$(CORPUS)/manifest.json: $(STAMP)
+$(CORPUS)/manifest.json: $(RUN_STAMP)
 	@$(BIN)/train data build pytext --out $(CORPUS) --force >&2
 	@touch $@
 
-smoke: setup data
-	@$(BIN)/torchrun --nproc_per_node=2 train --config train_configs/smoke.toml
+smoke: data
+	@$(BIN)/train --nproc 2 --config train_configs/smoke.toml
 
 smoke-matrix: setup data $(MATRIX_CORPORA)
 	@$(BIN)/python scripts/smoke_matrix.py
@@ -64,7 +77,7 @@ smoke-matrix: setup data $(MATRIX_CORPORA)
 $(MATRIX)/recall/manifest.json: GROUPS := --groups 8192
 $(MATRIX)/short/manifest.json: GROUPS := --groups 4096 --cells 2 --streams 128
 $(MATRIX)/long/manifest.json: GROUPS := --groups 4096 --cells 2 --streams 8
-$(MATRIX)/%/manifest.json: $(STAMP)
+$(MATRIX)/%/manifest.json: $(RUN_STAMP)
 	@$(BIN)/train data synth key-recall --out $(@D) $(GROUPS) --force >&2
 	@touch $@
 
@@ -97,7 +110,7 @@ docs: setup
 	@$(BIN)/python scripts/make_docs.py
 
 site: setup docs
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2
+	$(call install,-e '.[docs]')
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/make_site.py
 
 # All of them write docs/benchmarks.md (about 15 minutes); one alone prints its table.

@@ -2304,6 +2304,30 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if is_first:",
             "tests/unit/preview/test_forecast.py::test_counts_match_the_real_pipeline",
         ),
+        Mutant(
+            "trainer/cli/init/mix.py",
+            "asked[name] * batches[name] / tokens[name]",
+            "asked[name]",
+            "tests/cli/test_init_mix.py::test_the_tokens_that_are_drawn_have_the_shares_that_were_asked_for",
+        ),
+        Mutant(
+            "trainer/cli/init/mix.py",
+            'documents_of("train", ',
+            'documents_of("all", ',
+            "tests/cli/test_init_mix.py::test_equal_weights_draw_another_mix_which_preview_and_check_show_and_warn_about",
+        ),
+        Mutant(
+            "trainer/preview/config_warnings.py",
+            "not 1 / SKEW <= view.drawn_share",
+            "not 0 <= view.drawn_share",
+            "tests/cli/test_init_mix.py::test_an_underdrawn_modality_alone_is_warned_about",
+        ),
+        Mutant(
+            "trainer/preview/summary.py",
+            "corpus_share=view.corpus_tokens / corpus",
+            "corpus_share=view.tokens / tokens",
+            "tests/cli/test_init_mix.py::test_equal_weights_draw_another_mix_which_preview_and_check_show_and_warn_about",
+        ),
     ],
 }
 

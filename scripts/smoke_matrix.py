@@ -84,6 +84,7 @@ def program(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `train` as a user would, in the repository root."""
     environment = {
         **os.environ,
+        "WANDB_MODE": "disabled",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }

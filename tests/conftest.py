@@ -17,6 +17,9 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+# Neither a login of this machine's user nor a service process per run; tests of wandb itself name a mode.
+os.environ["WANDB_MODE"] = "disabled"
+
 gc.disable()  # while tests are collected, which imports all there is
 
 

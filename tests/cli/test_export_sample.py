@@ -174,6 +174,23 @@ def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path, 
     assert (folder / "run").is_dir()
 
 
+@pytest.mark.parametrize(("name", "format"), [("x.csv", "csv"), ("x.parquet", "parquet"), ("x", "safetensors")])
+def test_without_a_format_the_path_decides_and_it_is_said(folder, tmp_path, capsys, name, format):
+    if format == "parquet":
+        pytest.importorskip("pyarrow")
+    done = program(["export", folder / "run", "--out", tmp_path / name], capsys)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"no --format: writing {format}; the others: ")
+    program(["export", folder / "run", "--out", tmp_path / "asked", "--format", format], capsys)
+    found, asked = tmp_path / name, tmp_path / "asked"
+    if format == "safetensors":
+        assert (
+            {path.name for path in found.iterdir()} == {path.name for path in asked.iterdir()} > {"model.safetensors"}
+        )
+    else:
+        assert found.read_bytes() == asked.read_bytes()
+
+
 def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path, capsys):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -110,7 +110,7 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     make, layout, tokenizer, vocab_size = KINDS[kind]
     monkeypatch.chdir(tmp_path)
     paths = make(tmp_path / "my data")
-    init(paths, out="x.toml")
+    init(paths, out="x.toml", minutes=0)
     config = load_config("x.toml")
     assert (config.data.source[0].layout, config.data.tokenizer, config.data.vocab_size) == (
         layout,
@@ -130,16 +130,16 @@ def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_besi
 ):
     monkeypatch.chdir(tmp_path)
     text_folder(tmp_path / "data")
-    printed = program(["init", "data"], capsys)
+    printed = program(["init", "data", "--minutes", "0"], capsys)
     assert printed.returncode == 0, printed.stderr
     assert "#:schema" not in printed.stdout
     assert not (tmp_path / "config.schema.json").exists()
-    written = program(["init", "data", "--out", "x.toml"], capsys)
+    written = program(["init", "data", "--out", "x.toml", "--minutes", "0"], capsys)
     text = (tmp_path / "x.toml").read_text()
     assert text == "#:schema config.schema.json\n" + printed.stdout
     assert (tmp_path / "config.schema.json").read_text() == (ROOT / "docs" / "config.schema.json").read_text()
     assert "next: train check --config x.toml" in written.stderr
-    again = program(["init", "data", "--out", "x.toml"], capsys)
+    again = program(["init", "data", "--out", "x.toml", "--minutes", "0"], capsys)
     assert again.returncode == 2
     assert again.stderr == "x.toml: exists already; name another file, or add --force\n"
 
@@ -152,14 +152,14 @@ def test_what_cannot_be_one_run_is_refused(tmp_path, monkeypatch, capsys):
     data = tmp_path / "data"
     text_folder(data)
     np.save(data / "ids.npy", ids(100, 50).astype(np.int64))
-    mixed = program(["init", "data"], capsys)
+    mixed = program(["init", "data", "--minutes", "0"], capsys)
     assert mixed.returncode == 2
     assert "is text, and data/ids.npy holds token ids" in mixed.stderr
     shutil.rmtree(data)
     data.mkdir()
     (data / "a.bin").write_bytes(struct.pack("<400H", *range(300, 700)))
     (data / "b.bin").write_bytes(struct.pack("<400I", *range(300, 700)))
-    dtypes = program(["init", "data"], capsys)
+    dtypes = program(["init", "data", "--minutes", "0"], capsys)
     assert dtypes.returncode == 2
     assert "data/a.bin looks like uint16, data/b.bin looks like uint32" in dtypes.stderr
 
@@ -172,13 +172,13 @@ def test_all_empty_files_are_named_at_once(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"data/empty1.txt, data/empty2.txt: 2 of 8 files are empty, which a run refuses"
     ):
-        init(["data"])
+        init(["data"], minutes=0)
 
 
 def test_what_lies_beside_the_modalities_is_named(tmp_path, capsys):
     make_corpus(tmp_path / "data")
     (tmp_path / "data" / "notes.txt").write_text("left out")
-    result = program(["init", tmp_path / "data"], capsys)
+    result = program(["init", tmp_path / "data", "--minutes", "0"], capsys)
     assert "# Note: not read, because not in a modality's directory: notes.txt\n" in result.stdout
 
 
@@ -194,7 +194,7 @@ def test_a_tokenizer_of_ones_own_is_named_in_the_config(tmp_path, monkeypatch):
         [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=["?"], show_progress=False)
     )
     tokenizer.save("words.json")
-    init(["data"], out="x.toml", tokenizer="words.json")
+    init(["data"], out="x.toml", minutes=0, tokenizer="words.json")
     plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
     assert plan.vocab_size == tokenizer.get_vocab_size() + 1
     assert plan.config.objective.token_types is False

@@ -36,8 +36,24 @@ def test_every_verb_has_a_row_in_the_docs():
     ("arguments", "message"),
     [
         (["--config", "nowhere.toml"], "nowhere.toml: cannot be read: No such file or directory"),
-        (["--steps", "0", "--config", "x.toml"], "Invalid value for '--steps'"),
-        (["chekc"], "No such command 'chekc'"),
+        (
+            ["--steps", "0", "--config", "x.toml"],
+            "Invalid value for '--steps': must be >= 1, got \"0\"; see train --help",
+        ),
+        (["--nproc", "0", "--config", "x.toml"], "Invalid value for '--nproc': must be >= 1, got \"0\""),
+        (["--nproc", "two", "--config", "x.toml"], "Invalid value for '--nproc': must be an integer, got \"two\""),
+        (["--nproc", "2.5", "--config", "x.toml"], "Invalid value for '--nproc': must be an integer, got \"2.5\""),
+        (["--nproc"], "Option '--nproc' requires an argument"),
+        (["--nproc", "2"], "--config: is required"),
+        (["--nproc", "2", "check", "--config", "x.toml"], "--nproc: stands before check"),
+        (["check", "--nproc", "0", "--config", "x.toml"], 'must be >= 1, got "0"; see train check --help'),
+        (["diagnose", "--nproc", "2", "x"], "No such option: --nproc"),
+        (["--resume", "auto", "ls"], "--resume: stands before ls"),
+        (["--verify-data", "ls"], "--verify-data: stands before ls"),
+        (["chekc"], "No such command 'chekc'. Did you mean 'check'?"),
+        (["diagnos", "x"], "No such command 'diagnos'. Did you mean 'diagnose'?"),
+        (["data", "tokenise"], "Did you mean 'tokenize'?"),
+        (["do-it"], "No such command 'do-it'. There are init, check, preview, ls"),
         (["--confg", "x.toml"], "No such option: --confg"),
         (["--steps", "3"], "--config: is required"),
         (["--config", "x.toml", "check"], "--config: stands before check"),
@@ -141,6 +157,52 @@ def test_nproc_returns_the_exit_code_of_the_mistake_and_of_a_failure(tmp_path):
     failure = run("--nproc", "2", "--config", config, "--set", "optimizer.lr=1e30", "--set", "train.clip_grad_norm=0")
     assert failure.returncode == 1
     assert "its batches are in events.jsonl" in failure.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        (["--strategy", "hsdp", "--replicas", "2"], {}, "distributed.replicas: 2 replicas do not divide 3 ranks"),
+        ([], {"RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, "--nproc: this process is already a rank of torchrun"),
+    ],
+)
+def test_ranks_that_cannot_work_are_refused_before_one_is_started(tmp_path, arguments, environ, message):
+    config = write_tiny_config(tmp_path)
+    found = run("--nproc", "3", "--config", config, *arguments, extra=environ)
+    assert found.returncode == 2
+    assert message in found.stderr
+    assert found.stderr.count("\n") == 1, found.stderr
+
+
+def test_more_ranks_than_devices_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", "")
+    options = ["--config", write_tiny_config(tmp_path), "--set", "train.device=auto"]
+    found = program(["--nproc", "3", *options], capsys)
+    assert found.returncode == 2
+    message = "--nproc: 3 ranks, but this machine has 2 CUDA devices; lower it to 2, or train on the CPU: "
+    assert found.stderr == f'{message}--set train.device="cpu"\n'
+
+
+def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):
+    config = write_tiny_config(tmp_path)
+    mistake = ["--config", config, "--set", "data.source.first.root=nowhere"]
+    for options, beginning in (([], "starting"), (["--nproc", "2"], "starting 2 ranks")):
+        found = subprocess.run(
+            command([*options, *mistake]),
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SEC,
+            check=False,
+        )
+        assert found.returncode == 2
+        said, refused = found.stderr.splitlines()
+        assert said == beginning
+        assert "no such directory" in refused
+    code = "import sys; from trainer.cli import launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=False).returncode == 0
 
 
 def test_stdout_can_carry_lines_for_people(tmp_path):

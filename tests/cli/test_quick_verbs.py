@@ -33,7 +33,7 @@ print(*sorted({"torch", "numpy", "pydantic", "wandb"} & {*sys.modules}), file=sy
         ("data verify {data}", "numpy pydantic"),
         ("data build text --out {new} --modality prose={data}/*.txt", "numpy pydantic"),
         ("data synth key-recall --out {new} --groups 8 --streams 2", "numpy pydantic"),
-        ("init {data} --out {new}", "numpy pydantic"),
+        ("init {data} --out {new} --minutes 0", "numpy pydantic"),
         ("config docs", "pydantic"),
     ],
 )

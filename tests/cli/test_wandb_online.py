@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
+from tests.support.wandb_file import read_history
 from tests.support.wandb_stub import API_KEY, ENTITY, WandbStub
 from trainer.metrics.payload_contract import Restart, parse_line, validate_stream
 from trainer.metrics.sinks.base import display_key
@@ -31,12 +32,16 @@ keep_last = 9
 """
 
 
-def start(directory: Path, url: str, *arguments: object, key: str | None = API_KEY) -> subprocess.Popen[str]:
+def start(
+    directory: Path, url: str, *arguments: object, key: str | None = API_KEY, heeds_mode: bool = True
+) -> subprocess.Popen[str]:
     """A run in `directory`/run with credentials of nobody but the test's."""
     config = write_tiny_config(directory, ONLINE.format(url=url))
     line = command(["--config", config, "--run-dir", directory / "run", *arguments])
     env = environment({"HOME": str(directory), "NETRC": str(directory / "netrc"), "WANDB_CONFIG_DIR": str(directory)})
     env = {name: value for name, value in env.items() if name not in ("WANDB_API_KEY", "WANDB_SERVICE")}
+    if not heeds_mode:
+        del env["WANDB_MODE"]
     if key is not None:
         env["WANDB_API_KEY"] = key
     return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -146,7 +151,8 @@ def test_a_server_that_cannot_be_reached_costs_one_warning(tmp_path):
         url = stub.url
     said = finish(start(tmp_path, url, "--steps", 4))
     check_finished(tmp_path / "run", said, 4, warnings=1)
-    assert said.count("wandb failed and is off from now on") == 1
+    assert said.count("wandb: cannot begin online, and goes on offline") == 1
+    assert f"upload with: wandb sync {tmp_path / 'run'}/wandb/offline-run-*" in said
 
 
 @pytest.mark.slow
@@ -155,7 +161,23 @@ def test_a_missing_key_costs_one_warning_and_asks_nobody(tmp_path):
         said = finish(start(tmp_path, stub.url, "--steps", 4, key=None))
         assert not stub.runs
     check_finished(tmp_path / "run", said, 4, warnings=1)
-    assert said.count("wandb failed and is off from now on") == 1
+    assert said.count("wandb: cannot begin online, and goes on offline") == 1
+
+
+@pytest.mark.parametrize("key", [API_KEY, None])
+def test_auto_goes_online_with_a_login_and_offline_without_and_says_which(tmp_path, key):
+    with WandbStub() as stub:
+        said = finish(
+            start(tmp_path, stub.url, "--steps", 2, "--set", 'metrics.wandb.mode="auto"', key=key, heeds_mode=False)
+        )
+        assert len(stub.runs) == (key is not None)
+    check_finished(tmp_path / "run", said, 2, warnings=0)
+    if key is None:
+        assert said.count("wandb: offline, since there is no login (wandb login, or WANDB_API_KEY)") == 1
+        assert f"upload with: wandb sync {tmp_path / 'run'}/wandb/offline-run-*" in said
+    else:
+        assert said.count("wandb: online, since there is a login") == 1
+        assert "wandb sync" not in said
 
 
 SINK = """
@@ -199,7 +221,9 @@ def test_a_sink_gives_up_in_time_with_one_warning_and_prints_nothing(tmp_path, i
         stdout, stderr = process.communicate("\n", timeout=60)
     assert process.returncode == 0, stderr
     lines = (said + stdout).splitlines()
-    assert str(not is_stopped_first) in lines
-    assert {*lines} - {"True", "False", "wandb_warning", "diagnostic_disabled"} == {"done"}
+    assert {*lines} - {"wandb_warning"} == {"True", "done"}
+    (kept,) = tmp_path.glob(f"wandb/{'offline-run' if is_stopped_first else 'run'}-*/*.wandb")
+    assert [row["global_step"] for row in read_history(kept)] == [*range(1, 20)]
+    assert stderr.count(f"upload it with: wandb sync {kept.parent}\n") == (not is_stopped_first), stderr
     assert stderr.count("WARNING") == 1, stderr
     assert "Traceback" not in stderr

@@ -97,7 +97,7 @@ def write_tiny_config(directory: Path, extra: str = "") -> Path:
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment for a child: one thread, nothing of a launcher, no network."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")}
-    return {**inherited, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "NO_COLOR": "1", **(extra or {})}
+    return {**inherited, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "NO_COLOR": "1", **(extra or {})}
 
 
 def command(arguments: Sequence[object], *, nproc: int | None = None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.imports import uncollected
-from trainer.cli.refuse import refuse
+from trainer.cli.refuse import EXIT_USER_ERROR, refuse
 from trainer.config.load import load_config, located
-from trainer.errors import UserError
+from trainer.config.rules import broken_sharding
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError, UserErrors
 from trainer.files import write_file
 from trainer.training.signals import StopRequest, say_stopping
+from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
 EXIT_CODE, RUN_DIR = "exit_code", "run_dir"
@@ -44,7 +48,11 @@ def run_training(
         faulthandler.enable()
     config = load_config(config_path, overrides)
     if nproc is not None:
-        return launch_ranks(nproc, _without_nproc(sys.argv[1:]))
+        with located(config_path, overrides):
+            _refuse_ranks(config, nproc)
+        return launch_ranks(nproc, _without_nproc(sys.argv[1:]), uses_cuda=config.train.device != "cpu")
+    if "RANK" not in os.environ:
+        _say_starting("starting")
     # Before torch is imported, so that a signal during the import stops the run instead of killing it.
     stop = StopRequest(say_stopping)
     stop.install()
@@ -68,24 +76,49 @@ def run_training(
     return code
 
 
-def launch_ranks(nproc: int, arguments: list[str]) -> int:
+def _say(text: str) -> None:
+    """Print a line for people."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a message for people
+
+
+def _say_starting(text: str) -> None:
+    """Print that the run starts, if torch, whose import takes seconds, is still to be imported."""
+    if "torch" not in sys.modules:
+        _say(text)
+
+
+def _refuse_ranks(config: RunConfig, nproc: int) -> None:
+    """Refuse a number of ranks that cannot work, before any is started.
+
+    Raises:
+        UserError: this process is itself a rank of a launcher, or the ranks cannot share the model.
+    """
+    if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
+    if found := broken_sharding(config, nproc):
+        raise found[0] if len(found) == 1 else UserErrors(found)
+
+
+def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     """Run `train <arguments>` on `nproc` ranks and return the exit code of the run.
 
     torchrun turns every failure into 1; this returns the first failed rank's own code. A run that a signal stopped with a
     checkpoint succeeded although its launcher was interrupted: then rank 0's own code, 0, is returned.
 
+    Args:
+        uses_cuda: a rank takes a CUDA device, if there are any.
+
     Raises:
-        UserError: this process is itself a rank of a launcher.
+        UserError: there are CUDA devices, but fewer than ranks.
     """
-    if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
+    _say_starting(f"starting {counted(nproc, 'rank')}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     own = ["--standalone", f"--nproc-per-node={nproc}", "-m", "trainer", *arguments]
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         os.environ[REPORT_FOLDER] = folder
-        return _launch(own)
+        return _launch(own, least_devices=nproc if uses_cuda else 0)
 
 
 def report_to_launcher(what: str, value: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -109,31 +142,65 @@ def _leave_status(reason: str) -> None:
     status = run_dir.status()
     if status.get("state") != "running":
         return
-    print(f"train: {reason}", file=sys.stderr)  # noqa: T201 - a message for people
+    _say(f"train: {reason}")
     with suppress(OSError):
         run_dir.write_status(
             "failed", reason=reason, step=status.get("last_step", 0), wandb_run_id=status.get("wandb_run_id")
         )
 
 
-def _launch(own: list[str]) -> int:
+class _HeldBack(logging.Filter):
+    """Holds back what torch's launcher logs while it ends the ranks: after a refusal the one message is the rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+        self._records: list[logging.LogRecord] = []
+        self._logger.addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep the record."""
+        self._records.append(record)
+        return False
+
+    def release(self) -> None:
+        """Log what was held back, and hold back nothing more."""
+        self._logger.removeFilter(self)
+        for record in self._records:
+            self._logger.handle(record)
+
+
+def _launch(own: list[str], *, least_devices: int) -> int:
+    """Start the ranks that torchrun's arguments `own` describe, and wait for their end; returns the exit code.
+
+    Raises:
+        UserError: there are CUDA devices, but fewer than `least_devices`.
+    """
     with uncollected():
+        import torch
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if 0 < (devices := torch.cuda.device_count()) < least_devices:
+        problem = f"{least_devices} ranks, but this machine has {counted(devices, 'CUDA device')}"
+        raise UserError("--nproc", problem, f'lower it to {devices}, or train on the CPU: --set train.device="cpu"')
+    held_back = _HeldBack()
     try:
         launcher: Any = torchrun  # it has no types
         launcher.run(launcher.get_args_parser().parse_args(own))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode != EXIT_USER_ERROR:
+            held_back.release()
         if failure.exitcode < 0:
             number = -failure.exitcode
             hint = "; a data file was cut while it was read, or its disk failed" if number == signal.SIGBUS else ""
             _leave_status(f"rank {rank} was ended by {signal.Signals(number).name}{hint}")
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
-        print(f"train: stopped by {error.sigval.name}", file=sys.stderr)  # noqa: T201 - a message for people
+        held_back.release()
+        _say(f"train: stopped by {error.sigval.name}")
         return 0 if _reported(EXIT_CODE) == "0" else 128 + error.sigval
     return 0
 

@@ -103,8 +103,9 @@ def train(
         return
     verb = context.invoked_subcommand
     if verb is not None:
-        if config is not None or overrides:
-            raise UserError("--config", f"stands before {verb}", f"write it after: train {verb} --config x.toml")
+        if given := [option for option, value in context.params.items() if value not in (None, False, [], ())]:
+            name = "--set" if given[0] == "overrides" else f"--{given[0].replace('_', '-')}"
+            raise UserError(name, f"stands before {verb}", f"write it after, if {verb} takes it: train {verb} --help")
         return
     config_path = require_config(config, "train")
     options = {"train.steps": steps, "checkpoint.resume": resume, "metrics.stdout": stdout, "metrics.profile": profile}
@@ -181,12 +182,20 @@ def _open_closed_streams() -> None:
 
 def _usage_message(error: Exception) -> str:
     """A wrong command line in one line; empty where typer has printed the help already."""
-    # pydantic puts ": Value error" before messages of its validators, and typer passes that on.
-    message = str(getattr(error, "format_message")()).replace(": Value error, ", ": ")  # noqa: B009 - see above
+    if error.__cause__ is not None:  # a value that pydantic refused, in whose words newer releases of typer say so
+        from pydantic import ValidationError
+
+        from trainer.config.messages import option_problem
+
+        if isinstance(error.__cause__, ValidationError):
+            error.message = option_problem(error.__cause__)  # type: ignore[attr-defined]
+    message = str(getattr(error, "format_message")())  # noqa: B009 - see above
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "train"
     if not message and context is not None and context.parent is None:
         return f"{command}: nothing to do: --config x.toml (to train) or a command is missing"
     if given := re.search(r"[('](\S+\.toml)[)']", message):  # the config without its flag
         return f"{command}: {message.rstrip('.')}; did you mean --config {given[1]}?"
+    if message.startswith("No such command") and "Did you mean" not in message and context is not None:
+        return f"{command}: {message} There are {', '.join(context.command.commands)}"
     return f"{command}: {message.rstrip('.')}; see {command} --help" if message else ""

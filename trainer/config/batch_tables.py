@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from trainer.config.base import AUTO_TAG, NUMBER_TAG, SCHEDULE_TAG, Count, Positive, Table, WholeNumber, integer_keys
+from trainer.config.messages import shown
 from trainer.micro_batches import AutoRule, LrRule, MicroBatches
 
 BatchPoints = Annotated[dict[WholeNumber, Count], BeforeValidator(integer_keys), Field(min_length=1)]
@@ -57,7 +58,7 @@ def _table_of_word(value: Any) -> Any:
     if isinstance(value, str) and value != "auto":
         raise ValueError(f'must be an integer, "auto" or a schedule, got "{value}"')
     if isinstance(value, Mapping) and value.get("schedule") not in (None, "step", "auto"):
-        raise ValueError(f'schedule must be "step" or "auto", got {value["schedule"]!r}')
+        raise ValueError(f'schedule must be "step" or "auto", got {shown(value["schedule"])}')
     return {"schedule": "auto"} if value == "auto" else value
 
 

@@ -41,8 +41,8 @@ OTHER_NAMES = {
 }
 # Names for which there is no single key.
 EXPLAINED = {
-    "enable_wandb": 'set metrics.wandb.mode to "offline" or "online"',
-    "use_wandb": 'set metrics.wandb.mode to "offline" or "online"',
+    "enable_wandb": 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"',
+    "use_wandb": 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"',
     "enable_tensorboard": "set metrics.tensorboard = true",
     "num_gpus": "the launcher sets the number of processes: torchrun --nproc_per_node=N",
     "world_size": "the launcher sets the number of processes: torchrun --nproc_per_node=N",

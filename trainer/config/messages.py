@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
+from datetime import date, time
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -31,6 +32,11 @@ _TYPES = {
     "dict_type": "a table",
     "model_type": "a table",
     "model_attributes_type": "a table",
+    # Of the command line, whose values are texts.
+    "int_parsing": "an integer",
+    "int_parsing_size": "a smaller integer",
+    "float_parsing": "a number",
+    "bool_parsing": "true or false",
 }
 
 _LENGTHS = {
@@ -66,24 +72,31 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
         return "is required but missing", _how_to_add(path, model)
     if kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
-        return f"must be one of {allowed}; got {_shown(value)}", ""
+        return f"must be one of {allowed}; got {shown(value)}", ""
     if kind in _BOUNDS:
-        return f"must be {_BOUNDS[kind].format(**context)}, got {_shown(value)}", ""
+        return f"must be {_BOUNDS[kind].format(**context)}, got {shown(value)}", ""
     if kind == "list_type" and isinstance(value, Mapping) and keys_of(model, path):
         return "is a single table, and must be a list of them", f"write [[{_dotted(path)}]] with double brackets"
     if kind in _TYPES:
         if _TYPES[kind] in ("a list", "a table") and (problem := _broken_toml(value)):
             return (
-                f"{_shown(value)} is not valid TOML: {problem}",
+                f"{shown(value)} is not valid TOML: {problem}",
                 f"write {_TYPES[kind]} as TOML does, brackets closed",
             )
-        return f"must be {_TYPES[kind]}, got {_shown(value)}", ""
+        return f"must be {_TYPES[kind]}, got {shown(value)}", ""
     if kind == "string_pattern_mismatch":
-        return f"must be {FORMS[context['pattern']]}; got {_shown(value)}", ""
+        return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
     if kind in _LENGTHS:
         bound, number, what = _LENGTHS[kind]
-        return f"must have {bound} {counted(context[number], what)}, got {_shown(value)}", ""
-    return _lowered(details["msg"].removeprefix("Value error, ")), ""
+        return f"must have {bound} {counted(context[number], what)}, got {shown(value)}", ""
+    if kind == "value_error":  # of a validator of ours, which says it in its own words
+        return _lowered(details["msg"].removeprefix("Value error, ")), ""
+    return f"cannot be {shown(value)}", ""
+
+
+def option_problem(error: ValidationError) -> str:
+    """What is wrong with the value of an option of the command line, in the words of a config's mistakes."""
+    return _describe(error.errors(include_url=False)[0], (), BaseModel)[0]
 
 
 def _how_to_add(path: KeyPath, model: type[BaseModel]) -> str:
@@ -118,11 +131,16 @@ def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value in TOML's spelling, cut to a readable length."""
+    if isinstance(value, list):
+        text = f"[{', '.join(map(shown, value))}]"
+        return text if len(text) <= 80 else text[:77] + "..."
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, date | time):
+        return value.isoformat()
     text = f'"{value}"' if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -127,7 +127,7 @@ def _broken_rules(
         problem = "needs the noise scale, which gns.enabled = false turns off"
         found.append(UserError("gns.components_every", problem, "set it to 0, or gns.enabled to true"))
     found += _broken_growth(config, world_size)
-    found += _broken_sharding(config, world_size)
+    found += broken_sharding(config, world_size)
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
         found.append(UserError("objective.chunk_tokens", problem, "set one of them off"))
@@ -167,7 +167,8 @@ def _broken_growth(config: RunConfig, world_size: int) -> list[UserError]:
     return found
 
 
-def _broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
+def broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
+    """What of `[distributed]` does not go with this number of ranks, or with other tables."""
     table, found = config.distributed, []
     if table.strategy != "hsdp" and table.replicas:
         problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
@@ -193,23 +194,16 @@ def _broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> list[UserError]:
     found = []
-    train, warmup, warmup_tokens = config.train, config.scheduler.warmup_steps, config.scheduler.warmup_tokens
-    if warmup > steps:
-        length = f"train.tokens = {train.tokens:,}, {steps} full steps" if train.tokens else f"train.steps = {steps}"
-        problem = f"{warmup} is longer than the run ({length})"
-        found.append(UserError("scheduler.warmup_steps", problem, f"set it to at most {steps}"))
+    train = config.train
     if train.tokens and train.steps not in (0, steps):
         problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
         found.append(UserError("train.steps", problem, "set one of them to 0"))
     if train.tokens and tokens_per_step == 0:
         problem = "needs to know how large a batch is, and data sets of your own do not say"
         found.append(UserError("train.tokens", problem, "set train.steps instead"))
-    if warmup_tokens and not train.tokens:
+    if config.scheduler.warmup_tokens and not train.tokens:
         fix = "set train.tokens, or warmup_steps instead"
         found.append(UserError("scheduler.warmup_tokens", "needs a run whose length is in tokens", fix))
-    elif warmup_tokens > train.tokens:
-        problem = f"{warmup_tokens:,} is longer than the run (train.tokens = {train.tokens:,})"
-        found.append(UserError("scheduler.warmup_tokens", problem, f"set it to at most {train.tokens}"))
     return found
 
 

@@ -266,8 +266,9 @@ class GnsTable(Table):
 class WandbTable(Table):
     """`[metrics] wandb`: Weights & Biases."""
 
-    mode: Literal["offline", "online", "disabled"] = "disabled"
-    """disabled: off; offline: write to the run directory; online: also send to the server."""
+    mode: Literal["auto", "offline", "online", "disabled"] = "auto"
+    """auto: as the environment's WANDB_MODE says; without it online if there is a login (WANDB_API_KEY, or `wandb login`),
+    otherwise offline. offline: write to the run directory; online: also send to the server; disabled: off."""
     project: Text = "trainer"
     """Project name."""
     entity: str | None = None

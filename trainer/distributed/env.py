@@ -69,7 +69,7 @@ def pick_device(wanted: str, info: RankInfo) -> torch.device:
         raise UserError("train.device", 'is "cuda", but torch finds no CUDA device', 'use "auto" or "cpu"')
     if info.local_rank >= torch.cuda.device_count():
         problem = f"local rank {info.local_rank} has no device; this node has {torch.cuda.device_count()}"
-        raise UserError("train.device", problem, "lower --nproc_per_node")
+        raise UserError("train.device", problem, "start fewer ranks on it")
     device = torch.device("cuda", info.local_rank)
     torch.cuda.set_device(device)
     return device

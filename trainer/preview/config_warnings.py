@@ -31,6 +31,8 @@ LANE_FILL = 0.5  # rows of the average batch over the batch size
 PROBE_COST = 0.05  # share of the training time
 HEALTHY_PROBE_COST = 0.01
 LONG_WARMUP = 0.5  # share of the run
+SKEW = 2.0  # of the drawn share over that of the corpus, or the other way
+SEEN = 0.01  # share below which a modality may be skewed
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,33 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     found = [*_data_warnings(plan, preview)]
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
-    return [*found, *growth_warnings(plan), *_run_warnings(plan.config)]
+    return [*found, *mix_warnings(plan, preview), *growth_warnings(plan), *_run_warnings(plan.config)]
+
+
+def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
+    """About modalities that are drawn in another share of the tokens than they are of the corpus.
+
+    Not of a blend with a schedule, whose shares are meant to change.
+    """
+    if any(isinstance(source.table.weight, ScheduleTable) for source in plan.sources):
+        return
+    views = [(source, view) for source in preview.sources for view in source.modalities]
+    skewed = [
+        f"{view.name} is {view.corpus_share:.1%} of the corpus and {view.drawn_share:.1%} of what is drawn"
+        for _, view in views
+        if max(view.corpus_share, view.drawn_share) >= SEEN
+        and not 1 / SKEW <= view.drawn_share / max(view.corpus_share, 1e-12) <= SKEW
+    ]
+    if not skewed:
+        return
+    known = [source for source in preview.sources if source.modalities]
+    if len(known) > 1:
+        total = sum(source.pass_batches for source in known)
+        weights = ", ".join(f"{source.name} = {source.pass_batches / total:.3g}" for source in known)
+        fix = f"if that is not meant, the shares of the corpus come from the weights {weights}"
+    else:
+        fix = "give each modality a source of its own, with a weight (train init writes that), or train longer"
+    yield ConfigWarning("data.source.weight", "; ".join(skewed), fix, settable=False)
 
 
 def growth_warnings(plan: Plan) -> Iterator[ConfigWarning]:

@@ -11,7 +11,7 @@ import numpy as np
 from trainer.config.rules import check_state_rules, costs_of_carry
 from trainer.data.mixing.dataset import BatchingMode
 from trainer.micro_batches import MicroBatches
-from trainer.preview.forecast import Forecast, count_run
+from trainer.preview.forecast import MAX_COUNTED, Forecast, count_run
 from trainer.preview.probes import ProbeView, probe_view
 from trainer.preview.shapes import SourceShape, StreamShape, source_shape
 from trainer.preview.shares import ZeroSpan, expected_batches, first_zero, sample_points, shares_at
@@ -19,6 +19,8 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.schedule import make_schedule
 from trainer.wording import counted
+
+RARE_WAIT = 1e-9  # probability that a single reader waits longer than its bound
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class ModalityView:
     Attributes:
         absent_share: share of the counted picks of the source without an active reader of the modality.
         longest_wait_steps: most optimizer steps between two picks of a reader, as counted.
+        corpus_tokens: of a pass over its training documents.
+        corpus_share, drawn_share: of the tokens of all countable sources, in such passes and in the run.
     """
 
     name: str
@@ -39,6 +43,9 @@ class ModalityView:
     tokens: float
     absent_share: float
     longest_wait_steps: int
+    corpus_tokens: int
+    corpus_share: float = 0.0
+    drawn_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,7 @@ class SourceView:
 
     Attributes:
         batches: expected micro-batches per rank (mean over seeds).
+        pass_batches: micro-batches per rank of a pass over the source.
         batch_share: share of the micro-batches.
         zero: the first range of batches with weight 0.
         token_share: share of the tokens of all countable sources.
@@ -64,6 +72,7 @@ class SourceView:
     batches: float
     batch_share: float
     zero: ZeroSpan | None
+    pass_batches: float = 0.0
     tokens: float | None = None
     token_share: float | None = None
     epochs: float | None = None
@@ -158,8 +167,11 @@ class Preview:
     costs_of_carry: Mapping[str, str] = field(default_factory=dict)
 
 
-def make_preview(plan: Plan, world_size: int) -> Preview:
+def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Preview:
     """Compute a preview. Opens every stream, but reads only document lengths.
+
+    Args:
+        most: batches that are counted, over all ranks; beyond them numbers are averages.
 
     Raises:
         UserError: a stream cannot be opened, a source has nothing to train on, or the model lacks the state that a setting
@@ -168,7 +180,7 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
     train = plan.config.train
     check_state_rules(plan.config, plan.state_width())
     shapes = [source_shape(plan, source, world_size) for source in plan.sources]
-    forecast = count_run(plan, shapes, world_size)
+    forecast = count_run(plan, shapes, world_size, most=most)
     weights = [source.weight for source in plan.sources]
     batches_by_steps = plan.batches_by_steps
     num_batches = plan.num_batches
@@ -179,7 +191,8 @@ def make_preview(plan: Plan, world_size: int) -> Preview:
         for shape, batches, zero in zip(shapes, expected, zeros, strict=True)
     ]
     tokens = max(sum(source.tokens or 0 for source in sources), 1)
-    shared = [s if s.tokens is None else replace(s, token_share=s.tokens / tokens) for s in sources]
+    corpus = max(sum(view.corpus_tokens for source in sources for view in source.modalities), 1)
+    shared = [s if s.tokens is None else _with_shares(s, tokens, corpus) for s in sources]
     cells = forecast.cells_per_step
     return Preview(
         name=plan.config.run.name,
@@ -220,7 +233,9 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
 
     With weighted picks, a reader with one pick left waits for about the remaining picks of the whole pool, at most K n; waits
     beyond 2 K n are negligible (docs/ledger.md; counted in docs/preview.md). This holds from about 20 picks per slice; below
-    that, use the counted waits. As slices differ, K n is the sum of the K longest slices. A source with a share of the m
+    that, use the counted waits. A single reader waits only for its source, whose draws are independent: longer than w
+    micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K
+    longest slices. A source with a share of the m
     micro-batches per step needs 1 / (share m) steps per pick.
 
     Args:
@@ -229,8 +244,10 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
         share: of the micro-batches.
         micro_batches: m, the smallest of the run.
     """
-    if num_mixed <= 1 or share <= 0 or not picks_per_slice:
-        return round(1 / (share * micro_batches)) if share > 0 else 0
+    if share <= 0:
+        return 0
+    if num_mixed <= 1 or not picks_per_slice:
+        return int(np.ceil(max(np.log(RARE_WAIT) / np.log1p(-share), 1) / micro_batches)) if share < 1 else 1
     longest = sorted(picks_per_slice)[-num_mixed:]
     return int(np.ceil(2 * sum(longest) / (share * micro_batches)))
 
@@ -250,11 +267,13 @@ def _source_view(
     rows = sum(len(part.loads) * part.num_picks for _, part in slices)
     configured_rows = sum(stream.batch_size * part.num_picks for stream, part in slices)
     masked = shape.masked_shares(shared=shape.shared)
+    ranks = range(len(masked))
     return SourceView(
         name=shape.name,
         batches=batches,
         batch_share=share,
         zero=zero,
+        pass_batches=sum(_picks(shape, stream, rank) for stream in shape.streams for rank in ranks) / len(ranks),
         tokens=sum(view.tokens for view in modalities),
         epochs=sum(view.cells for view in modalities) / epoch_cells,
         num_mixed=num_mixed,
@@ -268,6 +287,15 @@ def _source_view(
         wait_bound_steps=wait_bound(picks, num_mixed, share, plan.batches_by_steps.least),
         modalities=tuple(modalities),
     )
+
+
+def _with_shares(source: SourceView, tokens: float, corpus: int) -> SourceView:
+    """The source with its part of all tokens that are drawn, and of those of the corpus."""
+    views = tuple(
+        replace(view, corpus_share=view.corpus_tokens / corpus, drawn_share=view.tokens / tokens)
+        for view in source.modalities
+    )
+    return replace(source, token_share=(source.tokens or 0) / tokens, modalities=views)
 
 
 def _modality_view(name: str, shape: SourceShape, batches: float, forecast: Forecast) -> ModalityView:
@@ -292,6 +320,7 @@ def _modality_view(name: str, shape: SourceShape, batches: float, forecast: Fore
         tokens=tokens,
         absent_share=sum(tally.absent[name] for tally in tallies) / max(sum(tally.batches for tally in tallies), 1),
         longest_wait_steps=max((wait for tally in tallies for wait in tally.waits[name]), default=0),
+        corpus_tokens=sum(part.tokens for stream in streams for part in stream.slices),
     )
 
 

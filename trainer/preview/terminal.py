@@ -132,7 +132,9 @@ def _modality_table(preview: Preview, width: int) -> Table:
         Column("picks", [f"{view.picks:,.0f}" for view in views], "right"),
         Column("exhausts", [f"{view.exhausts:,.0f}" for view in views], "right", leave_out=2),
         Column("cells", [f"{view.cells:,.0f}" for view in views], "right", leave_out=4),
-        Column("tokens", [f"{view.tokens:,.0f}" for view in views], "right", leave_out=1),
+        Column("tokens", [f"{view.tokens:,.0f}" for view in views], "right", leave_out=2),
+        Column("of\ncorpus", [f"{view.corpus_share:.1%}" for view in views], "right", leave_out=1),
+        Column("of\ndrawn", [f"{view.drawn_share:.1%}" for view in views], "right", leave_out=1),
         Column("absent", [f"{view.absent_share:.1%}" for view in views], "right"),
         Column("longest\nwait", [f"{view.longest_wait_steps:,} steps" for view in views], "right"),
     ]

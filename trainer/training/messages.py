@@ -90,7 +90,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
         lines.append(f"  checkpoints/    {_next_command(run, run_dir, state)}")
-    if run.config.metrics.wandb.mode == "offline" and (run_dir.path / "wandb").is_dir():  # it may not be installed
+    if any((run_dir.path / "wandb").glob("offline-run-*")):
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
     for number, line in enumerate(lines):

@@ -31,7 +31,7 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
         (["train.micro_batches=0"], "train.micro_batches: must be >= 1, got 0"),
         (
             ['train.micro_batches={schedule="linear",points={0=1}}'],
-            'train.micro_batches: schedule must be "step" or "auto", got \'linear\'',
+            'train.micro_batches: schedule must be "step" or "auto", got "linear"',
         ),
         (
             ['train.micro_batches={schedule="step",points={}}'],

@@ -10,7 +10,7 @@ from trainer.config.load import load_config, load_dataset_file
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
-WANDB = 'set metrics.wandb.mode to "offline" or "online"'
+WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
 
 
 def fix_for(key: str) -> str:

@@ -70,7 +70,7 @@ def test_the_program_reads_inspects_inits_and_trains_it(corpus: Path, tmp_path: 
     commands = [
         ["data", "inspect", str(corpus), *reading, "--json"],
         ["data", "verify", str(corpus), *reading],
-        ["init", str(corpus), "--out", str(config), "--eod", "0"],
+        ["init", str(corpus), "--out", str(config), "--eod", "0", "--minutes", "0"],
         ["--config", str(config), "--run-dir", str(run), "--steps", "3", "--stdout", "off", *short],
     ]
     done = subprocess.run(

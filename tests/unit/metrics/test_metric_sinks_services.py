@@ -15,7 +15,7 @@ import pytest
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.metrics.payload_contract import build_payload, build_restart
 from trainer.metrics.sinks.tensorboard import TensorboardSink
-from trainer.metrics.sinks.wandb import WandbSink
+from trainer.metrics.sinks.wandb import WandbSink, resolve_mode
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_wandb_disabled_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.wandb"))
 
 
-def test_wandb_that_cannot_start_costs_one_warning(
+def test_wandb_that_cannot_begin_online_costs_one_warning_and_writes_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("WANDB_API_KEY", "NETRC"):
@@ -121,9 +121,51 @@ def test_wandb_that_cannot_start_costs_one_warning(
     sink.log(train(1))
     sink.log(train(2))
     sink.close()
-    assert sink.run_id is None
-    assert capsys.readouterr().err.count("wandb failed and is off from now on") == 1
-    assert [event["name"] for event in events] == ["wandb"]
+    said = capsys.readouterr().err
+    assert said.count("wandb: cannot begin online, and goes on offline") == said.count("WARNING") == 1
+    assert events == []
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    wait_for_end(path)
+    assert [row["global_step"] for row in read_history(path)] == [1, 2]
+
+
+NETRC = "machine api.wandb.ai login user password KEY\nmachine own.example login user password KEY\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "netrc", "base_url", "mode", "why"),
+    [
+        ({"WANDB_MODE": "online"}, "", None, "online", "WANDB_MODE=online"),
+        ({"WANDB_MODE": "offline", "WANDB_API_KEY": "x"}, NETRC, None, "offline", "WANDB_MODE=offline"),
+        ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "x"}, NETRC, None, "disabled", "WANDB_MODE=disabled"),
+        ({"WANDB_MODE": "dryrun"}, NETRC, None, "offline", "WANDB_MODE=dryrun"),
+        ({"WANDB_MODE": "on", "WANDB_API_KEY": "x"}, "", None, "disabled", "WANDB_MODE=on is none of online, offline"),
+        ({"WANDB_API_KEY": "x"}, "", None, "online", "there is a login"),
+        ({"WANDB_API_KEY": ""}, "", None, "offline", "there is no login"),
+        ({}, NETRC, None, "online", "there is a login"),
+        ({}, NETRC, "https://own.example:8080/x", "online", "there is a login"),
+        ({}, NETRC, "https://other.example", "offline", "there is no login"),
+        ({"WANDB_BASE_URL": "https://other.example"}, NETRC, None, "offline", "there is no login"),
+        ({}, "machine", None, "offline", "there is no login"),
+        ({}, None, None, "offline", "there is no login"),
+    ],
+)
+def test_auto_is_online_with_a_login_offline_without_and_heeds_the_environment(
+    tmp_path, environ, netrc, base_url, mode, why
+):
+    if netrc is not None:
+        (tmp_path / "netrc").write_text(netrc)
+    found, reason = resolve_mode(base_url, {"NETRC": str(tmp_path / "netrc"), **environ})
+    assert found == mode
+    assert reason.startswith(why)
+
+
+def test_auto_without_the_package_is_off_and_says_so(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert resolve_mode(None, {"WANDB_API_KEY": "x"}) == (
+        "disabled",
+        "the package is not installed (pip install wandb)",
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds the service through /proc")

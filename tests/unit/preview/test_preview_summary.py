@@ -129,7 +129,9 @@ def test_wait_bound_is_two_k_n_in_steps() -> None:
     assert wait_bound([50] * 10, 4, 0.5, 2) == 2 * 4 * 50
     assert wait_bound([50] * 10, 4, 0.25, 1) == 4 * 2 * 4 * 50
     assert wait_bound([10, 10, 90, 50], 2, 1.0, 1) == 2 * (90 + 50)
-    assert wait_bound([50] * 10, 1, 0.5, 1) == 2  # a single reader never waits
+    assert wait_bound([50] * 10, 1, 1.0, 2) == 1  # a single reader waits for its source alone
+    assert 0.5 ** wait_bound([50] * 10, 1, 0.5, 1) <= 1e-9 < 0.5 ** (wait_bound([50] * 10, 1, 0.5, 1) - 1)
+    assert wait_bound([50] * 10, 1, 0.5, 2) == 15
     assert wait_bound([], 4, 0.0, 1) == 0
 
 

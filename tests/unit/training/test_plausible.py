@@ -31,6 +31,15 @@ def plan(config: Path, *overrides: str, world_size: int = 1) -> Plan:
 
 DOUBTS = [
     (["eval.holdout_fraction=0.99"], "eval.holdout_fraction: holds out 99% of the documents"),
+    (
+        ["train.steps=1"],
+        "scheduler.warmup_steps: 2 is longer than the run (train.steps = 1): it ends within the warm-up, at 0.5 of "
+        "optimizer.lr; set it to at most 1, unless this is a short trial",
+    ),
+    (
+        ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"],
+        "scheduler.warmup_tokens: 2,000 is longer than the run (train.tokens = 500)",
+    ),
     (["objective.chunk_tokens=64"], "objective.chunk_tokens: 64: a micro-batch has 64 tokens, so nothing is saved"),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight by about this much"),
     (

@@ -8,11 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.cli.init.mix import Part
+from trainer.cli.init.shares import IN_WORDS, Mix
 from trainer.data.inspection.sizing import Sizes
-from trainer.wording import counted
 
 WIDTH = 120  # of notes
 TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
+
+
+@dataclass(frozen=True)
+class StarterSource:
+    """A `[[data.source]]`.
+
+    Args:
+        keys: all but name, weight and mixing.
+        part: its modality, if the source is one of several; None: the only one.
+    """
+
+    name: str
+    keys: Mapping[str, Any]
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -20,26 +35,40 @@ class Starter:
     """Contents of a starter config.
 
     Args:
-        name: of the run and of its source.
+        name: of the run.
         found: lines on the data that was found, for the head of the file.
         notes: lines on what the user should check.
-        source: keys of `[[data.source]]` except the name.
+        sources: of the blend.
+        mix: the shares that the weights of several sources make.
         tokenizer, vocab_size: as in `[data]`; vocab_size 0 where the tokenizer has its own.
         num_ids: vocabulary of the model.
         largest_id: the largest token id, and how often it occurs.
-        suggests_eod: whether to suggest the key `eod`, which the source lacks.
+        suggests_eod: whether to suggest the key `eod`, which the sources lack.
+        length: of the run, in words.
     """
 
     name: str
     found: list[str]
     notes: list[str]
-    source: Mapping[str, Any]
+    sources: list[StarterSource]
+    mix: Mix
     tokenizer: str
     vocab_size: int
     num_ids: int
     largest_id: tuple[int, int]
     suggests_eod: bool
     sizes: Sizes
+    length: str
+
+    @property
+    def mix_lines(self) -> list[str]:
+        """Corpus share and drawn share of each modality, a line each; none for a single one."""
+        parts = [source.part for source in self.sources if source.part is not None]
+        width = max((len(part.modality) for part in parts), default=0)
+        return [
+            f"{part.modality:<{width}}  {part.corpus_share:6.1%} of the corpus, {part.drawn_share:6.1%} of what is drawn"
+            for part in parts
+        ]
 
 
 def render_starter(starter: Starter, *, schema: str | None) -> str:
@@ -81,7 +110,7 @@ def _train(starter: Starter) -> list[str]:
     sizes = starter.sizes
     return [
         "[train]",
-        f"steps = {sizes.steps}   # about {counted(sizes.passes, 'pass')} over the data on 1 rank",
+        f"steps = {sizes.steps}   # {starter.length}",
         f"micro_batches = {sizes.micro_batches}   # micro-batches per optimizer step and rank",
         '# precision = "bf16"   # on a GPU that supports it',
     ]
@@ -113,16 +142,33 @@ def _data(starter: Starter) -> list[str]:
 
 
 def _source(starter: Starter) -> list[str]:
-    lines = [
-        "# Add [[data.source]] tables to blend in more data; weight sets the proportions.",
-        "[[data.source]]",
-        f"name = {_toml(starter.name)}",
-        *(f"{key} = {_toml(value)}" for key, value in starter.source.items()),
-    ]
-    if starter.suggests_eod:
-        largest, times = starter.largest_id
-        hint = largest if times > 1 else "..."
-        lines.append(f"# eod = {hint}   # id that ends a document, if there is one; without it a file is one document")
+    if len(starter.sources) == 1:
+        lines = ["# Add [[data.source]] tables to blend in more data; weight sets the proportions."]
+    else:
+        others = ", ".join(f"{mix}: {words}" for mix, words in IN_WORDS.items() if mix is not starter.mix)
+        text = "One source per modality. A weight is a share of the micro-batches; these draw each modality "
+        text += f"{IN_WORDS[starter.mix]} (train init --weights {starter.mix}). Other choices: {others}."
+        lines = _comment(text)
+    for source in starter.sources:
+        lines += _one_source(source, starter.sizes)
+        if starter.suggests_eod:
+            largest, times = starter.largest_id
+            hint = largest if times > 1 else "..."
+            lines.append(
+                f"# eod = {hint}   # id that ends a document, if there is one; without it a file is one document"
+            )
+        lines.append("")
+    return lines[:-1]
+
+
+def _one_source(source: StarterSource, sizes: Sizes) -> list[str]:
+    lines = ["[[data.source]]", f"name = {_toml(source.name)}"]
+    lines += [f"{key} = {_toml(value)}" for key, value in source.keys.items()]
+    if (part := source.part) is not None:
+        said = f"{part.corpus_share:.1%} of the corpus, {part.drawn_share:.1%} of the tokens that are drawn"
+        lines.append(f"weight = {part.weight:.4g}   # {said}")
+        if part.streams < sizes.num_streams_mixed:
+            lines.append(f"mixing = {{ num_streams_mixed = {part.streams} }}")
     return lines
 
 
@@ -154,6 +200,11 @@ def _rest(starter: Starter) -> list[str]:
         *("[optimizer]", "lr = 2e-3", ""),
         *(types if starter.tokenizer == "bytes" else []),
         *("[scheduler]", 'name = "cosine"', f"warmup_steps = {steps // 20}", ""),
-        *("[metrics]", "log_interval = 10", '# wandb = { mode = "offline", project = "trainer" }', ""),
+        *(
+            "[metrics]",
+            "log_interval = 10",
+            'wandb = { mode = "auto", project = "trainer" }   # online with a login, otherwise offline; or "disabled"',
+            "",
+        ),
         *("[checkpoint]", f"every = {max(steps // 5, 1)}"),
     ]

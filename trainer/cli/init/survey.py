@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.cli.init.starter import Starter
+from trainer.cli.init.mix import Part, parts_of
+from trainer.cli.init.shares import Mix
+from trainer.cli.init.starter import Starter, StarterSource
 from trainer.cli.terminal import progress_bar
 from trainer.config.data_tables import DataTable
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.own_format import is_import_path
 from trainer.data.formats.registry import takes_option
 from trainer.data.inspection.guess import Guess, Look, guess, look
-from trainer.data.inspection.sizing import Sizes, choose_sizes
+from trainer.data.inspection.sizing import Sizes, choose_sizes, holds_out_each
 from trainer.data.inspection.survey import Survey, survey
 from trainer.data.stored.cache import Cache
 from trainer.data.stored.streams import discover_stored
-from trainer.data.streams.layout import Discovery, Stream, discover, refuse_empty
+from trainer.data.streams.layout import Discovery, Stream, discover, discover_direct, refuse_empty
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.storage import is_url
 from trainer.wording import counted
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
+MOST_SOURCES = 32  # modalities that get a source of their own, each with open streams of its own
 FEW_DOCUMENTS = 4  # streams with fewer leave rows of a batch empty
 
 
 def make_starter(
-    paths: list[str], *, format: str, dtype: str | None, eod: int | None, tokenizer: str | None
+    paths: list[str],
+    *,
+    format: str = "auto",
+    dtype: str | None = None,
+    eod: int | None = None,
+    tokenizer: str | None = None,
+    weights: Mix = Mix.tokens,
 ) -> Starter:
     """The starter config for the data at `paths`; the other arguments are the verb's options.
 
@@ -54,7 +63,8 @@ def make_starter(
         seen = look(chosen, kind, tokenizer=named, format=format, eod=eod, report=report)
         if not any(each.any() for each in seen.lengths):
             raise UserError(paths[0], "holds no token at all", "name files with text or token ids in them")
-        sizes = choose_sizes([s.relative_path for s in chosen], seen.lengths, share=share)
+        names, modalities = [s.relative_path for s in chosen], [s.modality for s in chosen]
+        sizes = choose_sizes(names, seen.lengths, share=share, modalities=modalities)
         vocab_size = seen.largest_id + 1 if named == "ids" else 0
         options = ReadOptions(load_tokenizer(named, vocab_size=vocab_size), kind.dtype, eod)
         found = survey(
@@ -66,17 +76,34 @@ def make_starter(
             pack=sizes.pack,
             report=report,
         )
+        parts = parts_of(chosen, seen.lengths, sizes, weights)
+        held_out = holds_out_each(names, seen.lengths, modalities, sizes.holdout_fraction)
+    notes = _notes(at, seen, kind, share, sizes)
+    if (
+        sizes.holdout_fraction
+        and len(parts) > 1
+        and (without := [each for each, holds in held_out.items() if not holds])
+    ):
+        notes.append(
+            f"all modalities are one source, without weights: {', '.join(without)} has too few documents to hold some out, "
+            "which evaluation needs of every source"
+        )
+        parts = []
+    keys = _source_keys(kind, format=format, eod=eod)
+    name = _run_name(paths[0])
     return Starter(
-        name=_run_name(paths[0]),
+        name=name,
         found=_found_lines(at, chosen, found, kind, sizes),
-        notes=_notes(at, seen, kind, share, sizes),
-        source=_source_keys(at, kind, format=format, eod=eod),
+        notes=notes,
+        sources=_sources(at, parts, name, keys, format=format),
+        mix=weights,
         tokenizer=named,
         vocab_size=vocab_size,
         num_ids=options.tokenizer.vocab_size,
         largest_id=(seen.largest_id, seen.largest_id_count),
         suggests_eod=eod is None and any(takes_option(name, "eod") for name in kind.formats),
         sizes=sizes,
+        length=f"about {counted(sizes.passes, 'pass')} over the data on 1 rank",
     )
 
 
@@ -149,12 +176,28 @@ def _notes(at: Discovery, seen: Look, kind: Guess, share: float, sizes: Sizes) -
     return notes
 
 
-def _source_keys(at: Discovery, kind: Guess, *, format: str, eod: int | None) -> dict[str, Any]:
-    keys: dict[str, Any] = {"layout": at.layout}
+def _sources(
+    at: Discovery, parts: list[Part], name: str, keys: Mapping[str, Any], *, format: str
+) -> list[StarterSource]:
+    """One source per modality, where a config can name the modality alone; otherwise a single one."""
+    whole: dict[str, Any] = {"layout": at.layout}
+    whole |= {"root": at.root} if at.root is not None else {"paths": list(at.paths)}
     if at.root is not None:
-        keys["root"] = at.root
+        apart: dict[str, dict[str, Any]] = {part.modality: {"modalities": [part.modality]} for part in parts}
     else:
-        keys["paths"] = list(at.paths)
-    if format != "auto":
-        keys["format"] = format
-    return keys | {key: value for key, value in (("dtype", kind.dtype), ("eod", eod)) if value is not None}
+        apart = {}
+        for path in at.paths if not any(map(is_url, at.paths)) else ():
+            found = {stream.modality for stream in discover_direct([path], format=format)}
+            if len(found) > 1:
+                apart = {}
+                break
+            apart.setdefault(found.pop(), {"paths": []})["paths"].append(path)
+    if not 1 < len(parts) <= MOST_SOURCES or not {part.modality for part in parts} <= apart.keys():
+        return [StarterSource(name, {**whole, **keys})]
+    return [StarterSource(part.source, {**whole, **apart[part.modality], **keys}, part) for part in parts]
+
+
+def _source_keys(kind: Guess, *, format: str, eod: int | None) -> dict[str, Any]:
+    """How the files are read."""
+    keys = {"format": None if format == "auto" else format, "dtype": kind.dtype, "eod": eod}
+    return {key: value for key, value in keys.items() if value is not None}

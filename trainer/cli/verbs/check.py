@@ -20,9 +20,12 @@ from trainer.wording import counted
 if TYPE_CHECKING:
     import torch
 
+    from trainer.preview.summary import Preview
     from trainer.training.setup.plan import Plan
 
 TEMPORARY = ("gradients", "peak", "process")
+MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
+COUNTED = 20_000  # micro-batches over all ranks
 
 
 def check(
@@ -46,7 +49,7 @@ def check(
 
         from trainer.config.load import load_config, located, to_toml
         from trainer.metrics.logger import get_logger
-        from trainer.preview.config_warnings import growth_warnings
+        from trainer.preview.config_warnings import growth_warnings, mix_warnings
         from trainer.training.setup.contract import check_here, refuse_breaches
         from trainer.training.setup.plan import make_plan
 
@@ -58,7 +61,8 @@ def check(
     device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
     for unmet in plan.unmet_needs(device):
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
-    for warning in growth_warnings(plan):
+    preview = _preview(plan)
+    for warning in [*growth_warnings(plan), *(mix_warnings(plan, preview) if preview is not None else ())]:
         get_logger("check").warning("%s", warning.message)
     facts = _derived(plan)
     facts.update(_memory(plan, device))
@@ -71,7 +75,7 @@ def check(
             get_logger("check").warning("model: %s: %s", verdict.check, verdict.text)
         facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
         facts["contract"] = report.to_json() if as_json else report.summary()
-    sources = _sources(plan)
+    sources = _sources(plan, preview)
     if as_json:
         content = {"config": resolved.model_dump(mode="json"), "facts": {**facts, "sources": sources}}
         typer.echo(json.dumps(content, indent=2))
@@ -107,19 +111,33 @@ def _derived(plan: Plan) -> dict[str, Any]:
     return {**facts, **costs_of_carry(config)}
 
 
-def _sources(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Streams and modalities of each source, and what each of several ranks gets of them."""
-    from trainer.preview.shapes import source_shape
+def _preview(plan: Plan) -> Preview | None:
+    """What the run will draw, counted over its beginning; None for one rank on much data, which opening may tokenize."""
+    import os
 
+    from trainer.preview.summary import make_preview
+
+    size = sum(os.path.getsize(stream.path) for source in plan.sources for stream in source.streams)
+    if plan.facts.world_size == 1 and size > MOST_BYTES:
+        return None
+    return make_preview(plan, plan.facts.world_size, most=COUNTED)
+
+
+def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
+    """Streams and modalities of each source, their shares, and what each of several ranks gets of them."""
     sources: dict[str, dict[str, Any]] = {
         source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
         for source in plan.sources
     }
-    for source in plan.sources if plan.facts.world_size > 1 else []:
-        if source.streams:  # opens them all, which one rank does not need: it reads everything
-            dealt = source_shape(plan, source, plan.facts.world_size)
-            shares = {"rank_token_shares": dealt.token_shares(), "masked_share": dealt.worst_masked_shares()}
-            sources[source.name].update(shares)
+    for view in preview.sources if preview is not None else ():
+        if not view.modalities:
+            continue
+        found = sources[view.name]
+        found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
+        found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
+        if plan.facts.world_size > 1:
+            found["rank_token_shares"] = list(view.rank_token_shares)
+            found["masked_share"] = dict(view.masked_share)
     return sources
 
 
@@ -204,6 +222,10 @@ def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> N
     for name, found in sources.items():
         what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
         typer.echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
+        for modality, share in found.get("corpus_share", {}).items():
+            typer.echo(
+                f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn"
+            )
         if "rank_token_shares" in found:
             tokens, masked = found["rank_token_shares"], found["masked_share"]
             by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in masked.items())

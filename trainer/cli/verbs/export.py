@@ -26,20 +26,31 @@ class ExportFormat(StrEnum):
     tensorboard = "tensorboard"
 
 
+SUFFIXES = {".csv": ExportFormat.csv, ".parquet": ExportFormat.parquet}
+"""Of a file to write -> the format without `--format`."""
+
+
 def export(
     run_dir: Annotated[
         str, typer.Argument(help="A run directory; for metrics also a metrics.jsonl.", metavar="RUN_DIR")
     ],
-    format: Annotated[
-        ExportFormat,
-        typer.Option(help="Weights: safetensors; hf, for from_pretrained. Metrics: csv, parquet, tensorboard."),
-    ],
     out: Annotated[str, typer.Option(help="File (csv, parquet) or directory (the others) to write.", metavar="PATH")],
+    format: Annotated[
+        ExportFormat | None,
+        typer.Option(
+            help="Weights: safetensors; hf, for from_pretrained. Metrics: csv, parquet, tensorboard. Default: csv or parquet "
+            "if PATH ends so, otherwise safetensors."
+        ),
+    ] = None,
     step: Annotated[int | None, typer.Option(help="Weights: step of the checkpoint; default: the newest.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
 ) -> None:
     """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet, TensorBoard)."""
     target = Path(out)
+    if format is None:
+        format = SUFFIXES.get(target.suffix, ExportFormat.safetensors)
+        others = ", ".join(each for each in ExportFormat if each is not format)
+        typer.echo(f"no --format: writing {format.value}; the others: {others}", err=True)
     if target.exists() and not force:
         raise UserError(out, "exists already", "name another place, or add --force")
     if target.is_dir() and not _is_own(target):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.cli.init.shares import Mix
 from trainer.cli.options import EodOption, FormatOption
 from trainer.cli.terminal import put_text
 from trainer.errors import UserError
@@ -28,18 +29,37 @@ def init(
         str | None, typer.Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")
     ] = None,
     eod: EodOption = None,
+    weights: Annotated[
+        Mix,
+        typer.Option(
+            help="How often each modality is drawn: tokens (in its share of the corpus), sqrt (by the square root of its "
+            "tokens), or equal."
+        ),
+    ] = Mix.tokens,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Length of the run at most, by timing a few steps on this machine; 0: one pass, untimed."
+        ),
+    ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
     from trainer.cli.init.starter import render_starter
     from trainer.cli.init.survey import make_starter
+    from trainer.cli.init.trial import timed
     from trainer.config.docs import render_config_schema
 
     if out is not None and Path(out).exists() and not force:
         raise UserError(out, "exists already", "name another file, or add --force")
-    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, tokenizer=tokenizer)
+    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, tokenizer=tokenizer, weights=weights)
+    if minutes:
+        starter = timed(starter, minutes)
     put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)
     if out is not None:
         put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
         for note in starter.notes:
             typer.echo(f"note: {note}", err=True)
+        for line in starter.mix_lines:
+            typer.echo(line, err=True)
+        typer.echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
         typer.echo(f"next: train check --config {out}, then: train --config {out}", err=True)

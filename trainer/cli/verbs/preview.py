@@ -13,7 +13,7 @@ from trainer.cli.terminal import output
 def preview(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    world_size: Annotated[int, typer.Option(min=1, help="World size to assume.")] = 1,
+    world_size: Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")] = 1,
     as_json: JsonOption = False,
     out: Annotated[str | None, typer.Option(help="Also draw a picture: .png or .svg.", metavar="PICTURE")] = None,
 ) -> None:

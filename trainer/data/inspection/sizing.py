@@ -35,13 +35,16 @@ class Sizes:
     holdout_fraction: float
 
 
-def choose_sizes(paths: Sequence[str], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
+def choose_sizes(
+    paths: Sequence[str], lengths: Sequence[Ints], *, share: float = 1.0, modalities: Sequence[str] = ()
+) -> Sizes:
     """Sizes that fill the rows of a batch and let a run see the data about once, within `STEPS_RANGE`.
 
     Args:
         paths: relative path of each stream.
         lengths: tokens of each document, by stream; at least one document has a token.
         share: of all data that these streams are.
+        modalities: of each stream; documents of each are held out, if some fraction does that.
     """
     all_lengths = np.concatenate(lengths)
     total = int(all_lengths.sum())
@@ -65,7 +68,7 @@ def choose_sizes(paths: Sequence[str], lengths: Sequence[Ints], *, share: float 
         micro_batches=micro,
         steps=steps,
         passes=steps * tokens_a_step / (total / share),
-        holdout_fraction=_holdout(paths, lengths, total),
+        holdout_fraction=_holdout(paths, lengths, total, modalities),
     )
 
 
@@ -84,12 +87,26 @@ def _power_of_two(value: int, lowest: int, highest: int) -> int:
     return int(np.clip(1 << max(value, 1).bit_length() - 1, lowest, highest))
 
 
-def _holdout(paths: Sequence[str], lengths: Sequence[Ints], total: int) -> float:
-    """The smallest usual fraction that holds out some tokens and leaves most; 0 if none does."""
+def _holdout(paths: Sequence[str], lengths: Sequence[Ints], total: int, modalities: Sequence[str]) -> float:
+    """The smallest usual fraction that holds out some tokens, of every modality if one does, and leaves most; 0 if none."""
+    usable = []
     for fraction in HOLDOUT_FRACTIONS:
-        held = sum(
+        by_stream = [
             int(each[held_out(path, len(each), fraction)].sum()) for path, each in zip(paths, lengths, strict=True)
-        )
-        if held >= total * fraction / 4 and held <= total * MOST_HELD_OUT:
-            return fraction
-    return 0.0
+        ]
+        if total * fraction / 4 <= sum(by_stream) <= total * MOST_HELD_OUT:
+            usable.append(fraction)
+            if all(holds_out_each(paths, lengths, modalities, fraction).values()):
+                return fraction
+    return usable[0] if usable else 0.0
+
+
+def holds_out_each(
+    paths: Sequence[str], lengths: Sequence[Ints], modalities: Sequence[str], fraction: float
+) -> dict[str, bool]:
+    """Modality -> whether this fraction holds out some of its tokens and leaves some."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, each, modality in zip(paths, lengths, modalities, strict=False):
+        held, tokens = found.get(modality, (0, 0))
+        found[modality] = held + int(each[held_out(path, len(each), fraction)].sum()), tokens + int(each.sum())
+    return {modality: 0 < held < tokens for modality, (held, tokens) in found.items()}

@@ -1,4 +1,4 @@
-"""Weights & Biases: one row per step, best effort, offline by default.
+"""Weights & Biases: one row per step, best effort; online where there is a login, otherwise offline.
 
 wandb drops a second `log` of a committed step with only a warning, so the training and evaluation payloads of a step are
 held back until the step is over and sent as one row. It also drops steps below the run's own counter, so after a rewind
@@ -9,10 +9,14 @@ counter is kept here because wandb's own is 0 after a resume until the first row
 from __future__ import annotations
 
 import html
+import importlib.util
+import netrc
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.logger import get_logger
@@ -22,6 +26,15 @@ from trainer.metrics.sinks.events import SAMPLE
 
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
+SERVER = "https://api.wandb.ai"
+WORDS: dict[str, WandbMode] = {
+    "online": "online",
+    "run": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
+"""What wandb takes in WANDB_MODE -> mode."""
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
 FINISH_TIMEOUT_SEC = 60.0
@@ -29,15 +42,45 @@ CLOSE_SEC = FINISH_TIMEOUT_SEC + 2 * _GRACE_SEC
 """What `close` may take if the service does not answer: its timeout, the grace period and the service's teardown."""
 
 
+def resolve_mode(base_url: str | None = None, environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, str]:
+    """(mode, why) of `auto`: what WANDB_MODE says; otherwise online with a login, offline without; disabled without wandb.
+
+    Args:
+        base_url: URL of a self-hosted server; None: from the environment.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        return "disabled", "the package is not installed (pip install wandb)"
+    if (said := environ.get("WANDB_MODE")) is not None:
+        if said in WORDS:
+            return WORDS[said], f"WANDB_MODE={said}"
+        return "disabled", f"WANDB_MODE={said} is none of online, offline, disabled"  # which wandb would refuse
+    if has_login(base_url or environ.get("WANDB_BASE_URL") or SERVER, environ):
+        return "online", "there is a login"
+    return "offline", "there is no login (wandb login, or WANDB_API_KEY)"
+
+
+def has_login(base_url: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether there is a key for the server: in WANDB_API_KEY, or in the netrc file, where `wandb login` puts it."""
+    if environ.get("WANDB_API_KEY"):
+        return True
+    path = Path(environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return netrc.netrc(path).authenticators(urlsplit(base_url).hostname or "") is not None
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return False
+
+
 class _Messages:
     """Captures wandb's terminal output, part of which goes to stdout: the first warning is logged, all are recorded.
 
     Attributes:
         is_quiet: log nothing; while a run is being opened a failure raises anyway.
+        count: of warnings so far.
     """
 
     def __init__(self, on_event: EventCallback | None) -> None:
         self.is_quiet = True
+        self.count = 0
         self._on_event = on_event
 
     def info(self, msg: str) -> None:
@@ -45,6 +88,7 @@ class _Messages:
 
     def warning(self, msg: str) -> None:
         """Record the warning and log the first one."""
+        self.count += 1
         if self._on_event is not None:
             self._on_event({"event": "wandb_warning", "text": msg})
         if not self.is_quiet:
@@ -94,6 +138,8 @@ class WandbSink:
         self._finish_timeout_sec = finish_timeout_sec
         self._guard = BestEffort("wandb", on_event=on_event)
         self._run: Any = None
+        self._is_online = False
+        self._files = ""
         self._row: dict[str, Any] = {}
         self._row_step = 0
         self._next_own_step = 0
@@ -115,13 +161,23 @@ class WandbSink:
         silent = wandb.Settings(**known)
         wandb.setup()
         wandb.termsetup(silent, self._messages)
-        self._run = wandb.init(**options, resume="allow", dir=str(run_dir), settings=silent)
+        options |= {"resume": "allow", "dir": str(run_dir), "settings": silent}
+        try:
+            self._run = wandb.init(**options)
+            self._is_online = options["mode"] == "online"
+        except wandb.Error as error:
+            if options["mode"] != "online":
+                raise
+            self._run = wandb.init(**{**options, "mode": "offline"})
+            text = "wandb: cannot begin online, and goes on offline (%s: %s)"
+            logger.warning(text, type(error).__name__, " ".join(str(error).split()))
         self._messages.is_quiet = False
+        self._files = str(run_dir / "wandb" / Path(self._run.settings.sync_dir).name)
         self.run_id = self._run.id
         self._next_own_step = self._run.starting_step
         self._run.define_metric(STEP_KEY, hidden=True)
         self._run.define_metric("*", step_metric=STEP_KEY, step_sync=True)
-        if options["mode"] == "online":
+        if self._is_online:
             logger.info("wandb: %s", self._run.url)
 
     def log(self, payload: Mapping[str, Any]) -> None:
@@ -162,19 +218,28 @@ class WandbSink:
             return
         if self._row:
             self._guard.run(self._send)
+        warnings = self._messages.count
         finisher = threading.Thread(target=self._guard.run, args=(self._run.finish,), daemon=True)
         finisher.start()
         # wandb enforces the timeout itself while its service is alive; the grace period covers a dead service.
         finisher.join(self._finish_timeout_sec + _GRACE_SEC)
         if finisher.is_alive() or not self._guard.enabled:
             self.abandon()
+        elif self._messages.count > warnings:  # wandb tells a failed upload by a warning alone
+            self._say_unsent()
         self._run = None
+
+    def _say_unsent(self) -> None:
+        if self._is_online:
+            self._is_online = False
+            logger.info("wandb: not everything has reached the server; upload it with: wandb sync %s", self._files)
 
     def abandon(self) -> None:
         """Keep wandb from blocking the interpreter's exit if its service does not respond."""
         import wandb
 
         self._messages.is_quiet = True
+        self._say_unsent()
 
         def leave() -> None:
             with self._guard:  # silent if the failure has been reported already

@@ -47,6 +47,7 @@ def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Sour
     if config.optimizer.lr > LARGEST_LR and config.optimizer.name == "adamw" and config.optimizer.target is None:
         problem = f"{config.optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield UserError("optimizer.lr", problem, "set it between 1e-5 and 1e-2")
+    yield from _endless_warmup(config)
     tokens = _tokens_of_a_batch(config, sources)
     if config.objective.chunk_tokens >= tokens and any(source.table.target is None for source in sources):
         problem = f"{config.objective.chunk_tokens:,}: a micro-batch has {tokens:,} tokens, so nothing is saved"
@@ -60,6 +61,17 @@ def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Sour
             problem = f"{wanted} readers, but the source has {has}: all are open at once, nothing is mixed in later"
             fix = f"set it to at most {len(source.streams)}"
             yield UserError(f"source {source.name}: mixing.num_streams_mixed", problem, fix)
+
+
+def _endless_warmup(config: RunConfig) -> Iterator[UserError]:
+    """A warm-up longer than the run. Not refused: a short trial of a long config needs no other schedule."""
+    for unit in ("steps", "tokens"):
+        warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(config.train, unit)
+        if length and warmup > length:
+            problem = f"{warmup:,} is longer than the run (train.{unit} = {length:,}): it ends within the warm-up, "
+            problem += f"at {length / warmup:.2g} of optimizer.lr"
+            fix = f"set it to at most {max(length // 10, 1):,}, unless this is a short trial"
+            yield UserError(f"scheduler.warmup_{unit}", problem, fix)
 
 
 def _leaks(sources: list[Source]) -> Iterator[UserError]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, WandbTable
 from trainer.metrics.best_effort import Diagnostics, EventCallback
+from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks.background import BackgroundSink
 from trainer.metrics.sinks.base import Sink
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.sinks.stdout import Output, StdoutSink, resolve_stdout_mode
 from trainer.metrics.sinks.tensorboard import TensorboardSink
-from trainer.metrics.sinks.wandb import CLOSE_SEC, WandbSink
+from trainer.metrics.sinks.wandb import CLOSE_SEC, WandbMode, WandbSink, resolve_mode
 from trainer.training.run_dir import RunDir
+
+logger = get_logger(__name__)
 
 
 def make_sinks(
@@ -42,10 +45,10 @@ def make_sinks(
         # Somebody watches, and the payload goes to a program: the line for people stands beside the bar.
         sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
-    if table.mode != "disabled":
+    if (wandb_mode := _wandb_mode(table)) != "disabled":
         resolved: dict[str, Any] = config.model_dump(mode="json")
         wandb = WandbSink(
-            mode=table.mode,
+            mode=wandb_mode,
             project=table.project,
             entity=table.entity,
             base_url=table.base_url,
@@ -59,6 +62,15 @@ def make_sinks(
     if config.metrics.tensorboard:
         sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard", on_event=on_event), "tensorboard"))
     return sinks
+
+
+def _wandb_mode(table: WandbTable) -> WandbMode:
+    """The mode, `auto` resolved and its reason said in one line."""
+    if table.mode != "auto":
+        return table.mode
+    mode, why = resolve_mode(table.base_url)
+    logger.info("wandb: %s, since %s", mode, why)
+    return mode
 
 
 def wandb_id(sinks: list[Sink]) -> str | None:

@@ -102,7 +102,7 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
     Warm-up is linear and reaches `peak` at step `warmup_steps`. What follows is a function of
     t = (step - start) / (steps - start), start being the end of the warm-up (or, for wsd, of the stable phase):
     constant: 1; linear: 1 - t; cosine: (1 + cos(pi t)) / 2 (Loshchilov and Hutter, 2017); wsd: 1, then 1 - t; each scaled
-    to end at `min_lr_ratio` of the peak.
+    to end at `min_lr_ratio` of the peak. A run shorter than its warm-up ends on the ramp.
     """
     if step <= table.warmup_steps:
         return peak * step / table.warmup_steps
