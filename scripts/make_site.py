@@ -34,16 +34,19 @@ PARTS = (
 PACKAGES = (
     "errors",
     "import_path",
+    "profiling",
     "metrics",
     "runs",
     "config",
     "data",
     "ledger",
     "model",
+    "contracts",
     "objective",
     "distributed",
     "training",
     "preview",
+    "branching",
     "diagnostics",
     "report",
 )
@@ -73,9 +76,18 @@ def page_of(package: str) -> str:
 
 
 def parts_page() -> str:
-    """The reference of the parts that other loops take."""
+    """Links to the reference of the parts that other loops take, each with the first line of its docstring."""
     head = "# For your own loop\n\nHow they fit together: [in your own loop](../docs/your_loop.md).\n"
-    return "\n".join([head, *(f"::: {part}\n" for part in PARTS)])
+    return "\n".join([head, *(f"- [`{part}`][{part}]: {first_line(part)}" for part in PARTS), ""])
+
+
+def first_line(part: str) -> str:
+    """Of the docstring of a class or function, by its full name."""
+    module, _, name = part.rpartition(".")
+    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    found = next(node for node in tree.body if isinstance(node, kinds) and node.name == name)
+    return (ast.get_docstring(found) or "").partition("\n")[0]
 
 
 def mirror() -> None:

@@ -198,11 +198,12 @@ class Ledger:
 
         A cell that is not its group's first, of a group that was evicted, counts as a false eviction of that mode.
 
+        If it raises, nothing is changed; with `exchange`, on the rank that raises.
+
         Raises:
             ValueError: a group appears twice, an id is neither -1 nor in [0, 2^63), or `states` has another shape.
             UserError: the capacity is exhausted (with `lru`: below one micro-batch's groups).
             RuntimeError: no step has begun.
-            In each case nothing is changed; with `exchange`, on the rank that raises.
         """
         if self._step is None:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")

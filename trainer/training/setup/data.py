@@ -23,7 +23,7 @@ from trainer.training.setup.sources import Source
 class EvalSet(NamedTuple):
     """What an evaluation reads.
 
-    Args:
+    Attributes:
         name: of an `[[eval.source]]`; empty: the held-out documents.
         batches: makes an iterator of this rank's micro-batches, always the same ones: as many on every rank, since
             `per_stream` batching masks the rows of a rank whose part of a stream has ended.
