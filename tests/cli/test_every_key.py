@@ -26,6 +26,11 @@ coord = { first_token = 97, num_bins = 20, sigma = 1.0, weight = 0.5 }
 every = 12
 batches = 2
 holdout_fraction = 0.2
+target = "slow_saves:evaluate"
+
+[[eval.source]]
+name = "mine"
+paths = ["mine.jsonl"]
 
 [checkpoint]
 every = 2
@@ -69,6 +74,9 @@ if os.environ.get("RANK") == "1":
 
 def build(vocab_size, dim, num_layers):
     return build_ours(vocab_size, dim=dim, num_layers=num_layers)
+
+def evaluate(**_):
+    return {"score": 1.0, "task/score": 2.0}
 """
 Rows = dict[tuple[str, int], dict[str, float]]
 
@@ -78,6 +86,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Two ranks until the data are exhausted, on one of them before the other."""
     directory = tmp_path_factory.mktemp("every_key")
     (directory / "slow_saves.py").write_text(SLOW_SAVES)
+    (directory / "mine.jsonl").write_text('{"text": "to be or not to be"}\n' * 3)
     make_corpus(directory / "corpus", documents=6)
     config = write_tiny_config(directory, EXTRA)
     sets = (
