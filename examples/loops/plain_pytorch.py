@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -75,6 +76,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--out", type=Path, default=Path("runs/plain_pytorch"))
     options = parser.parse_args()
+    if (options.out / "metrics.jsonl").exists() and os.environ.get("RANK", "0") == "0":
+        sys.exit(f"{options.out} holds a record already: name another directory with --out")
     options.out.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -82,6 +85,8 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()  # gloo: a rank that leaves early may abort the others
         dist.destroy_process_group()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"the record is in {options.out}; what it says: train diagnose {options.out}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Lines that a loop without them would not have are marked: GNS for the noise scal
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -77,8 +78,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--out", type=Path, default=Path("runs/with_accelerate"))
     options = parser.parse_args()
+    if (options.out / "metrics.jsonl").exists() and os.environ.get("RANK", "0") == "0":
+        sys.exit(f"{options.out} holds a record already: name another directory with --out")
     options.out.mkdir(parents=True, exist_ok=True)
     train(options.steps, options.micro_batches, options.batch_size, options.out)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"the record is in {options.out}; what it says: train diagnose {options.out}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ The model is a two-layer GPT-2 with random weights; nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -118,6 +119,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("runs/with_hf_trainer"))
     options = parser.parse_args()
+    if (options.out / "metrics.jsonl").exists() and os.environ.get("RANK", "0") == "0":
+        sys.exit(f"{options.out} holds a record already: name another directory with --out")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -144,6 +147,8 @@ def main() -> None:
             GPT2LMHeadModel(config), arguments, train_dataset=Counting(), callbacks=[Measure(options.out)]
         )
         trainer.train()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"the record is in {options.out}; what it says: train diagnose {options.out}")
 
 
 if __name__ == "__main__":

@@ -117,6 +117,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--out", type=Path, default=Path("runs/with_lightning"))
     options = parser.parse_args()
+    if (options.out / "metrics.jsonl").exists() and os.environ.get("RANK", "0") == "0":
+        sys.exit(f"{options.out} holds a record already: name another directory with --out")
     options.out.mkdir(parents=True, exist_ok=True)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
@@ -135,6 +137,8 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(Module(), DataLoader(Counting(), options.batch_size))
+    if os.environ.get("RANK", "0") == "0":
+        print(f"the record is in {options.out}; what it says: train diagnose {options.out}")
 
 
 if __name__ == "__main__":

@@ -100,9 +100,19 @@ def test_a_checkpoint_is_evaluated_where_its_training_data_are_not(config, capsy
     found = evaluated(run_dir, capsys, "--source", f"a={near}", "--source", f"b={near}/1.jsonl")
     assert found["eval/a/loss"] == pytest.approx(loss_of(run_dir, sorted(near.iterdir()))[0], rel=1e-5)
     assert found["eval/b/loss"] == pytest.approx(loss_of(run_dir, [near / "1.jsonl"])[0], rel=1e-5)
-    shown = program(["eval", run_dir, "--source", f"a={near}"], capsys).stdout
-    assert "step 6" in shown
-    assert f"{found['eval/a/loss']:.4f}" in shown
+    ended = program(["eval", run_dir, "--source", f"a={near}"], capsys)
+    assert "step 6" in ended.stdout
+    assert f"{found['eval/a/loss']:.4f}" in ended.stdout
+    assert "a: 0.0 MB in files" in ended.stderr
+    assert "WARNING" not in ended.stderr
+    part = evaluated(run_dir, capsys, "--source", f"a={near}", "--batches", 1)
+    assert part["eval/a/loss"] != pytest.approx(found["eval/a/loss"], rel=1e-4)
+
+
+def test_a_set_that_was_trained_on_is_named_afterwards_too(bare, capsys):
+    file = bare.parent / "corpus" / "a" / "stream0.jsonl"
+    ended = program(["eval", bare, "--source", f"seen={file}", "--batches", 1], capsys)
+    assert "eval source seen: a file of it is trained on, by source first: " in ended.stderr
 
 
 def test_without_a_set_all_held_out_documents_are_read(config, capsys):
@@ -155,8 +165,7 @@ def test_a_set_that_is_trained_on_or_never_read_is_a_warning(config, capsys):
     corpus = config.parent / "corpus"
     leak = f'eval.source=[{{name="leak", paths=["{corpus}/a/stream0.jsonl"]}}]'
     said = program(["check", "--config", config, "--set", leak], capsys).stderr
-    assert "eval source leak: 1 file of it, such as " in said
-    assert "stream0.jsonl, are trained on by source first" in said
+    assert "eval source leak: a file of it is trained on, by source first: " in said
     said = program(["check", "--config", config, "--set", "eval.every=0"], capsys).stderr
     assert "eval.every: is 0: the run evaluates neither [[eval.source]] nor eval.target" in said
     assert "trained on" not in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -84,8 +85,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         change = f"loss {first:.4f} -> {last:.4f} ({last / first:.0%} of the first)"
         if position.first_step:
             change = f"since step {position.first_step}: {change}"
-        eval_loss = position.last_eval.get("eval_loss")
-        lines.append(change + (f", held out {eval_loss:.4f}" if eval_loss is not None else ""))
+        lines.append(change + _evaluated(position.last_eval))
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
@@ -96,6 +96,15 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     for number, line in enumerate(lines):
         logger.log(logging.ERROR if state == "failed" and number == 0 else logging.INFO, "%s", line)
     sys.stderr.flush()
+
+
+def _evaluated(metrics: Mapping[str, float]) -> str:
+    """The losses of the last evaluation."""
+    losses = {"held out": metrics["eval_loss"]} if "eval_loss" in metrics else {}
+    for key, value in metrics.items():
+        if key.startswith("eval/") and key.endswith("/loss"):
+            losses[key.removeprefix("eval/").removesuffix("/loss")] = value
+    return "".join(f", {name} {loss:.4f}" for name, loss in losses.items())
 
 
 def _next_command(run: Run, run_dir: RunDir, state: str) -> str:

@@ -229,6 +229,9 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
                 logger.info("%s: the run in it ended before it logged a step; beginning anew", given)
                 return run
             raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
+        if run.metrics.exists() and not run.status():
+            problem = f"{given} holds a metrics.jsonl that is not of a run of this program (it has no status.json)"
+            raise UserError("--run-dir", problem, "name another directory")
         return run
     parent = Path(config.run.dir)
     if resume == "auto":

@@ -70,7 +70,8 @@ def check(
     if isinstance(report, str):
         facts["forward_pass"] = facts["contract"] = f"not tried: {report}"
     else:
-        refuse_breaches(plan, report)
+        with located(config_path, overrides):
+            refuse_breaches(plan, report)
         for verdict in [*report.breaches, *report.warnings]:
             get_logger("check").warning("model: %s: %s", verdict.check, verdict.text)
         facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text

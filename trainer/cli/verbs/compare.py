@@ -133,6 +133,8 @@ def _config_table(runs: Sequence[RunRecord]) -> Table | str:
     from trainer.report.run_summary import config_differences
 
     rows = config_differences(runs)
+    if not any(run.config or run.environment for run in runs):
+        return "No run has recorded its settings: they cannot be compared."
     if not rows:
         return "No setting and no recorded version differs."
     table = _new_table("Settings that differ", "setting", runs)

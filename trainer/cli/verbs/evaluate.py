@@ -23,6 +23,10 @@ def evaluate(
         list[str] | None,
         typer.Option(help="A set: a name, and a file, a glob or a directory. May be repeated.", metavar="NAME=PATH"),
     ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Micro-batches of each set at most; default: all of --source and held-out."),
+    ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the latest.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Path of the tokenizer.json if it moved.", metavar="PATH")
@@ -30,7 +34,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate a checkpoint on its [[eval.source]] sets and on --source, whole; without any, on its held-out documents."""
+    """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on its held-out documents."""
     import json
 
     with uncollected():
@@ -38,7 +42,9 @@ def evaluate(
         from trainer.training.evaluation.offline import evaluate_checkpoint, parse_source
 
     sources = [parse_source(text) for text in source or []]
-    found = evaluate_checkpoint(run_dir, sources, step=step, device=pick_device(device), tokenizer=tokenizer)
+    found = evaluate_checkpoint(
+        run_dir, sources, step=step, batches=batches, device=pick_device(device), tokenizer=tokenizer
+    )
     if as_json:
         typer.echo(json.dumps({"run": run_dir, "step": found.step, "metrics": found.metrics}, indent=2))
         return

@@ -55,7 +55,7 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
 ROWS: tuple[MetricSpec, ...] = (
     *_OF_A_SET,
     *(
-        replace(row, name=f"eval/<name>/{row.name}", title=f"{row.title} of <name>", group="Evaluation")
+        replace(row, name=f"eval/<name>/{row.name}", title=f"{row.title}, by validation set", group="Evaluation")
         for row in _OF_A_SET
     ),
     *(
@@ -63,7 +63,7 @@ ROWS: tuple[MetricSpec, ...] = (
             name=name,
             unit="",
             group="Evaluation",
-            title="<name>: <metric>",
+            title="Tasks of your own",
             description="What a task of the user's own (eval.target) returned.",
             healthy="As the task defines it.",
             pathological="As the task defines it.",

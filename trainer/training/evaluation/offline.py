@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from trainer.config.data_tables import EvalSourceTable
+from trainer.config.data_tables import EvalSourceTable, MixingTable
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.logger import get_logger
 from trainer.training.export.saved_model import SavedModel, load_model
-from trainer.training.setup.data import eval_sets
+from trainer.training.setup.data import EvalSet, eval_sets
 from trainer.training.setup.evaluation import make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.plausible import trained_on
+from trainer.training.setup.sources import resolve_sources
+from trainer.wording import counted
 
+logger = get_logger(__name__)
 ALL = 2**62  # micro-batches
+PROGRESS_SEC = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ def evaluate_checkpoint(
     sources: Sequence[EvalSourceTable],
     *,
     step: int | None,
+    batches: int | None = None,
     device: torch.device,
     tokenizer: str | None = None,
 ) -> Evaluated:
@@ -65,16 +75,17 @@ def evaluate_checkpoint(
 
     Args:
         step: of the checkpoint; None: the latest.
+        batches: of each set at most; None: all, or as many as its config says.
         tokenizer: path of the tokenizer.json, if it has moved.
 
     Raises:
         UserError: there is no such model, nothing to evaluate on, or the data cannot be read.
     """
     saved = load_model(directory, step=step, device=device, tokenizer=tokenizer)
-    plan = _plan(saved, sources, Path(directory))
+    plan = _plan(saved, sources, Path(directory), batches)
     info, diagnostics = RankInfo(), Diagnostics()
     cell_model, loss = model_and_loss(saved.model, plan.config, device)
-    sets = eval_sets(plan, info, device)
+    sets = [_announced(each, plan) for each in eval_sets(plan, info, device)]
     evaluator = make_evaluator(plan, saved.model, cell_model, loss, info, device, diagnostics, sets, in_lockstep=False)
     found = evaluator.run(saved.step or 0)
     if not found:
@@ -82,8 +93,36 @@ def evaluate_checkpoint(
     return Evaluated(saved.step, found)
 
 
-def _plan(saved: SavedModel, given: Sequence[EvalSourceTable], directory: Path) -> Plan:
+def _announced(each: EvalSet, plan: Plan) -> EvalSet:
+    """The set, which logs its size when it is read, and now and then how far it is."""
+    sources = [source for source in plan.eval_sources or plan.sources if each.name in ("", source.name)]
+    size = sum(os.path.getsize(stream.path) for source in sources for stream in source.streams)
+    name = each.name or "held-out documents"
+
+    def batches() -> Iterator[dict[str, Any]]:
+        of = "in files" if each.name else "in the files that they are a part of"
+        logger.info("%s: %.1f MB %s", name, size / 1e6, of)
+        said = time.monotonic()
+        for number, batch in enumerate(each.batches(), start=1):
+            yield batch
+            if time.monotonic() - said > PROGRESS_SEC:
+                said = time.monotonic()
+                logger.info("%s: %s read", name, counted(number, "micro-batch"))
+
+    return EvalSet(each.name, batches)
+
+
+def _warn_if_trained_on(config: RunConfig, plan: Plan, path: Path) -> None:
+    """As far as the training data are still where the run read them."""
+    with suppress(UserError):
+        for doubt in trained_on(resolve_sources(config, path, 1), plan.eval_sources):
+            logger.warning("%s", doubt.message)
+
+
+def _plan(saved: SavedModel, given: Sequence[EvalSourceTable], directory: Path, batches: int | None) -> Plan:
     config, named = saved.config, [*saved.config.eval.source, *given]
+    if batches is not None:
+        named = [each.model_copy(update={"batches": batches}) for each in named]
     names = [each.name for each in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError("--source", f"two sets are named {twice[0]}", "give it another name")
@@ -98,14 +137,18 @@ def _plan(saved: SavedModel, given: Sequence[EvalSourceTable], directory: Path) 
     }
     path = directory / "config.resolved.toml"
     if not named:
-        return make_plan(_changed(config, changed, source=[], every=1, batches=ALL), path, 1)
+        return make_plan(_changed(config, changed, source=[], every=1, batches=batches or ALL), path, 1)
     # The training data may be elsewhere: the sets take its place. They need not have the modalities of the training data.
-    mixing = config.data.mixing.model_copy(update={"batch_size_by_modality": {}})
-    data = config.data.model_copy(update={"source": [each.as_source() for each in named], "mixing": mixing})
-    plan = make_plan(_changed(config, {**changed, "data": data}, source=[], every=0, holdout_fraction=0.0), path, 1)
+    data = config.data.model_copy(update={"source": [each.as_source() for each in named], "mixing": MixingTable()})
+    try:
+        plan = make_plan(_changed(config, {**changed, "data": data}, source=[], every=0, holdout_fraction=0.0), path, 1)
+    except UserError as error:
+        raise UserError(error.key.replace("source ", "--source "), error.problem, error.fix) from None
     data = data.model_copy(update={"mixing": config.data.mixing})
     config = _changed(plan.config, {"data": data}, source=named, every=1)
-    return replace(plan, config=config, eval_sources=plan.sources)
+    plan = replace(plan, config=config, eval_sources=plan.sources)
+    _warn_if_trained_on(saved.config, plan, path)
+    return plan
 
 
 def _changed(config: RunConfig, tables: Mapping[str, object], **eval_keys: object) -> RunConfig:

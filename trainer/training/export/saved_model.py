@@ -58,7 +58,9 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     names = [path.name for path in checkpoint.complete_checkpoints(directory)]
     if not names:
         problem = "has no whole checkpoint" if Path(run_dir).is_dir() else "is not a directory"
-        raise UserError(str(run_dir), problem, "name the directory of a run that has saved one (runs/<name>-<time>)")
+        raise UserError(
+            str(run_dir), problem, "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
+        )
     wanted = checkpoint.checkpoint_name(step) if step is not None else "auto"
     if step is not None and wanted not in names:
         have = ", ".join(str(checkpoint.step_of(Path(name))) for name in reversed(names))

@@ -267,7 +267,10 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
             raise
         except Exception as error:
             problem = f"{name} gave a model without state_width, whose forward fails: {format_error(error)}"
-            raise UserError(key, problem, "fix the forward, or set state_width") from error
+            fix = (
+                "it must return trainer.model.protocol.ModelOutput(logits, state); or set state_width (docs/models.md)"
+            )
+            raise UserError(key, problem, fix) from error
     elif not isinstance(width, int) or width < 0:
         raise UserError(key, f"{name} gave a model with state_width {width}", "set it to an integer from 0 on")
     return model

@@ -38,7 +38,7 @@ def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Sour
     if config.eval.has_data and not config.eval.every and (eval_sources or config.eval.target is not None):
         problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
         yield UserError("eval.every", problem, "set it to the number of steps between evaluations")
-    yield from _trained_on(sources, eval_sources)
+    yield from trained_on(sources, eval_sources)
     held_out = config.eval.holdout_fraction
     if held_out > MOST_HELD_OUT:
         problem = f"holds out {held_out:.0%} of the documents: the run trains on the few that are left"
@@ -90,16 +90,19 @@ def _leaks(sources: list[Source]) -> Iterator[UserError]:
         yield UserError("eval.holdout_fraction", problem, "read a file once, or in each source below the same root")
 
 
-def _trained_on(sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[UserError]:
+def trained_on(sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[UserError]:
     """Validation sets with files that are trained on."""
     trained = {_identity(stream.path): source.name for source in sources for stream in source.streams}
     for each in eval_sources:
         shared = [stream.relative_path for stream in each.streams if _identity(stream.path) in trained]
         if shared:
             name = trained[next(_identity(s.path) for s in each.streams if s.relative_path == shared[0])]
-            problem = (
-                f"{counted(len(shared), 'file')} of it, such as {printable(shared[0])}, are trained on by source {name}"
+            many = (
+                f"{counted(len(shared), 'file')} of it are trained on"
+                if len(shared) > 1
+                else "a file of it is trained on"
             )
+            problem = f"{many}, by source {name}: {printable(shared[0])}"
             yield UserError(f"eval source {each.name}", problem, "leave them out of one of the two")
 
 
