@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.model.blocks import GatedRecurrence
-from trainer.model.fused_scan import HAS_TRITON
+from trainer.model.scan.fused import HAS_TRITON
 
 LENGTHS = (256, 1024, 4096)
 HEAD_WIDTH = 64

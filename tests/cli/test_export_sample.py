@@ -12,7 +12,7 @@ import torch
 from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
-from trainer.cli.verbs.sample import sample
+from trainer.cli.verbs.trained.sample import sample
 from trainer.errors import UserError
 from trainer.training.export.saved_model import load_model
 

@@ -28,15 +28,13 @@ from trainer.cli.verbs import (
     data,
     diagnose,
     doctor,
-    evaluate,
-    export,
     init,
     ls,
     payload,
     preview,
     report,
-    sample,
 )
+from trainer.cli.verbs.trained import evaluate, export, sample
 from trainer.errors import UserError
 
 app = typer.Typer(

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.fused_scan import fused_scan
-from trainer.model.recurrence import GATE_SHARPNESS, gated_scan
+from trainer.model.recurrence import gated_scan
+from trainer.model.scan.fused import fused_scan
+from trainer.model.scan.gates import GATE_SHARPNESS
 
 INITIAL_DECAY_RANGE = (0.9, 0.999)
 """Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""

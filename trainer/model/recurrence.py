@@ -6,7 +6,7 @@ arXiv 2402.19427, equations 1 to 4).
 
 The scan is one registered operator: autograd, `torch.compile` and activation checkpointing see a single opaque node
 with its own backward instead of about a thousand elementwise ones. On CUDA gates and scan together are one
-(`fused_scan.py`); what is here is its reference, and what a CPU runs.
+(`scan/fused.py`); what is here is its reference, and what a CPU runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.metrics.logger import get_logger
-from trainer.model.fused_scan import HAS_TRITON, KERNEL_DTYPES, fused_scan
+from trainer.model.scan.fused import HAS_TRITON, KERNEL_DTYPES, fused_scan
+from trainer.model.scan.gates import GATE_SHARPNESS
 
 logger = get_logger(__name__)
-
-GATE_SHARPNESS = 8.0
-"""The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in the paper."""
 
 
 def gated_scan(

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.kernels import DEVICE
 from trainer.model import blocks, recurrence
-from trainer.model.fused_scan import BLOCKS, fused_scan
 from trainer.model.recurrence import gated_coefficients, gated_scan, linear_scan
+from trainer.model.scan.fused import BLOCKS, fused_scan
 
 pytestmark = pytest.mark.cuda
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.distributed.env import RankInfo
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.blocks import use_kernels
-from trainer.model.fused_scan import HAS_TRITON
+from trainer.model.scan.fused import HAS_TRITON
 from trainer.shards import own_part
 from trainer.training.setup.data import max_tokens_per_micro
 from trainer.training.setup.live_bytes import LiveBytes

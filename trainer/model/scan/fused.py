@@ -1,4 +1,4 @@
-"""The gated linear recurrence from gate logits to states on CUDA: one Triton kernel each way (`scan_kernels.py`).
+"""The gated linear recurrence from gate logits to states on CUDA: one Triton kernel each way (`kernels.py`).
 
 The coefficients `a` and `b` never reach memory: forward reads r, i and x and writes h, backward reads those, h and its
 gradient and writes three gradients. The operator is registered, so that autograd, `torch.compile`, activation checkpointing
@@ -55,7 +55,7 @@ def fused_scan(
 def _gated_scan_op(
     recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    from trainer.model.scan_kernels import forward_kernel  # needs triton
+    from trainer.model.scan.kernels import forward_kernel  # needs triton
 
     h, final_state = torch.empty_like(x), torch.empty_like(state)
     tensors = (recurrence_gate, input_gate, x, decay, resets, state, h, final_state)
@@ -82,7 +82,7 @@ def _gated_scan_backward_op(
     state: Tensor,
     h: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from trainer.model.scan_kernels import backward_kernel  # needs triton
+    from trainer.model.scan.kernels import backward_kernel  # needs triton
 
     inputs = (grad_h, grad_final_state, recurrence_gate, input_gate, x, decay, resets, state, h)
     rows_decay = torch.empty_like(state)  # each row's share of the gradient, [B, D]

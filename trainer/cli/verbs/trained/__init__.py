@@ -1,0 +1,1 @@
+"""Verbs on a trained model."""

@@ -1,0 +1,1 @@
+"""The gated recurrence on CUDA: its Triton kernels and their operator."""
