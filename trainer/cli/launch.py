@@ -118,7 +118,10 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     own = ["--standalone", f"--nproc-per-node={nproc}", "-m", "trainer", *arguments]
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         os.environ[REPORT_FOLDER] = folder
-        return _launch(own, least_devices=nproc if uses_cuda else 0)
+        try:
+            return _launch(own, least_devices=nproc if uses_cuda else 0)
+        finally:
+            del os.environ[REPORT_FOLDER]  # of a caller that goes on, whose later runs have no launcher
 
 
 def report_to_launcher(what: str, value: str, environ: Mapping[str, str] = os.environ) -> None:
