@@ -59,7 +59,9 @@ def test_check_refuses_hugging_face_s_mamba_in_one_sentence(tmp_path: Path, caps
         ended = program(["check", "--config", write_tiny_config(tmp_path), *options], capsys)
         assert ended.returncode == code, ended.stderr
         if code:
-            line = next(line for line in ended.stderr.splitlines() if "model.target=wrapped:build: model.target: " in line)
+            line = next(
+                line for line in ended.stderr.splitlines() if "model.target=wrapped:build: model.target: " in line
+            )
             assert "breaks carry: part of the state is missing" in line
             assert 'set model.trust = ["carry"]' in line
     sys.modules.pop("wrapped", None)
