@@ -140,12 +140,13 @@ def _plan(saved: SavedModel, given: Sequence[EvalSourceTable], directory: Path, 
         return make_plan(_changed(config, changed, source=[], every=1, batches=batches or ALL), path, 1)
     # The training data may be elsewhere: the sets take its place. They need not have the modalities of the training data.
     data = config.data.model_copy(update={"source": [each.as_source() for each in named], "mixing": MixingTable()})
+    without = _changed(config, {**changed, "data": data}, source=[], target=None, every=0, holdout_fraction=0.0)
     try:
-        plan = make_plan(_changed(config, {**changed, "data": data}, source=[], every=0, holdout_fraction=0.0), path, 1)
+        plan = make_plan(without, path, 1)
     except UserError as error:
         raise UserError(error.key.replace("source ", "--source "), error.problem, error.fix) from None
     data = data.model_copy(update={"mixing": config.data.mixing})
-    config = _changed(plan.config, {"data": data}, source=named, every=1)
+    config = _changed(plan.config, {"data": data}, source=named, target=config.eval.target, every=1)
     plan = replace(plan, config=config, eval_sources=plan.sources)
     _warn_if_trained_on(saved.config, plan, path)
     return plan
