@@ -115,6 +115,13 @@ def test_a_set_that_was_trained_on_is_named_afterwards_too(bare, capsys):
     assert "eval source seen: a file of it is trained on, by source first: " in ended.stderr
 
 
+def test_an_exported_model_is_evaluated_like_the_run_that_it_is_of(config, capsys):
+    run_dir, exported = trained(config), config.parent / "exported"
+    ended = program(["export", run_dir, "--format", "safetensors", "--out", exported], capsys)
+    assert ended.returncode == 0, ended.stderr
+    assert evaluated(exported, capsys) == pytest.approx(evaluated(run_dir, capsys), rel=1e-6)
+
+
 def test_without_a_set_all_held_out_documents_are_read(config, capsys):
     every = ["--set", "eval.source=[]", "--set", "eval.holdout_fraction=0.3", "--set", "eval.batches=1000"]
     run_dir = trained(config, *every)

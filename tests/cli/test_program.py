@@ -174,6 +174,23 @@ def test_ranks_that_cannot_work_are_refused_before_one_is_started(tmp_path, argu
     assert found.stderr.count("\n") == 1, found.stderr
 
 
+def test_a_record_of_another_program_is_not_continued_but_a_run_without_its_status_is(tmp_path):
+    config, foreign, own = write_tiny_config(tmp_path), tmp_path / "foreign", tmp_path / "own"
+    foreign.mkdir()
+    row = '{"schema_version": 1, "mode": "train", "global_step": 9, "metrics": {"loss": 1.0}}\n'
+    (foreign / "metrics.jsonl").write_text(row)
+    found = run("--config", config, "--run-dir", foreign, "--resume", "auto")
+    assert found.returncode == 2
+    assert "--run-dir: " in found.stderr
+    assert "holds a metrics.jsonl that is not of a run of this program" in found.stderr
+    assert (foreign / "metrics.jsonl").read_text() == row
+    assert run("--config", config, "--run-dir", own, "--steps", 2).returncode == 0
+    (own / "status.json").unlink()
+    found = run("--config", config, "--run-dir", own, "--resume", "auto", "--steps", 4)
+    assert found.returncode == 0, found.stderr
+    assert "done at step 4 of 4" in found.stderr
+
+
 def test_more_ranks_than_devices_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -72,6 +72,10 @@ class RunDir:
         except OSError as error:
             raise self._unwritable(error) from None
 
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint, complete or not."""
+        return any(self.checkpoints.glob("step_*"))
+
     def create(self) -> None:
         """Make what belongs into the directory, and remove what killed processes left behind (rank 0, holding the lock).
 
@@ -229,14 +233,15 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
                 logger.info("%s: the run in it ended before it logged a step; beginning anew", given)
                 return run
             raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
-        if run.metrics.exists() and not run.status():
-            problem = f"{given} holds a metrics.jsonl that is not of a run of this program (it has no status.json)"
+        # A run that lost its status.json still has its config, or checkpoints.
+        if run.metrics.exists() and not (run.status_file.exists() or run.resolved_config.exists() or run.has_saved()):
+            problem = f"{given} holds a metrics.jsonl that is not of a run of this program"
             raise UserError("--run-dir", problem, "name another directory")
         return run
     parent = Path(config.run.dir)
     if resume == "auto":
         earlier = [RunDir(path) for path in parent.glob(f"{config.run.name}-*") if _is_run_of(path, config.run.name)]
-        open_runs = [r for r in earlier if any(r.checkpoints.glob("step_*")) and r.status().get("state") != FINISHED]
+        open_runs = [r for r in earlier if r.has_saved() and r.status().get("state") != FINISHED]
         if open_runs:
             return max(open_runs, key=lambda run: run.path.name)
     elif resume != "off" and not is_url(resume):

@@ -166,17 +166,6 @@ def open_run(
     )
     # A guard of its own: a bar that failed is taken off the screen all the same.
     stack.callback(diagnostics.best_effort("end of the progress bar").run, progress.hide)
-    profile = None
-    if info.is_main and config.metrics.profile:
-        profile = StepProfile(
-            run_dir.path,
-            num_steps=config.metrics.profile,
-            start=position.step,
-            device=device,
-            tracker=state.tracker,
-            guard=diagnostics.best_effort("profile"),
-        )
-        stack.callback(profile.close)
     return Run(
         config=config,
         info=info,
@@ -219,7 +208,9 @@ def open_run(
         watchdog=watchdog,
         events=events,
         progress=progress,
-        profile=profile,
+        profile=_profile(plan, state, position, device, run_dir, stack)
+        if info.is_main and config.metrics.profile
+        else None,
         status=StatusKeeper(run_dir, wandb_run_id) if info.is_main else None,
     )
 
@@ -327,6 +318,21 @@ def _probe(
         autocast=autocast_context(plan.config, device),
     )
     return StepProbe(probe, ledger=state.ledger, tracker=state.tracker, device=device)
+
+
+def _profile(
+    plan: Plan, state: TrainState, position: Position, device: torch.device, run_dir: RunDir, stack: ExitStack
+) -> StepProfile:
+    profile = StepProfile(
+        run_dir.path,
+        num_steps=plan.config.metrics.profile,
+        start=position.step,
+        device=device,
+        tracker=state.tracker,
+        guard=state.tracker.diagnostics.best_effort("profile"),
+    )
+    stack.callback(profile.close)
+    return profile
 
 
 def _sampler(plan: Plan, state: TrainState, device: torch.device, events: EventWriter | None) -> Sampler:
