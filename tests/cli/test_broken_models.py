@@ -187,7 +187,9 @@ def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
     ended = check(DROPS)
     assert ended.returncode == 2
     place = "--set model.target=broken_model:build: model.target: broken_model:build: "
-    assert ended.stderr.startswith(f"{place}breaks carry: cells after the first start from zero: the incoming state is not ")
+    assert ended.stderr.startswith(
+        f"{place}breaks carry: cells after the first start from zero: the incoming state is not "
+    )
     assert 'or set model.trust = ["carry"] to train it all the same' in ended.stderr
     assert ended.stderr.count("\n") == 1
     assert check(PEEKS).stderr.startswith(f"{place}breaks causality: ")
