@@ -6,6 +6,7 @@ fails, or a process that is killed, leaves the old file as it was. Appending (me
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -17,6 +18,28 @@ from typing import Any, BinaryIO
 
 # `.<name>.<process>.tmp`; before it had the ending, without.
 _LEFTOVER = re.compile(r"\.(.+\.\d+\.tmp|(latest|status\.json|env\.json)\.\d+)")
+
+
+def similar_path(path: str | Path) -> str | None:
+    """A path that exists and differs from `path`, which does not, in one name that looks alike; None: there is none."""
+    wanted = Path(path)
+    parents = [wanted, *wanted.parents]
+    missing = next((each for each in reversed(parents) if not each.exists()), None)
+    if missing is None:
+        return None
+    try:
+        names = sorted(each.name for each in missing.parent.iterdir())
+    except OSError:
+        return None
+    rest = wanted.relative_to(missing)
+    close = (missing.with_name(name) / rest for name in difflib.get_close_matches(missing.name, names, n=3))
+    return next((str(each) for each in close if each.exists()), None)
+
+
+def did_you_mean(path: str | Path) -> str:
+    """The question whether `similar_path` was meant; empty if there is none."""
+    similar = similar_path(path)
+    return f"did you mean {similar}?" if similar else ""
 
 
 @contextmanager

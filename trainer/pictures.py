@@ -31,7 +31,7 @@ def check_picture(out: str, *, example: str) -> None:
         raise UserError("--out", f"the directory {path.parent} does not exist", "create it first")
     if not can_draw():
         problem = "needs the package matplotlib, which is not installed"
-        raise UserError("--out", problem, "run: pip install 'trainer[preview]'")
+        raise UserError("--out", problem, "run: pip install matplotlib")
 
 
 def can_draw() -> bool:

@@ -77,7 +77,7 @@ class Storage:
             self._fs, root = core.url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:
             problem = f"{self.url} needs a package that is not installed ({error})"
-            raise UserError(key, problem, "pip install 'trainer[remote]', or the package that is named") from None
+            raise UserError(key, problem, "run: pip install fsspec s3fs, or the package that is named") from None
         except ValueError as error:
             raise UserError(
                 key, f"{self.url} is no URL of a store: {error}", "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"

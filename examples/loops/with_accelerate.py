@@ -1,6 +1,6 @@
 """A loop on Hugging Face accelerate, with the noise scale and a record that `train diagnose` reads.
 
-    pip install 'trainer[hf]'
+    pip install accelerate
     python examples/loops/with_accelerate.py                              # one process
     torchrun --nproc_per_node=2 examples/loops/with_accelerate.py         # DDP; or `accelerate launch`
 
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 try:
     from accelerate import Accelerator
 except ImportError:
-    sys.exit("this example needs accelerate: pip install 'trainer[hf]'")
+    sys.exit("this example needs accelerate: pip install accelerate")
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks.jsonl import JsonlSink

@@ -1,6 +1,6 @@
 """Hugging Face `Trainer`, with the noise scale and a record that `train diagnose` reads, as a callback.
 
-    pip install 'trainer[hf]'
+    pip install transformers accelerate
     python examples/loops/with_hf_trainer.py                              # one process
     torchrun --nproc_per_node=2 examples/loops/with_hf_trainer.py         # DDP
 
@@ -23,7 +23,7 @@ from task import LENGTH, VOCAB, Counting
 try:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 except ImportError:
-    sys.exit("this example needs transformers and accelerate: pip install 'trainer[hf]'")
+    sys.exit("this example needs transformers and accelerate: pip install transformers accelerate")
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks.jsonl import JsonlSink

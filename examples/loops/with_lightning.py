@@ -1,6 +1,6 @@
 """A Lightning `Trainer`, with the noise scale and a record that `train diagnose` reads, as a callback.
 
-pip install 'trainer[lightning]'
+pip install lightning
 python examples/loops/with_lightning.py                               # one process
 torchrun --nproc_per_node=2 examples/loops/with_lightning.py          # DDP
 """
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 try:
     import lightning
 except ImportError:
-    sys.exit("this example needs lightning: pip install 'trainer[lightning]'")
+    sys.exit("this example needs lightning: pip install lightning")
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks.jsonl import JsonlSink

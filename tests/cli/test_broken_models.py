@@ -135,7 +135,7 @@ def test_a_forward_that_breaks_the_contract_is_refused_with_its_place(check, tex
         ),
         (
             "def build(vocab_size, dim):\n    return None\n",
-            "model.args: cannot call broken_model:build with vocab_size, dim, num_layers and the keys of args: got an "
+            "model.target: cannot call broken_model:build with vocab_size, dim, num_layers and the keys of args: got an "
             "unexpected keyword argument 'num_layers'",
         ),
     ],

@@ -116,7 +116,7 @@ def test_without_the_extra_a_picture_is_refused_in_one_line(config: Path) -> Non
         [sys.executable, "-c", start, *arguments], env=environment(), capture_output=True, text=True, check=False
     )
     assert refused.returncode == 2
-    expected = "--out: needs the package matplotlib, which is not installed; run: pip install 'trainer[preview]'\n"
+    expected = "--out: needs the package matplotlib, which is not installed; run: pip install matplotlib\n"
     assert refused.stderr == expected
 
 

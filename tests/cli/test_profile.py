@@ -39,6 +39,7 @@ def test_the_trace_has_the_steps_the_report_where_their_time_went(config, nproc,
     steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
     assert len(steps) == 3
     assert done.stderr.count("profile of 3 steps") == 1
+    assert "USDT" not in done.stderr  # torch's own log of its profiler
     page = config.parent / "page.html"
     assert program(["report", run_dir, "--out", page], capsys).returncode == 0
     html = page.read_text(encoding="utf-8")

@@ -151,9 +151,10 @@ def test_every_way_to_launch_trains(way, tmp_path):
 
 def test_nproc_returns_the_exit_code_of_the_mistake_and_of_a_failure(tmp_path):
     config = write_tiny_config(tmp_path)
-    mistake = run("--nproc", "2", "--config", config, "--set", "data.source.first.root=nowhere")
+    (tmp_path / "empty").mkdir()
+    mistake = run("--nproc", "2", "--config", config, "--set", f"data.source.first.root={tmp_path / 'empty'}")
     assert mistake.returncode == 2
-    assert mistake.stderr.count("no such directory") == 1
+    assert mistake.stderr.count("has no modality 'a'") == 1
     failure = run("--nproc", "2", "--config", config, "--set", "optimizer.lr=1e30", "--set", "train.clip_grad_norm=0")
     assert failure.returncode == 1
     assert "its batches are in events.jsonl" in failure.stderr
@@ -202,9 +203,49 @@ def test_more_ranks_than_devices_are_refused_in_one_line(tmp_path, monkeypatch, 
     assert found.stderr == f'{message}--set train.device="cpu"\n'
 
 
+def test_a_root_that_is_mistyped_is_told_before_ranks_are_started_with_its_line_and_what_was_meant(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("trainer.cli.launch.launch_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    config = write_tiny_config(tmp_path)
+    root = tmp_path / "corpus"
+    assert root.is_dir()
+    config.write_text(config.read_text().replace(str(root), f"{root}s"))
+    line = next(n for n, text in enumerate(config.read_text().splitlines(), 1) if text.startswith("root = "))
+    found = program(["--nproc", 2, "--config", config], capsys)
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1] == (
+        f"{config}:{line}: source first: root: {root}s: no such directory; did you mean {root}?"
+    )
+
+
+def test_a_run_directory_that_is_taken_is_told_before_ranks_are_started(tmp_path, monkeypatch, capsys):
+    config, taken = write_tiny_config(tmp_path), tmp_path / "taken"
+    assert run("--config", config, "--run-dir", taken, "--steps", 1).returncode == 0
+    monkeypatch.setattr("trainer.cli.launch.launch_ranks", lambda *_, **__: 0)
+    arguments = ["--nproc", 2, "--config", config, "--run-dir", taken, "--steps", 2]
+    found = program(arguments, capsys)
+    assert found.returncode == 2
+    assert "holds a run already; add --resume auto" in found.stderr
+    assert program([*arguments, "--resume", "auto"], capsys).returncode == 0
+
+
+@pytest.mark.parametrize("num_cores", [1, 3])
+def test_more_ranks_than_cores_are_warned_of(tmp_path, monkeypatch, capsys, num_cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr("torch.distributed.run.run", lambda _: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", "")
+    found = program(["--nproc", 3, "--config", write_tiny_config(tmp_path)], capsys)
+    assert found.returncode == 0
+    assert ("3 ranks share 1 CPU core:" in found.stderr) == (num_cores == 1)
+    assert ("WARNING" in found.stderr) == (num_cores == 1)
+
+
 def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):
     config = write_tiny_config(tmp_path)
-    mistake = ["--config", config, "--set", "data.source.first.root=nowhere"]
+    (tmp_path / "empty").mkdir()
+    mistake = ["--config", config, "--set", f"data.source.first.root={tmp_path / 'empty'}"]
     for options, beginning in (([], "starting"), (["--nproc", "2"], "starting 2 ranks")):
         found = subprocess.run(
             command([*options, *mistake]),
@@ -217,7 +258,8 @@ def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_
         assert found.returncode == 2
         said, refused = found.stderr.splitlines()
         assert said == beginning
-        assert "no such directory" in refused
+        assert "source first: root: " in refused
+        assert "has no modality 'a'" in refused
     code = "import sys; from trainer.cli import launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=False).returncode == 0
 

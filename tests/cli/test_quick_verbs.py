@@ -16,9 +16,11 @@ import sys
 from trainer.cli.main import main
 try:
     main()
+    code = 0
 except SystemExit as ended:
-    assert not ended.code, ended.code
+    code = ended.code
 print(*sorted({"torch", "numpy", "pydantic", "wandb"} & {*sys.modules}), file=sys.stderr)
+sys.exit(code)
 """
 
 
@@ -51,3 +53,25 @@ def test_a_verb_that_looks_at_files_needs_no_torch(tmp_path: Path, verb: str, lo
     )
     assert ended.returncode == 0, ended.stderr
     assert {*ended.stderr.splitlines()[-1].split()} <= {*loaded.split()}, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "message"),
+    [
+        ("sample {near}", "{near}: is not a directory; did you mean {run}?"),
+        ("cbs {near}", "{near}: is not a directory; did you mean {run}?"),
+        ("eval {near}", "{near}: is not a directory; did you mean {run}?"),
+        ("eval {run} --source x={near}", "--source: {near}: no such file or directory; did you mean {run}?"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_told_before_torch_is_loaded(tmp_path: Path, verb: str, message: str) -> None:
+    paths = {"run": tmp_path / "my_run", "near": tmp_path / "myrun"}
+    paths["run"].mkdir()
+    arguments = [part.format(**paths) for part in verb.split()]
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    said, loaded = ended.stderr.splitlines()
+    assert message.format(**paths) in said
+    assert "torch" not in loaded

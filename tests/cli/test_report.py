@@ -397,7 +397,7 @@ def test_without_plotly_the_command_to_install_it_is_named(runs, tmp_path):
         env=environment({"PYTHONPATH": str(tmp_path)}), cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == "train report: needs plotly; run: pip install 'trainer[report]'\n"
+    assert done.stderr == "train report: needs plotly; run: pip install plotly\n"
 
 
 def test_compare_prints_settings_outcome_and_differences_of_the_last_window(runs, capsys):

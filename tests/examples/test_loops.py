@@ -155,7 +155,7 @@ def test_without_the_extra_a_loop_says_so_in_one_line(name, tmp_path):
     package = {"with_accelerate": "accelerate", "with_lightning": "lightning", "with_hf_trainer": "transformers"}[name]
     done = run_loop(name, tmp_path, prelude=f"sys.modules[{package!r}] = None")
     assert done.returncode == 1
-    assert re.fullmatch(r"this example needs .*: pip install 'trainer\[\w+\]'\n", done.stderr)
+    assert re.fullmatch(r"this example needs .*: pip install [ a-z]+\n", done.stderr)
 
 
 ORACLE = """

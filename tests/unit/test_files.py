@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ROOT
-from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, write_file
+from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, similar_path, write_file
 
 # These append, or hold a lock: nothing is replaced.
 APPENDING = {"trainer/metrics/sinks/line_file.py", "trainer/distributed/watchdog.py"}
@@ -104,3 +104,12 @@ def test_links_and_trees_are_replaced_and_removed(tmp_path: Path) -> None:
     (tmp_path / ".two.1").write_text("not ours")
     remove_leftovers(tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == [".two.1", "latest", "two"]
+
+
+def test_a_similar_path_differs_in_one_name_and_exists(tmp_path: Path) -> None:
+    (tmp_path / "corpus" / "python").mkdir(parents=True)
+    assert similar_path(tmp_path / "corpsu") == str(tmp_path / "corpus")
+    assert similar_path(tmp_path / "corpsu" / "python") == str(tmp_path / "corpus" / "python")
+    assert similar_path(tmp_path / "corpsu" / "cpp") is None
+    assert similar_path(tmp_path / "corpus" / "java") is None
+    assert similar_path(tmp_path / "corpus") is None

@@ -113,8 +113,6 @@ def find_checkpoint(run_dir: Path, at: int | None) -> Path:
     Raises:
         UserError: there is none.
     """
-    if not run_dir.is_dir():
-        raise UserError(str(run_dir), "is not a directory", "name a run directory, such as runs/NAME")
     found = checkpoint.complete_checkpoints(RunDir(run_dir).checkpoints)
     if not found:
         fix = "set checkpoint.every (and keep_last or keep_every, so that they stay) in the run, or let it finish"

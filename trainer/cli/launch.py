@@ -50,9 +50,13 @@ def run_training(
     if nproc is not None:
         with located(config_path, overrides):
             _refuse_ranks(config, nproc)
+            _say_starting(f"starting {counted(nproc, 'rank')}")
+            _refuse_before_ranks(config, run_dir)
         return launch_ranks(nproc, _without_nproc(sys.argv[1:]), uses_cuda=config.train.device != "cpu")
     if "RANK" not in os.environ:
         _say_starting("starting")
+    if config.metrics.profile:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; its profiler says when it starts
     # Before torch is imported, so that a signal during the import stops the run instead of killing it.
     stop = StopRequest(say_stopping)
     stop.install()
@@ -99,6 +103,21 @@ def _refuse_ranks(config: RunConfig, nproc: int) -> None:
         raise found[0] if len(found) == 1 else UserErrors(found)
 
 
+def _refuse_before_ranks(config: RunConfig, run_dir: str | None) -> None:
+    """Refuse what each rank would refuse too, but seconds later.
+
+    Raises:
+        UserError: the run directory holds a run already, or a source's root does not exist.
+    """
+    with uncollected():
+        from trainer.training.run_dir import choose_run_dir
+        from trainer.training.setup.sources import refuse_missing_roots
+
+    refuse_missing_roots(config)
+    with suppress(OSError):  # which the ranks explain
+        choose_run_dir(config, run_dir, config.checkpoint.resume)
+
+
 def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     """Run `train <arguments>` on `nproc` ranks and return the exit code of the run.
 
@@ -111,7 +130,6 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     Raises:
         UserError: there are CUDA devices, but fewer than ranks.
     """
-    _say_starting(f"starting {counted(nproc, 'rank')}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
@@ -119,7 +137,7 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         os.environ[REPORT_FOLDER] = folder
         try:
-            return _launch(own, least_devices=nproc if uses_cuda else 0)
+            return _launch(own, nproc, uses_cuda=uses_cuda)
         finally:
             del os.environ[REPORT_FOLDER]  # of a caller that goes on, whose later runs have no launcher
 
@@ -173,11 +191,11 @@ class _HeldBack(logging.Filter):
             self._logger.handle(record)
 
 
-def _launch(own: list[str], *, least_devices: int) -> int:
+def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
     """Start the ranks that torchrun's arguments `own` describe, and wait for their end; returns the exit code.
 
     Raises:
-        UserError: there are CUDA devices, but fewer than `least_devices`.
+        UserError: there are CUDA devices, but fewer than ranks.
     """
     with uncollected():
         import torch
@@ -185,9 +203,14 @@ def _launch(own: list[str], *, least_devices: int) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if 0 < (devices := torch.cuda.device_count()) < least_devices:
-        problem = f"{least_devices} ranks, but this machine has {counted(devices, 'CUDA device')}"
+    devices = torch.cuda.device_count() if uses_cuda else 0
+    if 0 < devices < nproc:
+        problem = f"{nproc} ranks, but this machine has {counted(devices, 'CUDA device')}"
         raise UserError("--nproc", problem, f'lower it to {devices}, or train on the CPU: --set train.device="cpu"')
+    if not devices and nproc > (cores := len(os.sched_getaffinity(0))):
+        _say(
+            f"WARNING --nproc: {nproc} ranks share {counted(cores, 'CPU core')}: each waits for the others at every step"
+        )
     held_back = _HeldBack()
     try:
         launcher: Any = torchrun  # it has no types

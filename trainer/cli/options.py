@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer.errors import UserError
+from trainer.files import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,18 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device", "there is no CUDA device", "use cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def require_run(run_dir: str) -> Path:
+    """The directory that was given, looked at before torch, whose import takes seconds.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not Path(run_dir).is_dir():
+        fix = did_you_mean(run_dir) or "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
+        raise UserError(run_dir, "is not a directory", fix)
+    return Path(run_dir)
 
 
 def require_config(config: str | None, command: str) -> str:

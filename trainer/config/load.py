@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,11 +13,12 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from trainer.config.data_tables import DatasetFile
-from trainer.config.lines import KeyOrigins, key_lines
+from trainer.config.lines import KeyOrigins, KeyPath, key_lines
 from trainer.config.messages import toml_problem, user_errors
 from trainer.config.overrides import apply_override
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
+from trainer.files import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -63,12 +64,23 @@ def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _, origins = _read_keys(path, overrides)
+        raw, origins = _read_keys(path, overrides)
         for each in error.errors if isinstance(error, UserErrors) else [error]:
-            key = tuple(each.key.split("."))
+            key = _path_of(each.key, raw)
             if not each.where and key[0] in RunConfig.model_fields:
                 each.where = origins.where(key)
         raise
+
+
+def _path_of(key: str, raw: Mapping[str, Any]) -> KeyPath:
+    """The path that a mistake's key names: `table.key`, or `source NAME: key` of `[[data.source]]` or `[[eval.source]]`."""
+    named = re.fullmatch(r"(eval )?source ([^:]+): (.*)", key)
+    if named is None:
+        return tuple(key.split("."))
+    table = "eval" if named[1] else "data"
+    names = [source.get("name") for source in raw.get(table, {}).get("source", [])]
+    index = (names.index(named[2]),) if named[2] in names else ()
+    return (table, "source", *index, *named[3].split("."))
 
 
 def _read_keys(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], KeyOrigins]:
@@ -83,7 +95,9 @@ def _read(path: str | Path) -> str:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise UserError(str(path), f"cannot be read: {error.strerror}", "check the path") from None
+        raise UserError(
+            str(path), f"cannot be read: {error.strerror}", did_you_mean(path) or "check the path"
+        ) from None
     except ValueError as error:
         raise UserError(repr(str(path)), f"cannot be a path: {error}", "check the path") from None
     try:

@@ -105,7 +105,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             problem = f"{path} needs the package tokenizers, which is not installed"
-            raise UserError("data.tokenizer", problem, "run: pip install 'trainer[tokenizers]'") from error
+            raise UserError("data.tokenizer", problem, "run: pip install tokenizers") from error
         if not Path(path).is_file():
             raise UserError(path, "no such tokenizer file", 'set data.tokenizer to "bytes" or to a tokenizer.json')
         try:

@@ -45,7 +45,7 @@ def plotly_script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UserError("train report", "needs plotly", "run: pip install 'trainer[report]'") from None
+        raise UserError("train report", "needs plotly", "run: pip install plotly") from None
     return str(get_plotlyjs())
 
 

@@ -75,7 +75,7 @@ def write_parquet(run: RunRecord, path: Path) -> int:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        fix = "run: pip install 'trainer[parquet]', or use --format csv"
+        fix = "run: pip install pyarrow, or use --format csv"
         raise UserError("--format parquet", "needs the package pyarrow, which is not installed", fix) from None
     rows = list(rows_of(run))
     columns = {

@@ -72,7 +72,7 @@ def train(
         data_policy: what to do about data that changed since the checkpoint.
 
     Returns:
-        0 when the run is done or was stopped with a checkpoint, 1 when it failed.
+        0 when the run is done or was stopped with a checkpoint, 1 when it failed or was stopped before its first step.
 
     Raises:
         UserError: on every rank alike, for what a user can mend.
@@ -262,7 +262,8 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
         reason = run_loop(run)
         state = "stopped" if reason.startswith("stopped") else FINISHED
         run.saver.close()
-        code = 0
+        # Stopped before the first step there is no checkpoint, and what follows in a script must not take it for done.
+        code = 0 if state == FINISHED or run.saver.last_saved >= 0 else EXIT_FAILED
     except (NonFiniteError, SaveError) as error:
         reason = str(error)
         logger.error("%s", reason)

@@ -120,10 +120,13 @@ def test_people_get_a_line_and_nothing_when_off() -> None:
     stream = CountingStream()
     sink = StdoutSink("line", stream=stream)
     sink.log(payload(10, loss=float("nan"), lr=3e-4))
-    sink.log(build_payload("eval", 10, {"eval_loss": 1.5}))
+    sink.log(build_payload("eval", 10, {"eval_loss": 1.5, "eval_token_type/digit/loss": 4.0, "eval/books/loss": 2.0}))
     sink.event(build_restart(1))
     StdoutSink("off", stream=stream).log(payload(1))
-    assert stream.writes == ["[step 10] loss=nan | lr=3.00e-04\n", "[step 10] eval_loss=1.5000\n"]
+    assert stream.writes == [
+        "[step 10] loss=nan | lr=3.00e-04\n",
+        "[step 10] eval_loss=1.5000 | eval/books/loss=2.0000\n",
+    ]
 
 
 def test_auto_is_a_line_on_a_terminal_and_json_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def test_what_cannot_be_opened_is_refused_by_its_key(url, problem):
 
 def test_without_fsspec_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(UserError, match=r"pip install 'trainer\[remote\]'"):
+    with pytest.raises(UserError, match=r"pip install fsspec s3fs"):
         Storage("s3://bucket/x", key="checkpoint.remote")
 
 

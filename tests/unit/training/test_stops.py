@@ -41,9 +41,9 @@ def go(tmp_path, monkeypatch):
         ],
     )
 
-    def run(name: str, fault: dict[str, object]) -> dict[str, object]:
+    def run(name: str, fault: dict[str, object], *, code: int = 0) -> dict[str, object]:
         monkeypatch.setenv("FAULT", json.dumps(fault))
-        assert train(config, path, str(tmp_path / name)) == 0
+        assert train(config, path, str(tmp_path / name)) == code
         return json.loads((tmp_path / name / "status.json").read_text())
 
     return run
@@ -87,7 +87,7 @@ def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
         return before
 
     monkeypatch.setattr(signal, "signal", install_and_ask)
-    ended = go("run", {})
+    ended = go("run", {}, code=1)
     monkeypatch.undo()
     assert (ended["state"], ended["last_step"]) == ("stopped", 0)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

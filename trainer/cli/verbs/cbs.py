@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainer.cli.imports import uncollected
-from trainer.cli.options import JsonOption
+from trainer.cli.options import JsonOption, require_run
 from trainer.cli.terminal import output
 from trainer.errors import UserError
 
@@ -47,6 +47,7 @@ def cbs(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
+    run = require_run(run_dir)
     with uncollected():
         import torch
 
@@ -57,7 +58,7 @@ def cbs(
         from trainer.pictures import check_picture
     if out is not None:
         check_picture(out, example="cbs.svg")
-    run, path = Path(run_dir), find_checkpoint(Path(run_dir), at)
+    path = find_checkpoint(run, at)
     with reserved(run):
         origin = open_origin(run, path, num_ranks=nproc)
         if at is None:
@@ -147,7 +148,7 @@ def _tell(study: Study, tolerance: float, out: str | None, *, as_json: bool) -> 
         draw(answer, picture)
         written.append(picture)
     else:
-        typer.echo("no picture: run pip install 'trainer[preview]' for matplotlib", err=True)
+        typer.echo("no picture: matplotlib is not installed (pip install matplotlib)", err=True)
     if as_json:
         typer.echo(json.dumps(found, indent=2, allow_nan=False))
     else:

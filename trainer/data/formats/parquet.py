@@ -24,7 +24,7 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as error:
         problem = "needs the package pyarrow, which is not installed"
-        raise UserError(str(path), problem, "run: pip install 'trainer[parquet]'") from error
+        raise UserError(str(path), problem, "run: pip install pyarrow") from error
     return pyarrow, pyarrow.parquet
 
 

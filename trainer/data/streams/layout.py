@@ -13,6 +13,7 @@ from typing import Literal
 from trainer.data.formats.registry import check_format, index_suffixes, suffixes
 from trainer.data.streams.globs import directories, find_files
 from trainer.errors import UserError
+from trainer.files import did_you_mean
 from trainer.wording import counted, few, printable
 
 IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
@@ -138,7 +139,8 @@ def discover_nested(
     check_format(format)
     base = Path(root)
     if not base.is_dir():
-        raise UserError(str(root), "no such directory", "set root to a directory with one directory per modality")
+        fix = did_you_mean(root) or "set root to a directory with one directory per modality"
+        raise UserError(str(root), "no such directory", fix)
     modality_paths = {printable(d.name): d for d in sorted(base.iterdir()) if d.is_dir()}
     present = [name for name in modality_paths if not name.startswith(IGNORED)]
     left_out = [name for name in modality_paths if modalities is None and name not in present]
@@ -196,7 +198,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             matches = [m for m in data if not os.path.basename(m).startswith(IGNORED)]
             left_out += [m for m in data if os.path.basename(m).startswith(IGNORED)]
         if not matches and not glob.has_magic(text) and not os.path.exists(text):
-            raise UserError(str(given), "no such file or directory", "check the path")
+            raise UserError(str(given), "no such file or directory", did_you_mean(text) or "check the path")
         if not matches:
             problem = _none("names no stream file", left_out)
             raise UserError(str(given), problem, f"known extensions: {' '.join(suffixes())}")

@@ -96,7 +96,10 @@ def render_line(payload: Mapping[str, Any]) -> str:
     """The payload as a human-readable line."""
     step = payload["global_step"]
     values = all_values(payload)
-    return format_train_line(step, values) if payload["mode"] == "train" else format_metrics(step, values)
+    if payload["mode"] == "train":
+        return format_train_line(step, values)
+    # Parts of the held-out loss (`eval_token_type/digit/loss`) are for programs; a set or task of one's own is not a part.
+    return format_metrics(step, {key: v for key, v in values.items() if "/" not in key or key.startswith("eval/")})
 
 
 class StdoutSink:

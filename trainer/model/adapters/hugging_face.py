@@ -272,7 +272,7 @@ def package() -> Any:
     try:
         package = importlib.import_module("transformers")
     except ImportError:
-        raise UserError("transformers", "is not installed", "run: pip install 'trainer[hf]'") from None
+        raise UserError("transformers", "is not installed", "run: pip install transformers") from None
     for handler in logging.getLogger("transformers").handlers:
         handler.addFilter(_is_no_missing_kernel)
     return package

@@ -45,20 +45,6 @@ class Evaluated:
     metrics: dict[str, float]
 
 
-def parse_source(text: str) -> EvalSourceTable:
-    """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it.
-
-    Raises:
-        UserError: it is not of this form.
-    """
-    name, separator, path = text.partition("=")
-    if not (separator and path and name) or not all(letter.isalnum() or letter in "_.-" for letter in name):
-        raise UserError("--source", f"{text!r} is not NAME=PATH", "write for example --source books=data/books")
-    if os.path.isdir(path):
-        path = os.path.join(path, "**", "*")
-    return EvalSourceTable(name=name, paths=[path])
-
-
 def evaluate_checkpoint(
     directory: str | Path,
     sources: Sequence[EvalSourceTable],

@@ -180,7 +180,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
         last = coord.first_token + coord.num_bins - 1
         problem = f"its last bin is token {last}, beyond the vocabulary of {tokenizer.vocab_size}"
         raise UserError("objective.coord", problem, "lower first_token or num_bins")
-    eval_sources = resolve_eval_sources(config, config_path)
+    eval_sources = resolve_eval_sources(config)
     if config.eval.target is not None:
         resolve_target(config.eval.target, "eval.target")
     for doubt in doubts(config, sources, eval_sources):
@@ -295,7 +295,9 @@ def _arguments(table: ModelTable, vocab_size: int, name: str, target: Any, own: 
         if table.target is None:
             raise _unknown_args(name, target, table.args, own) from error
         problem = f"cannot call {name} with vocab_size, dim, num_layers and the keys of args: {error}"
-        raise UserError("model.args", problem, "see its signature") from error
+        # What the run itself gives, or misses, is a matter of the builder.
+        key = "model.args" if any(f"'{arg}'" in str(error) for arg in table.args) else "model.target"
+        raise UserError(key, problem, "see its signature") from error
     return given
 
 

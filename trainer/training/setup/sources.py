@@ -18,6 +18,7 @@ from trainer.data.stored.cache import Cache, Snapshot
 from trainer.data.stored.streams import stored_direct, stored_nested
 from trainer.data.streams.layout import Stream, discover_direct, discover_nested
 from trainer.errors import UserError
+from trainer.files import similar_path
 from trainer.storage import is_url
 
 MAX_INCLUDE_DEPTH = 16
@@ -55,7 +56,7 @@ def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> li
     cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
     _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), cache)
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), world_size)
-    _refuse_unknown_steps(config, leaves, config_path)
+    _refuse_unknown_steps(config, leaves)
     # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
     batches = (config.micro_batches if config.train.tokens else config.micro_batches.fastest()).by_steps(micro_tokens)
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
@@ -64,11 +65,11 @@ def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> li
         first, last = gap
         until = "the end" if last is None or last >= num_batches - 1 else f"batch {last}"
         problem = f"all weights are zero from batch {first} to {until} (the run has {num_batches} batches a rank)"
-        raise UserError("data.source.weight", problem, "give a source a weight above 0 there", where=str(config_path))
+        raise UserError("data.source.weight", problem, "give a source a weight above 0 there")
     return leaves
 
 
-def resolve_eval_sources(config: RunConfig, config_path: Path) -> list[Source]:
+def resolve_eval_sources(config: RunConfig) -> list[Source]:
     """The validation sets of `[[eval.source]]`, with their streams.
 
     Raises:
@@ -77,12 +78,12 @@ def resolve_eval_sources(config: RunConfig, config_path: Path) -> list[Source]:
     cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
     tables = [each.as_source() for each in config.eval.source]
     return [
-        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval {table.name}", config_path, cache))
+        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", cache))
         for table in tables
     ]
 
 
-def _refuse_unknown_steps(config: RunConfig, leaves: list[Source], path: Path) -> None:
+def _refuse_unknown_steps(config: RunConfig, leaves: list[Source]) -> None:
     """Refuse weights by step where nobody knows ahead which step a micro-batch will belong to.
 
     The loader reads ahead, and the batch that it reads must not depend on how far.
@@ -94,7 +95,7 @@ def _refuse_unknown_steps(config: RunConfig, leaves: list[Source], path: Path) -
     planned = '"auto"' if is_auto else 'a schedule with unit = "tokens"'
     problem = f"source {by_step} has a weight by steps, and with {planned} nobody knows ahead which step a batch is of"
     fix = 'give that weight unit = "batch"' + ("" if is_auto else ', or micro_batches unit = "steps"')
-    raise UserError("train.micro_batches", problem, fix, where=str(path))
+    raise UserError("train.micro_batches", problem, fix)
 
 
 def leaf_tables(sources: list[Source]) -> list[SourceTable]:
@@ -116,7 +117,8 @@ def _collect(
         own = weight_spec(table.weight, f"{name}.weight")
         weight = compose_weights(outer, own, path_a=f"the weight of {prefix.rstrip('.')}", path_b=f"{name}.weight")
         if table.include is None:
-            leaves.append(Source(name, table, weight, *_streams(table, name, path, cache)))
+            file = str(path) if prefix else ""  # of the config itself, `located` knows the line
+            leaves.append(Source(name, table, weight, *_streams(table, f"source {name}", cache, file=file)))
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
@@ -132,8 +134,32 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
     return ConstantWeight(float(weight), path)
 
 
-def _streams(table: SourceTable, name: str, path: Path, cache: Cache) -> tuple[list[Stream], tuple[Snapshot, ...]]:
-    """The streams of a source, and the local copies of what URLs name."""
+def refuse_missing_roots(config: RunConfig) -> None:
+    """Refuse a root that does not exist: what is mistyped most often, and can be told before ranks are started.
+
+    Raises:
+        UserError: see above.
+    """
+    cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
+    for table in config.data.source:
+        if _has_no_root(table):
+            _streams(table, f"source {table.name}", cache)
+
+
+def _has_no_root(table: SourceTable) -> bool:
+    return table.root is not None and not is_url(table.root) and not Path(table.root).exists()
+
+
+def _streams(
+    table: SourceTable, source: str, cache: Cache, *, file: str = ""
+) -> tuple[list[Stream], tuple[Snapshot, ...]]:
+    """The streams of a source, and the local copies of what URLs name.
+
+    Args:
+        source: how messages name it.
+        file: an included file that it is in.
+    """
+    key = f"{source}: {'paths' if table.root is None else 'root'}"
     try:
         if table.root is not None and is_url(table.root):
             streams, copy = stored_nested(table.root, table.modalities, format=table.format, cache=cache)
@@ -145,8 +171,8 @@ def _streams(table: SourceTable, name: str, path: Path, cache: Cache) -> tuple[l
         if table.paths is not None:
             return discover_direct(table.paths, format=table.format), ()
     except UserError as error:
-        fix = error.fix
-        if table.root is not None and not is_url(table.root) and not Path(table.root).exists():
+        problem, fix = error.problem if error.key == "paths" else f"{error.key}: {error.problem}", error.fix
+        if _has_no_root(table) and similar_path(str(table.root)) is None:
             fix = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
-        raise UserError(f"source {name}: {error.key}", error.problem, fix, where=str(path)) from None
+        raise UserError(key, problem, fix, where=file) from None
     return [], ()

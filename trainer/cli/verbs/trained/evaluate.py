@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer.cli.imports import uncollected
-from trainer.cli.options import JsonOption
+from trainer.cli.options import JsonOption, require_run
 from trainer.cli.terminal import output
+from trainer.errors import UserError
+from trainer.files import did_you_mean
+from trainer.storage import is_url
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from trainer.config.data_tables import EvalSourceTable
 
 HELD_OUT = "held-out documents"
 METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
@@ -37,11 +44,12 @@ def evaluate(
     """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on its held-out documents."""
     import json
 
+    require_run(run_dir)
+    sources = [_parse_source(text) for text in source or []]
     with uncollected():
         from trainer.cli.options import pick_device
-        from trainer.training.evaluation.offline import evaluate_checkpoint, parse_source
+        from trainer.training.evaluation.offline import evaluate_checkpoint
 
-    sources = [parse_source(text) for text in source or []]
     found = evaluate_checkpoint(
         run_dir, sources, step=step, batches=batches, device=pick_device(device), tokenizer=tokenizer
     )
@@ -49,6 +57,24 @@ def evaluate(
         typer.echo(json.dumps({"run": run_dir, "step": found.step, "metrics": found.metrics}, indent=2))
         return
     output().print(_table(run_dir, found.step, found.metrics, output().width))
+
+
+def _parse_source(text: str) -> EvalSourceTable:
+    """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it.
+
+    Raises:
+        UserError: it is not of this form, or the path does not exist.
+    """
+    from trainer.config.data_tables import EvalSourceTable
+
+    name, separator, path = text.partition("=")
+    if not (separator and path and name) or not all(letter.isalnum() or letter in "_.-" for letter in name):
+        raise UserError("--source", f"{text!r} is not NAME=PATH", "write for example --source books=data/books")
+    if os.path.isdir(path):
+        path = os.path.join(path, "**", "*")
+    elif not (glob.has_magic(path) or is_url(path) or os.path.exists(path)):
+        raise UserError("--source", f"{path}: no such file or directory", did_you_mean(path) or "check the path")
+    return EvalSourceTable(name=name, paths=[path])
 
 
 def _table(run_dir: str, step: int | None, metrics: dict[str, float], width: int) -> Table:

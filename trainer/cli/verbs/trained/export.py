@@ -117,10 +117,6 @@ def _write_tensorboard(run: RunRecord, out: Path) -> int:
         count += 1
     sink.close()
     if failures:
-        fix = (
-            "run: pip install 'trainer[tensorboard]'"
-            if "No module" in failures[0]
-            else "check the path and the free space"
-        )
+        fix = "run: pip install tensorboard" if "No module" in failures[0] else "check the path and the free space"
         raise UserError("--format tensorboard", f"could not be written: {failures[0]}", fix)
     return count

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainer.cli.options import pick_device
+from trainer.cli.imports import uncollected
+from trainer.cli.options import pick_device, require_run
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ def sample(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
-    from trainer.model.generate import Draw, GenerationError
-    from trainer.training.export.saved_model import load_model
-
     if num_bytes is not None and num_tokens is not None:
         raise UserError("--bytes", "does not go with --tokens", "give one of the two")
+    require_run(run_dir)
+    with uncollected():
+        from trainer.model.generate import Draw, GenerationError
+        from trainer.training.export.saved_model import load_model
+
     on = pick_device(device)
     saved = load_model(run_dir, step=step, device=on, tokenizer=tokenizer)
     draw = Draw(temperature, top_k, seed)
