@@ -223,3 +223,20 @@ def test_a_mistake_in_a_call_is_one_line(bare, options, message, capsys):
     assert ended.returncode == 2
     assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_resume_on_a_set_that_changed_is_refused_and_continues_on_purpose(config):
+    trained(config)
+    more = ["--config", config, "--run-dir", config.parent / "run", *WHOLE_DOCUMENTS, "--resume", "auto"]
+    assert run(*more, "--steps", 7).returncode == 0
+    file = config.parent / "near" / "2.jsonl"
+    file.write_text(file.read_text().replace("nobler", "NOBLER"))
+    refused = run(*more, "--steps", 8)
+    assert refused.returncode == 2
+    assert "the data changed since the checkpoint was saved: source eval/near: 1 changed (" in refused.stderr
+    accepted = run(*more, "--steps", 8, "--accept-data-change")
+    assert accepted.returncode == 0, accepted.stderr
+    assert "validation set near: 1 changed (" in accepted.stderr
+    assert "do not compare with earlier ones" in accepted.stderr
+    assert "the others continue" not in accepted.stderr  # no training stream changed
+    assert run(*more, "--steps", 9, "--set", "eval.source=[]", "--set", "eval.every=0").returncode == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from trainer.data.blending.blend import BlendDataset
 from trainer.data.inspection.fingerprint import (
@@ -27,9 +27,12 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source
 from trainer.wording import counted, few
 
 logger = get_logger(__name__)
+EVAL: Final = "eval/"
+"""Before the name of a validation set in a fingerprint; names of sources have no slash."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +73,29 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
         UserError: a file cannot be read, or is empty; or the data changed, and that is not accepted.
     """
     # Each node has copies of its own of what URLs name.
-    copies = gather_from_ranks([copy.key for s in plan.sources for copy in s.copies], world_size=info.world_size)
+    sources = _marked_sources(plan)
+    keys = [copy.key for source in sources.values() for copy in source.copies]
+    copies = gather_from_ranks(keys, world_size=info.world_size)
     with raise_on_all_ranks(world_size=info.world_size):
-        if any(keys != copies[0] for keys in copies):
+        if any(each != keys for each in copies):
             problem = "the objects of a source that is a URL changed while the ranks started"
             raise UserError("data.source", problem, "start again, once nobody writes there")
         before = _saved_fingerprint(saved)
-        names, files = _data_files(plan)
+        names, files = _data_files(sources, plan.config.data.tokenizer)
         blocks = blocks_per_file(len(files)) if before is None else before.blocks
         own = mark_files(files[info.rank :: info.world_size], blocks=blocks, whole=policy.verify_whole)
     marks = [""] * len(files)
     for rank, found in enumerate(gather_from_ranks(own, world_size=info.world_size)):
         marks[rank :: info.world_size] = found
     tokenizer = marks.pop() if len(files) > len(names) else ""
-    sources: dict[str, dict[str, str]] = {source.name: {} for source in plan.sources if source.streams}
-    for (source, path), mark in zip(names, marks, strict=True):
-        sources[source][path] = mark
+    marked: dict[str, dict[str, str]] = {name: {} for name, source in sources.items() if source.streams}
+    for (name, path), mark in zip(names, marks, strict=True):
+        marked[name][path] = mark
     with raise_on_all_ranks(world_size=info.world_size):
         # A run would find them only when it comes to read them, hours later perhaps.
         empty = [path for (_, path), mark in zip(names, marks, strict=True) if mark.startswith("0:")]
         refuse_empty_files(empty, len(names))
-    now = Fingerprint(blocks, tokenizer, sources)
+    now = Fingerprint(blocks, tokenizer, marked)
     if before is None:
         return DataCheck(now)
     change = compare(before, now)
@@ -103,6 +108,12 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
         logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
     if policy.accept_change and not change:
         logger.info("--accept-data-change: no data changed: every stream continues")
+    for name, each in change.sources.items():
+        if name.startswith(EVAL):
+            text = (
+                "--accept-data-change: validation set %s: %s; its figures from here on do not compare with earlier ones"
+            )
+            logger.warning(text, name.removeprefix(EVAL), each)
     return DataCheck(keep_contents(before, now), before, change)
 
 
@@ -118,14 +129,18 @@ def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
         raise UserError("--resume", f"the checkpoint is damaged: {error}", "use another checkpoint") from None
 
 
-def _data_files(plan: Plan) -> tuple[list[tuple[str, str]], list[list[Path]]]:
+def _marked_sources(plan: Plan) -> dict[str, Source]:
+    """Name in the fingerprint -> source: of the training data, and of the validation sets."""
+    return {source.name: source for source in plan.sources} | {EVAL + each.name: each for each in plan.eval_sources}
+
+
+def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tuple[str, str]], list[list[Path]]]:
     """(source, stream) of each stream, and its files; the tokenizer's file, if there is one, comes last."""
     names: list[tuple[str, str]] = []
     files: list[list[Path]] = []
-    for source in plan.sources:
-        names += [(source.name, stream.relative_path) for stream in source.streams]
+    for name, source in sources.items():
+        names += [(name, stream.relative_path) for stream in source.streams]
         files += stream_files(source.streams, source.table.format)
-    tokenizer = plan.config.data.tokenizer
     return names, [*files, [Path(tokenizer)]] if tokenizer.endswith(".json") else files
 
 
