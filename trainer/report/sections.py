@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from trainer.report.charts import Chart, Line
 from trainer.report.curves import Curve
 from trainer.report.markup import Html, element, join, table, value_text
 from trainer.report.run_summary import SummaryRow, config_differences, rows_text, summarize
+from trainer.report.undrawn import distinct_values, is_undrawn, short_list, undrawn_lists
 from trainer.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -147,51 +148,26 @@ def summary_tables(diagnoses: Sequence[Diagnosis]) -> Html:
 
 
 def chart_groups(charts: Sequence[Chart], *, is_single: bool) -> Html:
-    """Charts, sorted by group, under the headings of the catalog; constant ones in a list at the end of their group."""
+    """Charts, sorted by group, under the headings of the catalog; undrawn ones in lists at the end of their group."""
     parts = []
     for group, members in groupby(enumerate(charts), key=lambda pair: pair[1].group):
         views: list[Html] = []
         drawn: list[Html] = []
-        constant: list[Chart] = []
+        undrawn: list[Chart] = []
         for number, chart in members:
-            if not chart.is_wide and all(line.curve.is_constant for line in chart.lines):
-                constant.append(chart)
+            if is_undrawn(chart):
+                undrawn.append(chart)
             else:
                 (views if chart.is_wide else drawn).append(_card(number, chart, is_single=is_single))
         wide = element("div", *views, class_="grid views") if views else ""
         small = element("div", *drawn, class_="grid") if drawn else ""
-        parts.append(section(group, wide, small, _constant_list(constant), class_="charts"))
+        parts.append(section(group, wide, small, undrawn_lists(undrawn), class_="charts"))
     return join(parts)
-
-
-def _constant_list(charts: Sequence[Chart]) -> Html:
-    """Keys without a curve: those whose values are all the same, and those that have a single value."""
-    once = [chart for chart in charts if all(line.curve.num_values == 1 for line in chart.lines)]
-    same = [chart for chart in charts if chart not in once]
-    return join([_value_list("The same throughout", same), _value_list("Measured once", once)])
-
-
-def _value_list(title: str, charts: Sequence[Chart]) -> Html:
-    rows = []
-    for chart in charts:
-        values = _values_text(float(line.curve.mean[0]) for line in chart.lines)
-        name, key = element("span", chart.title), element("code", chart.keys[0])
-        first = min(int(line.curve.first[0]) for line in chart.lines)
-        last = max(int(line.curve.last[-1]) for line in chart.lines)
-        most = max(line.curve.num_values for line in chart.lines)
-        where = f"step {first:,}" if first == last else f"{counted(most, 'value')}, steps {first:,} to {last:,}"
-        rows.append(element("li", name, " ", key, " ", element("b", values), f" {chart.unit} ({where})"))
-    return element("div", element("h3", title), element("ul", *rows), class_="still") if rows else Html("")
-
-
-def _values_text(values: Iterable[float]) -> str:
-    """The distinct values."""
-    return " / ".join(dict.fromkeys(map(number_text, values)))
 
 
 def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
     head = element("h3", chart.title, " ", _optional("span", chart.unit, "unit"), id=f"chart-{number}")
-    keys = element("p", element("code", ", ".join(_short_list(chart.keys))), class_="keys")
+    keys = element("p", element("code", ", ".join(short_list(chart.keys))), class_="keys")
     plot = element(
         "div",
         class_="plot",
@@ -219,10 +195,6 @@ def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
     )
 
 
-def _short_list(keys: Sequence[str]) -> list[str]:
-    return [*keys[:3], f"{len(keys) - 3} more"] if len(keys) > 4 else list(keys)
-
-
 def _legend(chart: Chart, *, is_single: bool) -> Html:
     """Buttons that hide lines. For several runs, the legend of the page has the colors and this one the dashes."""
     entries: dict[tuple[str, int | None, int], list[int]] = {}
@@ -242,7 +214,7 @@ def _legend(chart: Chart, *, is_single: bool) -> Html:
         if len(entries) > 1 and chart.style != "heat"  # whose rows are labeled
     ]
     for label in dict.fromkeys(reference.label for reference in chart.references):
-        values = _values_text(reference.value for reference in chart.references if reference.label == label)
+        values = distinct_values(reference.value for reference in chart.references if reference.label == label)
         sample = element("i", class_="swatch reference", aria_hidden="true")
         items.append(element("span", sample, f"{label}: {values}"))
     return element("div", *items, class_="legend") if items else Html("")
