@@ -12,7 +12,7 @@ from typing import Any, Final
 from trainer.config.compare import flatten
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.runs.load import RunRecord
-from trainer.runs.noise_scale import noise_scale_of
+from trainer.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
@@ -30,7 +30,7 @@ class SummaryRow:
     """One result of a run; `value` is None if the run does not have it.
 
     Attributes:
-        note: the rows that it was made of, in words.
+        note: the rows that it was made of, or why there is no value, in words.
         digits: significant digits of `text`.
     """
 
@@ -190,8 +190,8 @@ def _speed(run: RunRecord) -> SummaryRow:
 def _noise_scale(run: RunRecord) -> SummaryRow:
     """The last row's estimate with its bounds; without an upper one, its lower bound. The digits are the diagnosis'."""
     scale = noise_scale_of(run)
-    if scale is None:
-        return SummaryRow("Noise scale", None, "sequences")
+    if scale is None or not scale.is_known:
+        return SummaryRow("Noise scale", None, "sequences", why_unknown(run))
     if scale.value is None or scale.high is None:
         return SummaryRow("Noise scale", scale.number, "sequences", scale.where)
     between = f", between {number_text(scale.low)} and {number_text(scale.high)}"
@@ -204,12 +204,18 @@ def _state(run: RunRecord) -> SummaryRow:
     return SummaryRow("State", state, note=": ".join(filter(None, words)))
 
 
+def _steps(run: RunRecord) -> SummaryRow:
+    if not run.steps:
+        return SummaryRow("Steps", None)
+    return SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
+
+
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
     redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     return [
         _state(run),
-        SummaryRow("Steps", float(run.steps[-1]) if run.steps else None, note=f"the last of {rows_text(run.steps)}"),
+        _steps(run),
         _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
         _final_loss(run, window),
         _best_loss(run, window),

@@ -113,13 +113,15 @@ def notes_section(runs: Sequence[RunRecord]) -> Html:
 
 
 def summary_tiles(run: RunRecord) -> Html:
-    """The results of one run as tiles, without those it does not have."""
-    tiles = [_tile(row) for row in summarize(run) if row.value is not None]
+    """The results of one run as tiles; of those that it does not have, the ones that say why."""
+    tiles = [_tile(row) for row in summarize(run) if row.value is not None or row.note]
     return section("Outcome", element("dl", *tiles, class_="tiles"))
 
 
 def _tile(row: SummaryRow) -> Html:
-    value = element("dd", row.text, " ", _optional("span", row.unit, "unit"), class_="value")
+    value = element(
+        "dd", row.text, " ", _optional("span", "" if row.value is None else row.unit, "unit"), class_="value"
+    )
     return element("div", element("dt", row.label), value, _optional("dd", row.note, "note"))
 
 

@@ -22,7 +22,7 @@ def text_of(charts, *, is_single=True):
 
 
 def test_zeros_are_one_line_and_a_combined_view_of_zeros_is_not_drawn(make_run):
-    zeros = dict.fromkeys([EVICTIONS, "ledger/evictions/stale", "ledger/refused_rows"], [0.0, 0.0, 0.0])
+    zeros = {key: [0.0, 0.0, 0.0] for key in (EVICTIONS, "ledger/evictions/stale", "ledger/refused_rows")}
     charts = make_charts([make_run("a", {**zeros, "ledger/fill_fraction": [0.1, 0.2, 0.3]})])
     assert [chart.title for chart in charts if not is_undrawn(chart)] == ["Fill of the ledger"]
     assert (

@@ -164,8 +164,8 @@ def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
 
 
 def _fact_cell(fact: SummaryRow) -> Text:
-    """The value; of a loss with what it covers. Other notes are on the report's page."""
-    has_note = fact.unit == "nats/token" and fact.note and fact.value is not None
+    """The value; of a loss with what it covers, and a missing one with the reason. Other notes are on the report's page."""
+    has_note = fact.note and (fact.unit == "nats/token" or fact.value is None)
     return Text.assemble(fact.text, (f"\n({fact.note})" if has_note else "", "dim"))
 
 
