@@ -32,6 +32,7 @@ class SummaryRow:
     Attributes:
         note: the rows that it was made of, or why there is no value, in words.
         digits: significant digits of `text`.
+        words: what people are shown instead of the label.
     """
 
     label: str
@@ -39,6 +40,7 @@ class SummaryRow:
     unit: str = ""
     note: str = ""
     digits: int = 5
+    words: str = ""
 
     @property
     def text(self) -> str:
@@ -46,6 +48,12 @@ class SummaryRow:
         if self.value is None:
             return "–"
         return self.value if isinstance(self.value, str) else number_text(self.value, digits=self.digits)
+
+
+def heading(rows: Sequence[SummaryRow]) -> str:
+    """What people are shown as the name of one result of several runs, with its unit."""
+    words = " / ".join(dict.fromkeys(row.words or row.label for row in rows))
+    return f"{words} ({rows[0].unit})" if rows[0].unit else words
 
 
 @dataclass(frozen=True)
@@ -138,15 +146,14 @@ def _final_rows(run: RunRecord, losses: Mapping[int, float], window: int | None)
 
 def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
     """The mean loss at the end, with its steps; if none of these losses is finite, the last finite one."""
-    losses = _finite(run, "loss")
+    losses, words = _finite(run, "loss"), "" if run.has_ended else "Latest loss"
     if not losses:
-        return SummaryRow("Final loss", None, "nats/token")
+        return SummaryRow("Final loss", None, "nats/token", words=words)
     steps = _final_rows(run, losses, window)
     is_end = len(steps) > 1 or steps[-1] == run.steps[-1]
     what = "mean of " if len(steps) > 1 else "" if is_end else "last finite value, "
-    return SummaryRow(
-        "Final loss", statistics.fmean(losses[step] for step in steps), "nats/token", what + rows_text(steps)
-    )
+    mean = statistics.fmean(losses[step] for step in steps)
+    return SummaryRow("Final loss", mean, "nats/token", what + rows_text(steps), words=words)
 
 
 def _best_loss(run: RunRecord, window: int | None) -> SummaryRow:

@@ -12,7 +12,7 @@ from trainer.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.report.charts import Chart, Line
 from trainer.report.curves import Curve
 from trainer.report.markup import Html, element, join, table, value_text
-from trainer.report.run_summary import SummaryRow, config_differences, rows_text, summarize
+from trainer.report.run_summary import SummaryRow, config_differences, heading, rows_text, summarize
 from trainer.report.undrawn import distinct_values, is_undrawn, short_list, undrawn_lists
 from trainer.runs.load import RunRecord
 from trainer.wording import counted, number_text
@@ -122,7 +122,7 @@ def _tile(row: SummaryRow) -> Html:
     value = element(
         "dd", row.text, " ", _optional("span", "" if row.value is None else row.unit, "unit"), class_="value"
     )
-    return element("div", element("dt", row.label), value, _optional("dd", row.note, "note"))
+    return element("div", element("dt", row.words or row.label), value, _optional("dd", row.note, "note"))
 
 
 def summary_tables(diagnoses: Sequence[Diagnosis]) -> Html:
@@ -135,9 +135,8 @@ def summary_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     ]
     rows: list[list[str]] = [["Verdict", *verdicts]]
     for results in zip(*map(summarize, runs), strict=True):
-        unit = f" ({results[0].unit})" if results[0].unit else ""
         cells = [join([result.text, _optional("small", result.note)]) for result in results]
-        rows.append([f"{results[0].label}{unit}", *cells])
+        rows.append([heading(results), *cells])
     different = [
         [element("code", key), *(element("code", value_text(value)) for value in values)]
         for key, values in config_differences(runs)

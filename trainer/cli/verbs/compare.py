@@ -144,16 +144,15 @@ def _config_table(runs: Sequence[RunRecord]) -> Table | str:
 
 
 def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
-    from trainer.report.run_summary import summarize
+    from trainer.report.run_summary import heading, summarize
 
     runs = [diagnosis.run for diagnosis in diagnoses]
     table = _new_table("Outcome", "", runs, "difference")
     for first, second in zip(*(summarize(run, window=window) for run in runs), strict=True):
-        label = f"{first.label} ({first.unit})" if first.unit else first.label
         difference = ""
         if isinstance(first.value, float) and isinstance(second.value, float):
             difference = _signed(second.value - first.value)
-        table.add_row(label, _fact_cell(first), _fact_cell(second), difference)
+        table.add_row(heading([first, second]), _fact_cell(first), _fact_cell(second), difference)
     cells = []
     for diagnosis in diagnoses:
         word = diagnosis.verdict or "not diagnosed"
