@@ -341,10 +341,16 @@ def test_buttons_zoom_and_move_in_steps(one):
 
 def test_a_chart_is_found_by_its_key(one):
     with opened(one) as seen:
-        seen.page.fill("#find", "cold_starts lost")
+        seen.page.fill("#find", "step_time_sec")
         shown = seen.page.locator("article.card:visible h3").all_inner_texts()
         assert len(shown) == 1
-        assert "lost state" in shown[0]
+        assert "Step time" in shown[0]
+        assert not seen.page.locator(".still:visible").count()
+        # What is not drawn is found in the words that say so.
+        seen.page.fill("#find", "cold_starts lost")
+        assert not seen.page.locator("article.card:visible").count()
+        assert "ledger/cold_starts" in seen.page.locator("p.still:visible").inner_text()
+        assert not seen.page.locator("#no-match").is_visible()
         seen.page.fill("#find", "no such chart")
         assert seen.page.locator("#no-match").is_visible()
 

@@ -13,7 +13,7 @@ from trainer.report.charts import Chart, Line
 from trainer.report.curves import Curve
 from trainer.report.markup import Html, element, join, table, value_text
 from trainer.report.run_summary import SummaryRow, config_differences, heading, rows_text, summarize
-from trainer.report.undrawn import distinct_values, is_undrawn, short_list, undrawn_lists
+from trainer.report.undrawn import distinct_values, is_undrawn, short_list, undrawn_lists, words_of
 from trainer.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -192,7 +192,7 @@ def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
         about,
         class_="card wide" if chart.is_wide else "card",
         data_name=f"{chart.group}: {chart.title}",
-        data_words=" ".join([chart.title, chart.group, *chart.keys]).lower(),
+        data_words=words_of(chart),
     )
 
 

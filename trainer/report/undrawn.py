@@ -34,6 +34,11 @@ def short_list(names: Sequence[str]) -> list[str]:
     return [*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else list(names)
 
 
+def words_of(chart: Chart) -> str:
+    """The words that the page finds the chart by."""
+    return " ".join([chart.title, chart.group, *chart.keys]).lower()
+
+
 def _is_zero(chart: Chart) -> bool:
     """Whether every value is 0, errors included, and some key has several. A single 0 says nothing about the run."""
     curves = [curve for line in chart.lines for curve in (line.curve, line.spread) if curve is not None]
@@ -54,7 +59,14 @@ def _zero_line(where: str, charts: Sequence[Chart]) -> Html:
     for chart in charts:
         keys = element("code", ", ".join(short_list(chart.keys)))
         names += [", " if names else "", element("span", chart.title), " ", keys]
-    return element("p", element("b", "Zero throughout"), f" ({where}): ", *names, class_="still")
+    return element(
+        "p",
+        element("b", "Zero throughout"),
+        f" ({where}): ",
+        *names,
+        class_="still",
+        data_words=" ".join(map(words_of, charts)),
+    )
 
 
 def _value_list(title: str, charts: Sequence[Chart]) -> Html:
@@ -62,7 +74,8 @@ def _value_list(title: str, charts: Sequence[Chart]) -> Html:
     for chart in charts:
         name, keys = element("span", chart.title), element("code", ", ".join(short_list(chart.keys)))
         where = _where([line.curve for line in chart.lines])
-        rows.append(element("li", name, " ", keys, " ", _values(chart), f" {chart.unit} ({where})"))
+        told = f" {chart.unit} ({where})"
+        rows.append(element("li", name, " ", keys, " ", _values(chart), told, data_words=words_of(chart)))
     return element("div", element("h3", title), element("ul", *rows), class_="still") if rows else Html("")
 
 

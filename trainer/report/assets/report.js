@@ -584,12 +584,13 @@
   function filter() {
     const words = document.getElementById("find").value.toLowerCase().split(/\s+/).filter(Boolean);
     let found = 0;
-    for (const card of document.querySelectorAll(".card")) {
-      card.hidden = !words.every((word) => card.dataset.words.includes(word));
-      found += !card.hidden;
+    // Cards, and what is said in words instead of drawn.
+    for (const part of document.querySelectorAll("[data-words]")) {
+      part.hidden = !words.every((word) => part.dataset.words.includes(word));
+      found += !part.hidden;
     }
-    for (const section of document.querySelectorAll("section.charts")) {
-      section.hidden = words.length > 0 && !section.querySelector(".card:not([hidden])");
+    for (const whole of document.querySelectorAll("section.charts, div.still")) {
+      whole.hidden = words.length > 0 && !whole.querySelector("[data-words]:not([hidden])");
     }
     const none = document.getElementById("no-match");
     none.hidden = found > 0 || words.length === 0;
