@@ -215,9 +215,10 @@ def _legend(chart: Chart, *, is_single: bool) -> Html:
         if len(entries) > 1 and chart.style != "heat"  # whose rows are labeled
     ]
     for label in dict.fromkeys(reference.label for reference in chart.references):
-        values = distinct_values(reference.value for reference in chart.references if reference.label == label)
+        levels = [reference.value for reference in chart.references if reference.label == label]
         sample = element("i", class_="swatch reference", aria_hidden="true")
-        items.append(element("span", sample, f"{label}: {values}"))
+        words = f"{label}: {distinct_values(levels)}"
+        items.append(element("span", sample, words, data_references=" ".join(map(repr, levels))))
     return element("div", *items, class_="legend") if items else Html("")
 
 
@@ -234,7 +235,7 @@ def _last_values(chart: Chart) -> str:
     ends_at = {_at(curve, -1) for _, curve in drawn}
     shown = [
         f"{label} {number_text(float(curve.mean[-1]))}" + (f" {_at(curve, -1)}" if len(ends_at) > 1 else "")
-        for label, curve in drawn[:_MOST_ENDS]
+        for label, curve in (drawn[:_MOST_ENDS] if len(drawn) > _MOST_ENDS + 1 else drawn)
     ]
     more = f" · {len(drawn) - len(shown)} more" if len(drawn) > len(shown) else ""
     return f"last{f' {ends_at.pop()}' if len(ends_at) == 1 else ''}: {' · '.join(shown)}{more}"

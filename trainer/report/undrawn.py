@@ -55,27 +55,24 @@ def _zeros(charts: Sequence[Chart]) -> Html:
 
 
 def _zero_line(where: str, charts: Sequence[Chart]) -> Html:
-    names: list[str] = []
-    for chart in charts:
-        keys = element("code", ", ".join(short_list(chart.keys)))
-        names += [", " if names else "", element("span", chart.title), " ", keys]
-    return element(
-        "p",
-        element("b", "Zero throughout"),
-        f" ({where}): ",
-        *names,
-        class_="still",
-        data_words=" ".join(map(words_of, charts)),
-    )
+    names = [
+        join([" · " if place else "", element("span", chart.title), " (", _keys(chart), ")"])
+        for place, chart in enumerate(charts)
+    ]
+    words = " ".join(map(words_of, charts))
+    return element("p", element("b", "Zero throughout"), f" ({where}): ", *names, class_="still", data_words=words)
+
+
+def _keys(chart: Chart) -> Html:
+    return element("code", ", ".join(short_list(chart.keys)))
 
 
 def _value_list(title: str, charts: Sequence[Chart]) -> Html:
     rows = []
     for chart in charts:
-        name, keys = element("span", chart.title), element("code", ", ".join(short_list(chart.keys)))
-        where = _where([line.curve for line in chart.lines])
-        told = f" {chart.unit} ({where})"
-        rows.append(element("li", name, " ", keys, " ", _values(chart), told, data_words=words_of(chart)))
+        told = f" {chart.unit} ({_where([line.curve for line in chart.lines])}) "
+        parts = element("span", chart.title), ": ", _values(chart), told, _keys(chart)
+        rows.append(element("li", *parts, data_words=words_of(chart)))
     return element("div", element("h3", title), element("ul", *rows), class_="still") if rows else Html("")
 
 
@@ -95,5 +92,8 @@ def _values(chart: Chart) -> Html:
 
 def _where(curves: Sequence[Curve]) -> str:
     first, last = min(int(curve.first[0]) for curve in curves), max(int(curve.last[-1]) for curve in curves)
-    most = max(curve.num_values for curve in curves)
-    return f"step {first:,}" if first == last else f"{counted(most, 'value')}, steps {first:,} to {last:,}"
+    if first == last:
+        return f"step {first:,}"
+    numbers = sorted({curve.num_values for curve in curves})
+    least = f"{numbers[0]:,} to " if len(numbers) > 1 else ""
+    return f"{least}{counted(numbers[-1], 'value')}, steps {first:,} to {last:,}"

@@ -340,8 +340,18 @@
     const isFirst = !drawn.has(target);
     drawn.add(target);
     if (isHeat(index)) target.style.height = `${Math.max(ROW_HEIGHT * page.charts[index].lines.length + HEAT_MARGIN, LOWEST_HEIGHT)}px`;
-    Plotly.react(target, tracesOf(index), layoutOf(index), CONFIG);
+    const layout = layoutOf(index);
+    Plotly.react(target, tracesOf(index), layout, CONFIG);
+    tellReferences(target, layout.yaxis);
     if (isFirst) listen(target);
+  }
+
+  /* A reference outside the axis is not drawn, and its legend says so. */
+  function tellReferences(target, { range, type }) {
+    const isShown = (value) => !range || ((at) => at >= range[0] && at <= range[1])(type === "log" ? Math.log10(value) : value);
+    for (const entry of target.closest(".card").querySelectorAll("[data-references]")) {
+      entry.classList.toggle("beyond", !entry.dataset.references.split(" ").map(Number).some(isShown));
+    }
   }
 
   const numberOf = (plot) => Number(plot.dataset.chart);
