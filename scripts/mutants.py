@@ -1424,13 +1424,61 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/report/test_run_summary.py::test_a_total_covers_all_its_keys",
         ),
         Mutant(
+            "trainer/report/undrawn.py",
+            "float(curve.low[0]) == 0.0",
+            "float(curve.low[0]) >= 0.0",
+            "tests/unit/report/test_write_report.py::test_a_value_is_called_the_same_throughout_only_if_it_was_measured_more_than_once",
+        ),
+        Mutant(
+            "trainer/report/undrawn.py",
+            "curve in (line.curve, line.spread)",
+            "curve in (line.curve, None)",
+            "tests/unit/report/test_undrawn.py::test_zeros_with_an_error_bar_are_drawn",
+        ),
+        Mutant(
+            "trainer/report/views.py",
+            "bad_steps=bad)",
+            "bad_steps=bad[:0])",
+            "tests/unit/report/test_undrawn.py::test_one_value_that_is_not_zero_is_drawn",
+        ),
+        Mutant(
+            "trainer/report/run_summary.py",
+            '"" if run.has_ended else "Latest loss"',
+            '""',
+            "tests/unit/report/test_run_summary.py::test_the_final_loss_is_called_the_latest_while_a_run_goes_on",
+        ),
+        Mutant(
+            "trainer/report/follow.py",
+            "if path.exists() or not path.parent.is_dir():",
+            "if path.exists():",
+            "tests/unit/report/test_follow.py::test_a_path_in_a_directory_that_does_not_exist_is_refused_at_the_start",
+        ),
+        Mutant(
+            "trainer/report/serve.py",
+            'if self.command != "HEAD":',
+            "if self.command:",
+            "tests/unit/report/test_serve.py::test_head_is_answered_as_get_without_the_body",
+        ),
+        Mutant(
+            "trainer/runs/noise_scale.py",
+            "or self.low > 0.0",
+            "or self.low >= 0.0",
+            "tests/unit/runs/test_noise_scale.py::test_a_lower_bound_of_0_alone_is_no_number_and_with_an_upper_one_it_is",
+        ),
+        Mutant(
+            "trainer/preview/summary.py",
+            "max(tally.batches for tally",
+            "sum(tally.batches for tally",
+            "tests/cli/test_preview.py::test_drawn_batches_add_up_to_the_run_and_are_told_from_expected_ones",
+        ),
+        Mutant(
             "trainer/report/views.py",
             'key=READINGS.index) or ["gns/b_now"]',
             'key=READINGS.index)[:0] or ["gns/b_now"]',
             "tests/unit/report/test_charts.py::test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row",
         ),
         Mutant(
-            "trainer/report/sections.py",
+            "trainer/report/undrawn.py",
             "line.curve.num_values == 1 for line",
             "line.curve.num_values == 0 for line",
             "tests/unit/report/test_write_report.py::"
@@ -1492,7 +1540,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/report/follow.py",
-            'return [*stamps, status.get("state"), status.get("reason")]',
+            'return [*stamps, status.get("state"), status.get("reason"), path.exists()]',
             "return [*stamps, *status.values()]",
             "tests/unit/report/test_follow.py::test_a_heartbeat_is_no_news_and_the_end_is",
         ),

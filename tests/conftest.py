@@ -19,6 +19,7 @@ settings.load_profile("no deadline")
 
 # Neither a login of this machine's user nor a service process per run; tests of wandb itself name a mode.
 os.environ["WANDB_MODE"] = "disabled"
+os.environ.pop("COLUMNS", None)  # some shells export their terminal's width
 
 gc.disable()  # while tests are collected, which imports all there is
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -34,8 +35,8 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The heading on one line."""
-        return " ".join(self.heading.split())
+        """The heading on one line; of a dotted key in lines, the key."""
+        return " ".join(self.heading.split()).replace(". ", ".")
 
     def least(self) -> int:
         """Minimum width: the longest line, or the longest word if it wraps."""
@@ -50,6 +51,16 @@ class Column:
     def _lines(self) -> Iterator[str]:
         for text in (self.heading, *self.cells):
             yield from Text.from_markup(text).plain.split("\n")
+
+
+def folded(key: str, width: int) -> str:
+    """A key in lines of at most `width` characters where it can be broken behind a `/`, `_` or `.`."""
+    lines = [""]
+    for piece in re.findall(r"[^/_.]*[/_.]|[^/_.]+", key):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def needed_width(columns: Sequence[Column]) -> int:

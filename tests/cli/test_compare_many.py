@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import tomllib
 
 import pytest
 import tomli_w
@@ -45,6 +46,45 @@ def test_seeds_are_grouped_ranked_and_small_differences_marked(runs, capsys):
     assert "±" not in lines[bad]
     assert "no error bar" in lines[bad + 1]
     assert "one seed has no error bar" in done.stdout
+
+
+def test_columns_sets_the_width_in_a_pipe_and_without_it_nothing_is_left_out(runs, capsys, monkeypatch):
+    for run in runs:
+        config = tomllib.loads((run / "config.resolved.toml").read_text())
+        config["model"] = {f"a_rather_long_setting_{n}": f"{config['optimizer']['lr']} {'x' * 20}" for n in range(6)}
+        (run / "config.resolved.toml").write_bytes(tomli_w.dumps(config).encode())
+    whole = program(["compare", *runs], capsys).stdout
+    assert "omitted" not in whole
+    assert max(map(len, whole.splitlines())) > 120
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = program(["compare", *runs], capsys).stdout
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "model.a_rather_long_setting_5" in "".join(narrow.partition("omitted to fit the terminal")[2].split())
+    assert "2.2 ± 0.1" in narrow
+    for nonsense in ("0", "-5", "wide", ""):
+        monkeypatch.setenv("COLUMNS", nonsense)
+        assert program(["compare", *runs], capsys).stdout == whole
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_two_runs_fit_into_any_width_with_every_number(runs, capsys, monkeypatch, width):
+    keys = [f"token_type/punctuation_and_more/number_{n}/loss" for n in range(3)]
+    for scale, run in enumerate(runs[:2], 1):
+        lines = [
+            encode_payload(build_payload("train", step, dict.fromkeys(keys, scale * (0.0123456 + step * 1e-05))))
+            for step in range(1, 41)
+        ]
+        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = program(["compare", *runs[:2]], capsys).stdout
+    assert max(map(len, shown.splitlines())) <= width
+    assert "…" not in shown
+    if width == 80:
+        row = next(n for n, line in enumerate(shown.splitlines()) if "token_type/punctuation_" in line)
+        first, second = shown.splitlines()[row : row + 2]
+        assert first.split()[1:3] == ["0.01273", "0.02546"]
+        assert second.split()[0] == "and_more/number_0/loss"
+        assert second.count("± ") == 2
 
 
 def test_json_has_every_number(runs, capsys):

@@ -184,6 +184,21 @@ def test_hover_shows_the_value_and_a_drag_zooms_all_charts(one, runs):
         assert seen.complaints == []
 
 
+def test_a_level_outside_the_chart_is_told_and_not_sampled(runs, tmp_path):
+    for name in ("metrics.jsonl", "env.json"):
+        shutil.copy(runs[0] / name, tmp_path)
+    config = (runs[0] / "config.resolved.toml").read_text()
+    (tmp_path / "config.resolved.toml").write_text(re.sub(r"(?m)^capacity = \d+$", "capacity = 1000000", config))
+    with opened(make_report(tmp_path / "far.html", tmp_path)) as seen:
+        seen.page.locator("html[data-drawn=all]").wait_for()
+        far, near = card(seen.page, "Ledger: live groups"), card(seen.page, "Pool: surprise of the longest wait")
+        for chart, is_drawn in ((far, False), (near, True)):
+            legend = chart.locator("[data-references]")
+            end = legend.evaluate("entry => getComputedStyle(entry, '::after').content")
+            assert legend.locator(".swatch").is_visible() == is_drawn
+            assert ("outside the chart" in end) == (not is_drawn)
+
+
 def test_layers_are_heat_maps_that_can_be_read_and_zoomed(layered, tmp_path):
     rows = read_rows(layered / "metrics.jsonl")
     with opened(make_report(tmp_path / "layers.html", layered)) as seen:
@@ -341,10 +356,16 @@ def test_buttons_zoom_and_move_in_steps(one):
 
 def test_a_chart_is_found_by_its_key(one):
     with opened(one) as seen:
-        seen.page.fill("#find", "cold_starts lost")
+        seen.page.fill("#find", "step_time_sec")
         shown = seen.page.locator("article.card:visible h3").all_inner_texts()
         assert len(shown) == 1
-        assert "lost state" in shown[0]
+        assert "Step time" in shown[0]
+        assert not seen.page.locator(".still:visible").count()
+        # What is not drawn is found in the words that say so.
+        seen.page.fill("#find", "cold_starts lost")
+        assert not seen.page.locator("article.card:visible").count()
+        assert "ledger/cold_starts" in seen.page.locator("p.still:visible").inner_text()
+        assert not seen.page.locator("#no-match").is_visible()
         seen.page.fill("#find", "no such chart")
         assert seen.page.locator("#no-match").is_visible()
 

@@ -143,7 +143,7 @@ def noise_sentence(answer: Answer) -> str:
     noise = answer.noise
     if noise is None:
         return "The run logged no noise scale by then (gns.enabled)."
-    if noise.value is None and noise.low <= 0:
+    if not noise.is_known:
         return f"The noise scale ({noise.where}) is not known yet: it has neither a lower nor an upper bound."
     found = [_in_both(answer, "", noise.value)] if noise.value is not None else []
     found += [_in_both(answer, "at least ", noise.low)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,12 @@ COLOURS = {
 
 
 def output(*, needed_width: int = 0) -> Console:
-    """Stdout, as wide as the terminal; in a pipe `PIPE_WIDTH`, or `needed_width` if that is more."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else max(PIPE_WIDTH, needed_width))
+    """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, else `PIPE_WIDTH`, or `needed_width` if that is more."""
+    columns = os.environ.get("COLUMNS", "")
+    is_told = sys.stdout.isatty() or (columns.isdecimal() and int(columns) > 0)  # by the terminal or by COLUMNS
+    if not is_told:
+        return Console(file=sys.stdout, width=max(PIPE_WIDTH, needed_width))
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else int(columns))
 
 
 def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
+from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
 from trainer.wording import counted
 
 
@@ -150,7 +151,7 @@ def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
     if world_size * config.micro_batches.most > 1:
         return None
     fix = "set train.micro_batches = 2 and halve data.mixing.batch_size"
-    return f"one micro-batch per step on one rank has a single batch size, and two are compared; {fix}"
+    return f"{ONE_BATCH_SIZE}; {fix}"
 
 
 def _broken_growth(config: RunConfig, world_size: int) -> list[UserError]:

@@ -43,7 +43,7 @@ def _draw_blend(axes: Axes, preview: Preview) -> None:
             axes.axvline(source.zero.first, color="black", linestyle=":", linewidth=1)
             axes.annotate(f" weight of {source.name} is 0", (source.zero.first, 0.02), rotation=90, fontsize=8)
     axes.set(title="share of micro-batches", xlabel="batch", ylim=(0, 1))
-    axes.legend(loc="upper right", fontsize=8)
+    _legend_below(axes)
 
 
 def _label_bars(axes: Axes, title: str, views: list[tuple[str, ModalityView]]) -> None:
@@ -51,7 +51,12 @@ def _label_bars(axes: Axes, title: str, views: list[tuple[str, ModalityView]]) -
     axes.set_xscale("symlog")
     axes.invert_yaxis()
     axes.set(title=title)
-    axes.legend(fontsize=8)
+    _legend_below(axes)
+
+
+def _legend_below(axes: Axes) -> None:
+    """Below the axis, since inside it would cover what is drawn."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
 
 
 def _draw_picks(axes: Axes, views: list[tuple[str, ModalityView]]) -> None:

@@ -50,10 +50,11 @@ class ModalityView:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceView:
-    """One source over the run. Only the first four fields are known for a custom `target`.
+    """One source over the run. Only the first four fields are known of a custom `target`.
 
     Attributes:
         batches: expected micro-batches per rank (mean over seeds).
+        drawn_batches: micro-batches per rank with the seed of this run; None if they were not all counted.
         pass_batches: micro-batches per rank of a pass over the source.
         batch_share: share of the micro-batches.
         zero: the first range of batches with weight 0.
@@ -72,6 +73,7 @@ class SourceView:
     batches: float
     batch_share: float
     zero: ZeroSpan | None
+    drawn_batches: int | None = None
     pass_batches: float = 0.0
     tokens: float | None = None
     token_share: float | None = None
@@ -273,6 +275,7 @@ def _source_view(
         batches=batches,
         batch_share=share,
         zero=zero,
+        drawn_batches=max(tally.batches for tally in forecast.tallies[shape.name]) if forecast.is_whole else None,
         pass_batches=sum(_picks(shape, stream, rank) for stream in shape.streams for rank in ranks) / len(ranks),
         tokens=sum(view.tokens for view in modalities),
         epochs=sum(view.cells for view in modalities) / epoch_cells,

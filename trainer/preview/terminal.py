@@ -18,6 +18,7 @@ from trainer.preview.summary import BatchChange, LedgerView, Preview, SourceView
 from trainer.wording import counted
 
 PLOT_HEIGHT = 14
+NUM_TICKS = 5
 MAX_WIDTH = 120  # of the plots
 MARKERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HINT = "; --json has all"
@@ -45,7 +46,8 @@ def _headline(preview: Preview) -> str:
     least, mean, most = preview.cells_per_step
     lines = [
         f"{preview.name}: {counted(preview.steps, 'step')} of {_micro_batches(preview)} on "
-        f"{counted(preview.world_size, 'rank')}; "
+        f"{counted(preview.world_size, 'rank')} ({preview.num_batches:,} per rank"
+        f"{' if their number never grows' if preview.auto is not None else ''}); "
         f"{mean:,.1f} cells per step ({least:,} to {most:,})"
     ]
     if preview.ends_at_step is not None:
@@ -78,29 +80,38 @@ def _change(change: BatchChange) -> str:
 def _blend_plot(preview: Preview, width: int) -> str:
     largest = sorted(preview.sources, key=lambda source: -source.batches)[:MAX_LINES]
     named = {source.name: preview.curves.shares[source.name] for source in largest}
-    return _plot(preview.curves.batches, named, "share of micro-batches by batch", width, top=1.0)
+    plot = _plot(preview.curves.batches, named, "expected share of micro-batches by batch", width, is_share=True)
+    # A legend inside the plot would hide the curves.
+    legend = ", ".join(f"{marker}: {name}" for marker, name in zip(MARKERS, named, strict=False))
+    more = len(preview.sources) - len(largest)
+    return f"{plot}\n{legend}" + (f"; {more:,} with fewer batches not drawn" if more else "")
 
 
-def _plot(xs: Sequence[int], lines: dict[str, list[float]], title: str, width: int, *, top: float | None = None) -> str:
+def _plot(xs: Sequence[int], lines: dict[str, list[float]], title: str, width: int, *, is_share: bool = False) -> str:
     # plotext has one global figure: clear it before use, and read it at once.
     plotext.clear_figure()
     plotext.limit_size(False, False)
     plotext.theme("clear")
     plotext.plotsize(width, PLOT_HEIGHT)
     for marker, (name, ys) in zip(MARKERS, lines.items(), strict=False):
-        plotext.plot(xs, ys, label=name or None, marker=marker if name else "braille")
-    if top is not None:
-        plotext.ylim(0.0, top)
+        plotext.plot(xs, ys, marker=marker if name else "braille")
+    whole = sorted({xs[0] + round((xs[-1] - xs[0]) * part / (NUM_TICKS - 1)) for part in range(NUM_TICKS)})
+    plotext.xticks(whole, [f"{x:,}" for x in whole])
+    if is_share:
+        plotext.ylim(0.0, 1.0)
+        plotext.yticks([0.0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
     plotext.title(title)
     return str(plotext.uncolorize(plotext.build())).rstrip()
 
 
 def _source_table(preview: Preview, width: int) -> Table:
     sources = preview.sources
+    is_counted = any(each.drawn_batches is not None for each in sources)
     columns = [
         Column("source", [escape(each.name) for each in sources]),
-        Column("batches\nper rank", [f"{each.batches:,.1f}" for each in sources], "right"),
-        Column("share", [f"{each.batch_share:.1%}" for each in sources], "right"),
+        *([Column("batches\nper rank", [_drawn(each) for each in sources], "right")] if is_counted else []),
+        Column("expected\nbatches", [f"{each.batches:,.1f}" for each in sources], "right", 1 if is_counted else 0),
+        Column("expected\nshare", [f"{each.batch_share:.1%}" for each in sources], "right"),
         Column("zero from", [_zero(each) for each in sources], "right", leave_out=1),
         Column("tokens", ["unknown" if each.tokens is None else f"{each.tokens:,.0f}" for each in sources], "right"),
         Column("of tokens", ["" if s.token_share is None else f"{s.token_share:.1%}" for s in sources], "right", 3),
@@ -108,11 +119,20 @@ def _source_table(preview: Preview, width: int) -> Table:
         Column("K", [str(each.num_mixed or "") for each in sources], "right", leave_out=2),
         Column("picks\nper slice", [_picks(each) for each in sources], "right", leave_out=4),
     ]
-    return fitted_table(columns, width=width, hint=HINT, title="Sources", title_justify="left")
+    drawn = "as this run's seed draws them, and " if is_counted else ""
+    title = f"Sources: micro-batches per rank {drawn}as expected over all seeds"
+    return fitted_table(columns, width=width, hint=HINT, title=title, title_justify="left")
+
+
+def _drawn(source: SourceView) -> str:
+    return "unknown" if source.drawn_batches is None else f"{source.drawn_batches:,}"
 
 
 def _picks(source: SourceView) -> str:
-    return "" if source.picks_per_slice is None else "{} / {} / {}".format(*source.picks_per_slice)
+    if source.picks_per_slice is None:
+        return ""
+    least, median, most = source.picks_per_slice
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}\nmedian {median:,}"
 
 
 def _zero(source: SourceView) -> str:

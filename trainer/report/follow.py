@@ -14,7 +14,8 @@ from trainer.diagnostics.diagnose import diagnose
 from trainer.errors import UserError
 from trainer.report.names import with_distinct_names
 from trainer.report.page import render_page, render_parts
-from trainer.runs.load import ENDED_STATES, METRICS_NAME, RunRecord, load_run
+from trainer.runs.load import METRICS_NAME, RunRecord, load_run
+from trainer.runs.table import RowTable
 
 SHORTEST_PAUSE_SEC: Final = 1.0
 BUSY_FACTOR: Final = 10.0
@@ -24,26 +25,29 @@ _OTHER_FILES: Final = ("events.jsonl", "env.json", "config.resolved.toml")
 
 @dataclass
 class _Followed:
-    """One run: where it is, what was last read of it, and why nothing newer could be."""
+    """One run: where it is, what was last read of it, whether it has yet to appear, and why nothing newer could be read."""
 
     path: Path
     run: RunRecord
+    is_awaited: bool = False
     problem: str = ""
 
     def read(self) -> None:
         """Read it again; what cannot be read leaves the record as it was."""
         try:
-            self.run, self.problem = load_run(self.path, allow_empty=True), ""
+            self.run, self.is_awaited, self.problem = load_run(self.path, allow_empty=True), False, ""
         except UserError as error:
             self.problem = error.message if self.path.exists() else "is gone"
 
     def line(self, name: str, signature: Any) -> str:
         """How the run stood when it was read, in words."""
+        if self.is_awaited:
+            return f"{name}: waiting for {self.path}, which does not exist yet"
         if self.problem:
             return f"{name}: {self.problem}; the page shows what was read before"
         state, reason = str(self.run.status.get("state", "")), self.run.status.get("reason")
         step = f" at step {self.run.steps[-1]:,}" if self.run.steps else " before its first row"
-        if state in ENDED_STATES:
+        if self.run.has_ended:
             return f"{name} has ended{step}: {state}{f', {reason}' if reason else ''}"
         if not self.run.steps:
             return f"{name}: no row yet"
@@ -52,13 +56,25 @@ class _Followed:
         return f"{name}: {state or 'state not known'}{step}, last row at {when}"
 
 
+def _follow(path: Path) -> _Followed:
+    """Of a run that is still to be made, an empty record; that a mistyped path waits too is the price.
+
+    Raises:
+        UserError: the directory that the run would be made in does not exist, or what is there cannot be read.
+    """
+    if path.exists() or not path.parent.is_dir():
+        return _Followed(path, load_run(path, allow_empty=True))
+    empty = RunRecord(path, RowTable(merge_same_step=False), RowTable(merge_same_step=True))
+    return _Followed(path, empty, is_awaited=True)
+
+
 def _signature(path: Path) -> Any:
     """Changes whenever the page would. status.json is rewritten without any news, so its words count, not its time."""
     directory = path.parent if path.is_file() else path
     metrics = path if path.is_file() else path / METRICS_NAME
     status = _status(directory)
     stamps = [_stamp(file) for file in (metrics, *(directory / name for name in _OTHER_FILES))]
-    return [*stamps, status.get("state"), status.get("reason")]
+    return [*stamps, status.get("state"), status.get("reason"), path.exists()]
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -83,11 +99,11 @@ class Follower:
     Nothing is read between two calls: a page that nobody has open costs nothing.
 
     Args:
-        paths: run directories, with or without rows, or metrics.jsonl files.
+        paths: run directories, with or without rows, or metrics.jsonl files; they need not exist yet.
         clock: seconds.
 
     Raises:
-        UserError: a path does not exist.
+        UserError: neither a path nor the directory that would hold it exists.
     """
 
     def __init__(self, paths: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,10 +111,16 @@ class Follower:
         self._lock = threading.Lock()
         start = clock()
         self._signatures = [_signature(Path(path)) for path in paths]
-        self._runs = [_Followed(Path(path), load_run(path, allow_empty=True)) for path in paths]
+        self._runs = [_follow(Path(path)) for path in paths]
         self._first = time.time_ns()  # a page of an earlier server asks with versions of that one
         self._count = 0
         self._render(start)
+
+    @property
+    def names(self) -> list[str]:
+        """The paths, and of which of them nothing exists yet."""
+        waiting = " (waiting: it does not exist yet)"
+        return [f"{followed.path}{waiting if followed.is_awaited else ''}" for followed in self._runs]
 
     def _refresh(self) -> None:
         """Read and render again if a file has changed and the pause is over."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from trainer.config.compare import flatten
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.runs.load import RunRecord
-from trainer.runs.noise_scale import noise_scale_of
+from trainer.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
@@ -30,8 +30,9 @@ class SummaryRow:
     """One result of a run; `value` is None if the run does not have it.
 
     Attributes:
-        note: the rows that it was made of, in words.
+        note: the rows that it was made of, or why there is no value, in words.
         digits: significant digits of `text`.
+        words: what people are shown instead of the label.
     """
 
     label: str
@@ -39,6 +40,7 @@ class SummaryRow:
     unit: str = ""
     note: str = ""
     digits: int = 5
+    words: str = ""
 
     @property
     def text(self) -> str:
@@ -46,6 +48,12 @@ class SummaryRow:
         if self.value is None:
             return "–"
         return self.value if isinstance(self.value, str) else number_text(self.value, digits=self.digits)
+
+
+def heading(rows: Sequence[SummaryRow]) -> str:
+    """What people are shown as the name of one result of several runs, with its unit."""
+    words = " / ".join(dict.fromkeys(row.words or row.label for row in rows))
+    return f"{words} ({rows[0].unit})" if rows[0].unit else words
 
 
 @dataclass(frozen=True)
@@ -138,15 +146,14 @@ def _final_rows(run: RunRecord, losses: Mapping[int, float], window: int | None)
 
 def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
     """The mean loss at the end, with its steps; if none of these losses is finite, the last finite one."""
-    losses = _finite(run, "loss")
+    losses, words = _finite(run, "loss"), "" if run.has_ended else "Latest loss"
     if not losses:
-        return SummaryRow("Final loss", None, "nats/token")
+        return SummaryRow("Final loss", None, "nats/token", words=words)
     steps = _final_rows(run, losses, window)
     is_end = len(steps) > 1 or steps[-1] == run.steps[-1]
     what = "mean of " if len(steps) > 1 else "" if is_end else "last finite value, "
-    return SummaryRow(
-        "Final loss", statistics.fmean(losses[step] for step in steps), "nats/token", what + rows_text(steps)
-    )
+    mean = statistics.fmean(losses[step] for step in steps)
+    return SummaryRow("Final loss", mean, "nats/token", what + rows_text(steps), words=words)
 
 
 def _best_loss(run: RunRecord, window: int | None) -> SummaryRow:
@@ -190,8 +197,8 @@ def _speed(run: RunRecord) -> SummaryRow:
 def _noise_scale(run: RunRecord) -> SummaryRow:
     """The last row's estimate with its bounds; without an upper one, its lower bound. The digits are the diagnosis'."""
     scale = noise_scale_of(run)
-    if scale is None:
-        return SummaryRow("Noise scale", None, "sequences")
+    if scale is None or not scale.is_known:
+        return SummaryRow("Noise scale", None, "sequences", why_unknown(run))
     if scale.value is None or scale.high is None:
         return SummaryRow("Noise scale", scale.number, "sequences", scale.where)
     between = f", between {number_text(scale.low)} and {number_text(scale.high)}"
@@ -204,12 +211,18 @@ def _state(run: RunRecord) -> SummaryRow:
     return SummaryRow("State", state, note=": ".join(filter(None, words)))
 
 
+def _steps(run: RunRecord) -> SummaryRow:
+    if not run.steps:
+        return SummaryRow("Steps", None)
+    return SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
+
+
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
     redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     return [
         _state(run),
-        SummaryRow("Steps", float(run.steps[-1]) if run.steps else None, note=f"the last of {rows_text(run.steps)}"),
+        _steps(run),
         _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
         _final_loss(run, window),
         _best_loss(run, window),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -12,7 +12,8 @@ from trainer.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.report.charts import Chart, Line
 from trainer.report.curves import Curve
 from trainer.report.markup import Html, element, join, table, value_text
-from trainer.report.run_summary import SummaryRow, config_differences, rows_text, summarize
+from trainer.report.run_summary import SummaryRow, config_differences, heading, rows_text, summarize
+from trainer.report.undrawn import distinct_values, is_undrawn, short_list, undrawn_lists, words_of
 from trainer.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -112,14 +113,16 @@ def notes_section(runs: Sequence[RunRecord]) -> Html:
 
 
 def summary_tiles(run: RunRecord) -> Html:
-    """The results of one run as tiles, without those it does not have."""
-    tiles = [_tile(row) for row in summarize(run) if row.value is not None]
+    """The results of one run as tiles; of those that it does not have, the ones that say why."""
+    tiles = [_tile(row) for row in summarize(run) if row.value is not None or row.note]
     return section("Outcome", element("dl", *tiles, class_="tiles"))
 
 
 def _tile(row: SummaryRow) -> Html:
-    value = element("dd", row.text, " ", _optional("span", row.unit, "unit"), class_="value")
-    return element("div", element("dt", row.label), value, _optional("dd", row.note, "note"))
+    value = element(
+        "dd", row.text, " ", _optional("span", "" if row.value is None else row.unit, "unit"), class_="value"
+    )
+    return element("div", element("dt", row.words or row.label), value, _optional("dd", row.note, "note"))
 
 
 def summary_tables(diagnoses: Sequence[Diagnosis]) -> Html:
@@ -132,9 +135,8 @@ def summary_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     ]
     rows: list[list[str]] = [["Verdict", *verdicts]]
     for results in zip(*map(summarize, runs), strict=True):
-        unit = f" ({results[0].unit})" if results[0].unit else ""
         cells = [join([result.text, _optional("small", result.note)]) for result in results]
-        rows.append([f"{results[0].label}{unit}", *cells])
+        rows.append([heading(results), *cells])
     different = [
         [element("code", key), *(element("code", value_text(value)) for value in values)]
         for key, values in config_differences(runs)
@@ -147,51 +149,26 @@ def summary_tables(diagnoses: Sequence[Diagnosis]) -> Html:
 
 
 def chart_groups(charts: Sequence[Chart], *, is_single: bool) -> Html:
-    """Charts, sorted by group, under the headings of the catalog; constant ones in a list at the end of their group."""
+    """Charts, sorted by group, under the headings of the catalog; undrawn ones in lists at the end of their group."""
     parts = []
     for group, members in groupby(enumerate(charts), key=lambda pair: pair[1].group):
         views: list[Html] = []
         drawn: list[Html] = []
-        constant: list[Chart] = []
+        undrawn: list[Chart] = []
         for number, chart in members:
-            if not chart.is_wide and all(line.curve.is_constant for line in chart.lines):
-                constant.append(chart)
+            if is_undrawn(chart):
+                undrawn.append(chart)
             else:
                 (views if chart.is_wide else drawn).append(_card(number, chart, is_single=is_single))
         wide = element("div", *views, class_="grid views") if views else ""
         small = element("div", *drawn, class_="grid") if drawn else ""
-        parts.append(section(group, wide, small, _constant_list(constant), class_="charts"))
+        parts.append(section(group, wide, small, undrawn_lists(undrawn), class_="charts"))
     return join(parts)
-
-
-def _constant_list(charts: Sequence[Chart]) -> Html:
-    """Keys without a curve: those whose values are all the same, and those that have a single value."""
-    once = [chart for chart in charts if all(line.curve.num_values == 1 for line in chart.lines)]
-    same = [chart for chart in charts if chart not in once]
-    return join([_value_list("The same throughout", same), _value_list("Measured once", once)])
-
-
-def _value_list(title: str, charts: Sequence[Chart]) -> Html:
-    rows = []
-    for chart in charts:
-        values = _values_text(float(line.curve.mean[0]) for line in chart.lines)
-        name, key = element("span", chart.title), element("code", chart.keys[0])
-        first = min(int(line.curve.first[0]) for line in chart.lines)
-        last = max(int(line.curve.last[-1]) for line in chart.lines)
-        most = max(line.curve.num_values for line in chart.lines)
-        where = f"step {first:,}" if first == last else f"{counted(most, 'value')}, steps {first:,} to {last:,}"
-        rows.append(element("li", name, " ", key, " ", element("b", values), f" {chart.unit} ({where})"))
-    return element("div", element("h3", title), element("ul", *rows), class_="still") if rows else Html("")
-
-
-def _values_text(values: Iterable[float]) -> str:
-    """The distinct values."""
-    return " / ".join(dict.fromkeys(map(number_text, values)))
 
 
 def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
     head = element("h3", chart.title, " ", _optional("span", chart.unit, "unit"), id=f"chart-{number}")
-    keys = element("p", element("code", ", ".join(_short_list(chart.keys))), class_="keys")
+    keys = element("p", element("code", ", ".join(short_list(chart.keys))), class_="keys")
     plot = element(
         "div",
         class_="plot",
@@ -215,12 +192,8 @@ def _card(number: int, chart: Chart, *, is_single: bool) -> Html:
         about,
         class_="card wide" if chart.is_wide else "card",
         data_name=f"{chart.group}: {chart.title}",
-        data_words=" ".join([chart.title, chart.group, *chart.keys]).lower(),
+        data_words=words_of(chart),
     )
-
-
-def _short_list(keys: Sequence[str]) -> list[str]:
-    return [*keys[:3], f"{len(keys) - 3} more"] if len(keys) > 4 else list(keys)
 
 
 def _legend(chart: Chart, *, is_single: bool) -> Html:
@@ -242,9 +215,10 @@ def _legend(chart: Chart, *, is_single: bool) -> Html:
         if len(entries) > 1 and chart.style != "heat"  # whose rows are labeled
     ]
     for label in dict.fromkeys(reference.label for reference in chart.references):
-        values = _values_text(reference.value for reference in chart.references if reference.label == label)
+        levels = [reference.value for reference in chart.references if reference.label == label]
         sample = element("i", class_="swatch reference", aria_hidden="true")
-        items.append(element("span", sample, f"{label}: {values}"))
+        words = f"{label}: {distinct_values(levels)}"
+        items.append(element("span", sample, words, data_references=" ".join(map(repr, levels))))
     return element("div", *items, class_="legend") if items else Html("")
 
 
@@ -261,7 +235,7 @@ def _last_values(chart: Chart) -> str:
     ends_at = {_at(curve, -1) for _, curve in drawn}
     shown = [
         f"{label} {number_text(float(curve.mean[-1]))}" + (f" {_at(curve, -1)}" if len(ends_at) > 1 else "")
-        for label, curve in drawn[:_MOST_ENDS]
+        for label, curve in (drawn[:_MOST_ENDS] if len(drawn) > _MOST_ENDS + 1 else drawn)
     ]
     more = f" · {len(drawn) - len(shown)} more" if len(drawn) > len(shown) else ""
     return f"last{f' {ends_at.pop()}' if len(ends_at) == 1 else ''}: {' · '.join(shown)}{more}"

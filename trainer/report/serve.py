@@ -75,6 +75,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found\n")
 
+    def do_HEAD(self) -> None:
+        """Answer as GET, without the body."""
+        self.do_GET()
+
     def _is_for_us(self) -> bool:
         """Whether the one Host header names this machine; any port, which a tunnel may change."""
         hosts = self.headers.get_all("Host") or []
@@ -90,7 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         }.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not logged: there is one every two seconds."""

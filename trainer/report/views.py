@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -248,7 +248,8 @@ def _short_names(titles: Sequence[str]) -> list[str]:
 
 def _total(columns: Columns, run: int, key: str) -> Curve:
     steps, values = columns.runs[run].column(key)
-    return make_curve(steps, running_total(values), limit=columns.limit)
+    bad = np.asarray(steps, np.int64)[~np.isfinite(np.asarray(values))]
+    return replace(make_curve(steps, running_total(values), limit=columns.limit), bad_steps=bad)
 
 
 def _spread(columns: Columns, run: int, keys: Sequence[str]) -> Curve | None:

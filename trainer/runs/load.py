@@ -100,6 +100,11 @@ class RunRecord:
         return found
 
     @property
+    def has_ended(self) -> bool:
+        """Whether status.json says so; a run that was killed may never get to."""
+        return str(self.status.get("state")) in ENDED_STATES
+
+    @property
     def world_size(self) -> int | None:
         """Number of ranks; None if env.json does not have it."""
         size = self.environment.get("world_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
 from trainer.runs.load import RunRecord
 from trainer.wording import number_text
 
@@ -30,11 +31,19 @@ class NoiseScale:
     """The last steps that it was computed from, where the record says it."""
 
     @property
+    def is_known(self) -> bool:
+        """Whether the bounds say anything: a lower one of 0 alone does not."""
+        return self.high is not None or self.low > 0.0
+
+    @property
     def number(self) -> str:
         """Value and bounds in words."""
-        if self.value is None or self.high is None:
+        if not self.is_known:
+            return "not known yet"
+        if self.high is None:
             return f"at least {number_text(self.low)}"
-        return f"{number_text(self.value)} ({number_text(self.low)} to {number_text(self.high)})"
+        bounds = f"{number_text(self.low)} to {number_text(self.high)}"
+        return bounds if self.value is None else f"{number_text(self.value)} ({bounds})"
 
     @property
     def where(self) -> str:
@@ -58,6 +67,22 @@ def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
         steps = _column(run, f"{key}_steps").get(step)
         return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps))
     return None
+
+
+def why_unknown(run: RunRecord) -> str:
+    """Why the run ends without a noise scale, to follow "the noise scale is"; empty if it has one, and where the record does
+    not say that one was to be measured."""
+    scale = noise_scale_of(run)
+    if scale is not None:
+        return "" if scale.is_known else f"not known yet: neither a lower nor an upper bound ({scale.where})"
+    batches = _column(run, B_BIG)
+    if batches:
+        return f"not known yet: no lower bound in the last row, step {max(batches):,}"
+    if run.setting("gns.enabled") is False:
+        return "not measured: gns.enabled = false"
+    if run.setting("train.micro_batches") == run.world_size == 1:
+        return f"not measured: {ONE_BATCH_SIZE}"
+    return "not known yet: no row has it" if run.setting("gns.enabled") else ""
 
 
 def _column(run: RunRecord, key: str) -> dict[int, float]:

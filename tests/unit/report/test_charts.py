@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.cli.verbs.compare import _fact_cell
 from trainer.diagnostics.diagnose import diagnose
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.report.charts import Columns, chart_id, group_order, variant_of
@@ -90,6 +91,20 @@ def test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row(m
         assert f"({key} at step 3" in ruling.outcome.sentence
     titles = [chart.title for chart in make_charts([now, drawn]) if chart.title.startswith("Noise scale and batch")]
     assert titles == ["Noise scale and batch size (gns/b_drawn)", "Noise scale and batch size (gns/b_now)"]
+
+
+def test_tile_comparison_and_diagnosis_say_alike_why_a_noise_scale_is_not_known(make_run):
+    run = make_run("a", {"gns/b_now_low": [0.0] * 3, "gns/b_now_steps": [40.0] * 3, "gns/b_big": [16.0] * 3})
+    why = "not known yet: neither a lower nor an upper bound (gns/b_now at step 3, from the last 40 steps)"
+    row = next(row for row in summarize(run) if row.label == "Noise scale")
+    assert (row.text, row.note) == ("–", why)
+    tile = render_page([diagnose(run)], plotly="").partition("<dt>Noise scale</dt>")[2].partition("</div>")[0]
+    assert tile == f'<dd class="value">– </dd><dd class="note">{why}</dd>'
+    ruling = next(ruling for ruling in diagnose(run).rulings if ruling.rule.name == "batch_size")
+    assert ruling.outcome.verdict == "not_measured"
+    assert ruling.outcome.sentence == f"the noise scale is {why}"
+    cell = _fact_cell(row)
+    assert cell.plain == f"–\n({why})"
 
 
 def test_the_noise_scale_has_a_band_where_both_bounds_are_known_and_else_a_lower_bound(make_run):

@@ -183,9 +183,38 @@ def test_a_file_alone_and_several_runs_can_be_followed(tmp_path):
     assert drawn_steps(json.loads(follower.answer(first["version"]))) == [1, 2]
 
 
-def test_a_path_that_does_not_exist_is_refused_at_the_start(tmp_path):
+def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
+    clock = Clock()
+    path = tmp_path / "run"
+    follower = Follower([str(path)], clock=clock)
+    assert follower.names == [f"{path} (waiting: it does not exist yet)"]
+    first = json.loads(follower.answer(""))
+    assert first["line"] == f"run: waiting for {path}, which does not exist yet"
+    path.mkdir()
+    clock.now += 1000
+    assert json.loads(follower.answer(first["version"]))["line"] == "run: no row yet"
+    (path / "metrics.jsonl").write_text(line(1) + line(2))
+    clock.now += 1000
+    found = json.loads(follower.answer(first["version"]))
+    assert drawn_steps(found) == [1, 2]
+    assert follower.names == [str(path)]
+    shutil.rmtree(path)
+    clock.now += 1000
+    assert json.loads(follower.answer(""))["line"] == "run: is gone; the page shows what was read before"
+
+
+def test_a_path_in_a_directory_that_does_not_exist_is_refused_at_the_start(tmp_path):
     with pytest.raises(UserError, match="is neither a run directory nor a file"):
-        Follower([str(tmp_path / "nowhere")])
+        Follower([str(tmp_path / "nowhere" / "run")])
+
+
+def test_the_loss_is_the_latest_until_the_status_says_that_the_run_has_ended(run):
+    run.write(line(1) + line(2, 0.5))
+    run.start()
+    for state, words in (("running", "Latest"), ("done", "Final"), ("running", "Latest"), ("failed", "Final")):
+        run.status(state)
+        overview = run.ask("")["html"]["overview"]
+        assert [name for name in ("Latest", "Final") if f"<dt>{name} loss</dt>" in overview] == [words]
 
 
 def test_the_page_asks_only_if_it_is_followed(run, tmp_path):

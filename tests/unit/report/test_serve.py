@@ -52,6 +52,22 @@ def test_no_other_path_has_content(server, path):
     assert ask(server, path)[::2] == (404, b"not found\n")
 
 
+@pytest.mark.parametrize("path", ["/", "/parts?since=0", "/nothing"])
+def test_head_is_answered_as_get_without_the_body(server, path):
+    whole, head = ask(server, path), ask(server, path, "HEAD")
+    for _, headers, _ in (whole, head):
+        headers.pop("Date")
+    assert head == (*whole[:2], b"")
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+        connection.sendall(f"HEAD {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.endswith(b"\r\n\r\n")
+
+
+def test_head_tells_another_name_for_this_machine_nothing(server):
+    assert ask(server, "/", "HEAD", Host="evil.example")[0] == 403
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
 def test_nothing_can_be_sent(server, method):
     assert ask(server, "/", method)[0] == 501

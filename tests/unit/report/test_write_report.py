@@ -78,7 +78,7 @@ def test_a_value_is_called_the_same_throughout_only_if_it_was_measured_more_than
     same, _, once = page.partition("Measured once")
     assert "The same throughout" in same
     assert "<b>0.1</b>  (2 values, steps 1 to 2)" in same
-    assert "<b>5</b>  (step 2)" in once
+    assert "<b>5</b>  (step 2) <code>grad_norm</code>" in once
     assert "grad_norm" not in same.partition("The same throughout")[2]
 
 

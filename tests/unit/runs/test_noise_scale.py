@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from trainer.runs.load import RunRecord
-from trainer.runs.noise_scale import NoiseScale, noise_scale_of
+from trainer.runs.noise_scale import NoiseScale, noise_scale_of, why_unknown
 from trainer.runs.table import RowTable
 
 
@@ -49,3 +53,52 @@ def test_what_says_most_is_preferred() -> None:
 def test_a_row_that_does_not_know_it_has_none() -> None:
     assert noise_scale_of(record({5: {"gns/b_now_low": 7.0}, 10: {}})) is None
     assert noise_scale_of(record({5: {"loss": 4.0}})) is None
+
+
+def test_a_lower_bound_of_0_alone_is_no_number_and_with_an_upper_one_it_is() -> None:
+    run = record({5: {"gns/b_now_low": 0.0, "gns/b_now_steps": 8.0}})
+    found = noise_scale_of(run)
+    assert found is not None
+    assert not found.is_known
+    assert found.number == "not known yet"
+    why = "not known yet: neither a lower nor an upper bound (gns/b_now at step 5, from the last 8 steps)"
+    assert why_unknown(run) == why
+    for row, number in (
+        ({"gns/b_now_low": 0.5}, "at least 0.5"),
+        ({"gns/b_now_low": 0.0, "gns/b_now_high": 9.0}, "0 to 9"),
+        ({"gns/b_now_low": 0.0, "gns/b_now": 3.0, "gns/b_now_high": 9.0}, "3 (0 to 9)"),
+    ):
+        found = noise_scale_of(record({5: row}))
+        assert found is not None
+        assert found.is_known
+        assert found.number == number
+        assert why_unknown(record({5: row})) == ""
+
+
+@pytest.mark.parametrize(
+    ("enabled", "micro_batches", "ranks", "words"),
+    [
+        (False, 2, 2, "not measured: gns.enabled = false"),
+        (True, 1, 1, "not measured: one micro-batch per step on one rank has a single batch size"),
+        (True, 1, 2, "not known yet: no row has it"),
+        (True, {"schedule": "auto", "start": 1}, 1, "not known yet: no row has it"),
+        (None, None, None, ""),
+    ],
+)
+def test_a_run_without_one_says_why(enabled: bool | None, micro_batches: Any, ranks: int | None, words: str) -> None:
+    table = RowTable(merge_same_step=False)
+    table.add(1, 0, ("loss",), (3.0,))
+    run = RunRecord(Path("run"), table, RowTable(merge_same_step=True))
+    if enabled is not None:
+        config = {"gns": {"enabled": enabled}, "train": {"micro_batches": micro_batches}}
+        run = replace(run, config=config, environment={"world_size": ranks})
+    assert noise_scale_of(run) is None
+    assert why_unknown(run).startswith(words)
+    assert bool(words) == bool(why_unknown(run))
+
+
+def test_a_last_row_without_a_bound_is_named() -> None:
+    assert (
+        why_unknown(record({5: {"gns/b_now_low": 7.0}, 10: {}}))
+        == "not known yet: no lower bound in the last row, step 10"
+    )

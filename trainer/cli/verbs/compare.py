@@ -15,8 +15,14 @@ from rich.text import Text
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import COLOURS, output
 from trainer.errors import UserError
+from trainer.fitted_table import folded
+
+_KEY_WIDTH = 26  # of a folded key, so that a row of two runs fits into 80 characters
+_NO_LIMIT = 10_000
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from trainer.diagnostics.diagnose import Diagnosis, Ruling
     from trainer.report.run_summary import KeyMean, SummaryRow
     from trainer.runs.load import RunRecord
@@ -50,7 +56,7 @@ def compare(
         typer.echo(json.dumps(_as_json(diagnoses, means, last), indent=2, allow_nan=False, default=str))
         return
     console = output()
-    for part in (_config_table(runs), _outcome_table(diagnoses, last), _means_table(runs, means, last)):
+    for part in (_config_table(runs), _outcome_table(diagnoses, last), _fitted_means(console, runs, means, last)):
         console.print(part)
     _print_notes(runs)
 
@@ -124,7 +130,7 @@ def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) ->
     for run in runs:
         table.add_column(Text(run.name, style="bold"), justify="right", overflow="fold")
     for heading in more:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     return table
 
 
@@ -144,16 +150,15 @@ def _config_table(runs: Sequence[RunRecord]) -> Table | str:
 
 
 def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
-    from trainer.report.run_summary import summarize
+    from trainer.report.run_summary import heading, summarize
 
     runs = [diagnosis.run for diagnosis in diagnoses]
     table = _new_table("Outcome", "", runs, "difference")
     for first, second in zip(*(summarize(run, window=window) for run in runs), strict=True):
-        label = f"{first.label} ({first.unit})" if first.unit else first.label
         difference = ""
         if isinstance(first.value, float) and isinstance(second.value, float):
             difference = _signed(second.value - first.value)
-        table.add_row(label, _fact_cell(first), _fact_cell(second), difference)
+        table.add_row(heading([first, second]), _fact_cell(first), _fact_cell(second), difference)
     cells = []
     for diagnosis in diagnoses:
         word = diagnosis.verdict or "not diagnosed"
@@ -164,12 +169,21 @@ def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
 
 
 def _fact_cell(fact: SummaryRow) -> Text:
-    """The value; of a loss with what it covers. Other notes are on the report's page."""
-    has_note = fact.unit == "nats/token" and fact.note and fact.value is not None
+    """The value; of a loss with what it covers, and a missing one with the reason. Other notes are on the report's page."""
+    has_note = fact.note and (fact.unit == "nats/token" or fact.value is None)
     return Text.assemble(fact.text, (f"\n({fact.note})" if has_note else "", "dim"))
 
 
-def _means_table(runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
+def _fitted_means(console: Console, runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
+    """On one line per key, or, where that is too wide, with keys and scatter folded."""
+    table = _means_table(runs, means, window)
+    is_wide = console.measure(table, options=console.options.update(width=_NO_LIMIT)).maximum > console.width
+    return _means_table(runs, means, window, is_folded=True) if is_wide else table
+
+
+def _means_table(
+    runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None, *, is_folded: bool = False
+) -> Table:
     """Keys that differ; bold where the difference exceeds the scatter of the values."""
     from trainer.report.run_summary import end_of
 
@@ -181,8 +195,10 @@ def _means_table(runs: Sequence[RunRecord], means: Sequence[KeyMean], window: in
         style = "bold" if _exceeds_scatter(row) else ""
         relative = f"{100 * row.relative:+.1f}" if row.relative is not None else ""
         difference = _signed(row.difference) if row.difference is not None else ""
-        cells = [Text(_with_scatter(*cell)) for cell in zip(row.means, row.deviations, strict=True)]
-        table.add_row(Text(row.key), *cells, difference, relative, style=style)
+        cells = [_with_scatter(*cell) for cell in zip(row.means, row.deviations, strict=True)]
+        key = folded(row.key, _KEY_WIDTH) if is_folded else row.key
+        shown = [Text(cell.replace(" ±", "\n±") if is_folded else cell) for cell in cells]
+        table.add_row(Text(key), *shown, difference, relative, style=style)
     if len(differing) < len(means):
         table.caption_justify = "left"
         table.caption = f"{len(means) - len(differing)} other keys have the same mean in both"

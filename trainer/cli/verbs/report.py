@@ -78,10 +78,11 @@ def _follow(runs: list[str], port: int) -> None:
     from trainer.report.serve import ReportServer, yield_to_the_run
 
     plotly = plotly_script()
-    with ReportServer(Follower(runs), plotly=plotly, port=port) as server:
+    follower = Follower(runs)
+    with ReportServer(follower, plotly=plotly, port=port) as server:
         yield_to_the_run()
         try:
-            typer.echo(f"following {', '.join(runs)} at {server.url} (end with Ctrl-C)", err=True)
+            typer.echo(f"following {', '.join(follower.names)} at {server.url} (end with Ctrl-C)", err=True)
             server.serve_forever()
         except KeyboardInterrupt:
             typer.echo("no longer following", err=True)

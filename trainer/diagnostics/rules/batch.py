@@ -7,7 +7,7 @@ from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_mea
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, series
 from trainer.runs.load import RunRecord
-from trainer.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of
+from trainer.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
 from trainer.wording import number_text
 
 TOO_SMALL = 0.1
@@ -25,8 +25,8 @@ def check_batch_size(run: RunRecord) -> Outcome:
     A lower bound is enough for "too small". The other two verdicts need an upper bound.
     """
     scale = noise_scale_of(run)
-    if scale is None:
-        return not_measured("the last row has no lower bound of the noise scale")
+    if scale is None or not scale.is_known:
+        return not_measured(f"the noise scale is {why_unknown(run)}")
     if scale.steps is not None and scale.steps < MIN_STEPS:
         return not_measured(f"the noise scale was computed from {scale.steps} steps, fewer than {MIN_STEPS}")
     words = (

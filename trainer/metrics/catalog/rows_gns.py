@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
 
 from trainer.metrics.catalog.spec import MetricSpec
+
+ONE_BATCH_SIZE: Final = "one micro-batch per step on one rank has a single batch size, and two are compared"
+"""Why some runs have none of these keys."""
 
 _Row = partial(MetricSpec, group="Gradient noise scale", window="last")
 _Sequences = partial(_Row, unit="sequences")

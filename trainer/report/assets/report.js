@@ -340,8 +340,18 @@
     const isFirst = !drawn.has(target);
     drawn.add(target);
     if (isHeat(index)) target.style.height = `${Math.max(ROW_HEIGHT * page.charts[index].lines.length + HEAT_MARGIN, LOWEST_HEIGHT)}px`;
-    Plotly.react(target, tracesOf(index), layoutOf(index), CONFIG);
+    const layout = layoutOf(index);
+    Plotly.react(target, tracesOf(index), layout, CONFIG);
+    tellReferences(target, layout.yaxis);
     if (isFirst) listen(target);
+  }
+
+  /* A reference outside the axis is not drawn, and its legend says so. */
+  function tellReferences(target, { range, type }) {
+    const isShown = (value) => !range || ((at) => at >= range[0] && at <= range[1])(type === "log" ? Math.log10(value) : value);
+    for (const entry of target.closest(".card").querySelectorAll("[data-references]")) {
+      entry.classList.toggle("beyond", !entry.dataset.references.split(" ").map(Number).some(isShown));
+    }
   }
 
   const numberOf = (plot) => Number(plot.dataset.chart);
@@ -584,12 +594,13 @@
   function filter() {
     const words = document.getElementById("find").value.toLowerCase().split(/\s+/).filter(Boolean);
     let found = 0;
-    for (const card of document.querySelectorAll(".card")) {
-      card.hidden = !words.every((word) => card.dataset.words.includes(word));
-      found += !card.hidden;
+    // Cards, and what is said in words instead of drawn.
+    for (const part of document.querySelectorAll("[data-words]")) {
+      part.hidden = !words.every((word) => part.dataset.words.includes(word));
+      found += !part.hidden;
     }
-    for (const section of document.querySelectorAll("section.charts")) {
-      section.hidden = words.length > 0 && !section.querySelector(".card:not([hidden])");
+    for (const whole of document.querySelectorAll("section.charts, div.still")) {
+      whole.hidden = words.length > 0 && !whole.querySelector("[data-words]:not([hidden])");
     }
     const none = document.getElementById("no-match");
     none.hidden = found > 0 || words.length === 0;
