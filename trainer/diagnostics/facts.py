@@ -16,7 +16,7 @@ MICRO_BATCHES: Final = "train/micro_batches"
 
 def micro_batches(run: RunRecord, since: int = 0) -> int:
     """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
-    setting = run.setting("train.micro_batches", 1)
+    setting = _configured_micro_batches(run)
     if isinstance(setting, int):
         return max(setting, 1)
     steps, values = run.train.column(MICRO_BATCHES)
@@ -25,12 +25,17 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
 
 def batches_through(run: RunRecord, step: int) -> int:
     """Micro-batches of a rank through a step. Where their number changes, as many in each step as in the next logged one."""
-    if isinstance(run.setting("train.micro_batches", 1), int):
+    if isinstance(_configured_micro_batches(run), int):
         return step * micro_batches(run)
     total, before, m = 0.0, 0, 1.0
     for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
         total, before = total + (min(logged, step) - min(before, step)) * m, logged
     return int(total + max(step - before, 0) * m)
+
+
+def _configured_micro_batches(run: RunRecord) -> Any:
+    """A number, a schedule, or None for a loop without a config, which may log them."""
+    return run.setting("train.micro_batches", 1 if run.config else None)
 
 
 def ranks(run: RunRecord) -> int:

@@ -36,7 +36,7 @@ class RunEntry:
         step, steps: the last logged step, and the configured number; None where unknown.
         loss, eval_loss: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
-        verdict: `healthy`, or the names of the findings of `train diagnose`.
+        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 26 rules`.
         reason: why the run ended, from status.json; None if that has none.
     """
 
@@ -179,11 +179,14 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
 
 
 def _verdict_cell(entry: RunEntry) -> str:
+    from trainer.diagnostics.diagnose import NO_FINDING
+
     verdict = entry.verdict or "-"
     if entry.state == "failed" and entry.reason is not None:  # why it failed matters more than earlier findings
         shown = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
         verdict = shown if entry.verdict is None else f"{entry.verdict}: {shown}"
-    return coloured("healthy" if verdict == "healthy" else "warning", verdict)
+    colour = "unknown" if verdict.startswith(NO_FINDING) else "warning"
+    return coloured("healthy" if verdict == "healthy" else colour, verdict)
 
 
 def _steps(entry: RunEntry) -> str:

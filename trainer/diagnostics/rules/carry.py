@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from trainer.diagnostics.facts import lower_lr
-from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX
@@ -71,7 +71,7 @@ def check_gain(run: RunRecord) -> Outcome:
     """What cells gain by starting from their stored state instead of zero."""
     found = late(run, GAIN)
     if found is None:
-        return _too_few()
+        return _too_few(run)
     (gain,) = found
     words = f"over the last {len(gain.shown)} probes the stored state lowers a cell's loss by {gain} nats per token"
     if gain.mean < -max(FAR_ERRORS * gain.error, STALE_NATS):
@@ -96,7 +96,7 @@ def check_gap(run: RunRecord) -> Outcome:
     """What the age of stored states changes in the loss of the cells that start from them."""
     found = late(run, GAP, GAIN)
     if found is None:
-        return _too_few()
+        return _too_few(run)
     gap, gain = found
     size = abs(gap.mean)
     side = "below" if gap.mean < 0 else "above"
@@ -130,8 +130,9 @@ def _fresher(run: RunRecord) -> Knob:
     return lower_lr(run)
 
 
-def _too_few() -> Outcome:
-    return not_measured(f"fewer than {MIN_PROBES} probes in the second half of the run; lower ledger.probe_every")
+def _too_few(run: RunRecord) -> Outcome:
+    remedy = "lower ledger.probe_every" if run.config else "probe more often"
+    return not_yet(f"needs {MIN_PROBES} probes in the second half of the run; {remedy}")
 
 
 def _needs(keys: Sequence[str]) -> tuple[str, ...]:

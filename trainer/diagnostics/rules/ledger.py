@@ -8,7 +8,7 @@ from functools import partial
 from statistics import median
 
 from trainer.diagnostics.facts import lower_lr, micro_batches, ranks, readers_of_a_rank, state_bytes
-from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.metrics.catalog.lookup import keys_under
@@ -142,9 +142,9 @@ def check_oversize(run: RunRecord) -> Outcome:
     fill = series(run, FILL)
     capacity, width = _capacity(run), state_bytes(run)
     if capacity is None or width is None:
-        return not_measured("how large a state is was not recorded; train preview says it")
+        return not_measured("how large a state is was not recorded")
     if fill.steps[-1] < OVERSIZE_STEPS:
-        return not_measured(f"fewer than {OVERSIZE_STEPS} steps")
+        return not_yet(f"needs {OVERSIZE_STEPS} steps, has {fill.steps[-1]}")
     peak = max(fill.values)
     spare = capacity * (1 - peak) * width
     device = max(series(run, "gpu/total_gb").values, default=0.0) * 1e9

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from trainer.diagnostics.outcome import Outcome, Severity, not_measured
 from trainer.runs.load import RunRecord
+from trainer.wording import listed
+
+REPORTED_BY: Final[Mapping[str, str]] = {
+    "ledger/carry_gain": "trainer.ledger.CarryProbe",
+    "ledger/stale_gap": "trainer.ledger.CarryProbe",
+    "ledger/": "trainer.ledger.Ledger",
+    "stream_mixing/active/": "trainer.data.StreamMixingDataset",
+    "stream_mixing/refill/": "trainer.data.StreamMixingDataset",
+    "blend/": "trainer.data.BlendDataset",
+    "gns/": "trainer.metrics.GradientNoiseScale",
+    "layer/": "trainer.metrics.noise_scale.per_layer.PerLayer",
+    "time/data_sec": 'MetricsTracker.section("data")',
+}
+"""The beginnings of keys, and what reports these keys in a loop without a config. The first that fits counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,4 +55,13 @@ class Rule:
         missing = [key for key in self.needs if not run.column(key)[0]]
         if not missing:
             return self.check(run)
-        return not_measured(f"the run does not log {' and '.join(missing)}{f'; {self.hint}' if self.hint else ''}")
+        return unlogged(run, missing, self.hint)
+
+
+def unlogged(run: RunRecord, keys: Sequence[str], hint: str = "") -> Outcome:
+    """The outcome for a run without some keys. `hint`: what makes a run log them; a run without a config has no use for it."""
+    words = f"needs {listed(keys)}"
+    if run.config:
+        return not_measured(f"{words}; {hint}" if hint else words)
+    part = next((part for start, part in REPORTED_BY.items() if keys[0].startswith(start)), None)
+    return not_measured(f"{words}, from {part}" if part else words)
