@@ -2179,6 +2179,24 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/diagnostics/test_rules.py::test_an_absence_that_the_share_of_a_modality_explains_is_healthy",
         ),
         Mutant(
+            "trainer/diagnostics/diagnose.py",
+            "2 * self.num_judged >= len(self.rulings)",
+            "self.num_judged",
+            "tests/unit/diagnostics/test_rules.py::test_a_run_is_healthy_if_at_least_half_of_the_rules_judged_it",
+        ),
+        Mutant(
+            "trainer/diagnostics/facts.py",
+            "most = readers - len(tables) + 1",
+            "most = readers",
+            "tests/unit/diagnostics/test_rules.py::test_the_suggested_stale_threshold_is_that_of_the_source_that_waits_longest",
+        ),
+        Mutant(
+            "trainer/diagnostics/facts.py",
+            "(weight / sum(weights), max(count, 1))",
+            "(1.0, max(count, 1))",
+            "tests/unit/preview/test_config_warnings.py::test_the_diagnosis_of_the_run_suggests_the_threshold_of_the_preview",
+        ),
+        Mutant(
             "trainer/diagnostics/rules/ledger.py",
             "cold.total <= known",
             "cold.total < known",

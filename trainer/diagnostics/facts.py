@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any, Final
 
 from trainer.diagnostics.outcome import Knob
@@ -75,6 +76,30 @@ def sources(run: RunRecord) -> list[Mapping[str, Any]]:
     """The tables `[[data.source]]`."""
     found = run.setting("data.source", [])
     return [table for table in found if isinstance(table, Mapping)] if isinstance(found, list) else []
+
+
+def pools(run: RunRecord, readers: int) -> list[tuple[float, int]] | None:
+    """(share of the micro-batches, readers) of the pool of each source on a rank; None if the record does not tell.
+
+    A source has at most its `num_streams_mixed` readers, and at most the rank's `readers` less one for every other source.
+    A weight with a schedule counts as the mean of its points.
+    """
+    tables = sources(run)
+    if len(tables) < 2:
+        return [(1.0, readers)] if tables or is_one_pool(run) else None
+    if any("include" in table for table in tables):
+        return None
+    weights = [_mean_weight(table.get("weight", 1.0)) for table in tables]
+    mixed = run.setting("data.mixing.num_streams_mixed", readers)
+    most = readers - len(tables) + 1
+    found = [min(dict(table.get("mixing", {})).get("num_streams_mixed", mixed), most) for table in tables]
+    return [(weight / sum(weights), max(count, 1)) for weight, count in zip(weights, found, strict=True)]
+
+
+def _mean_weight(weight: Any) -> float:
+    if isinstance(weight, Mapping):
+        return float(weight.get("scale", 1.0)) * fmean(map(float, weight["points"].values()))
+    return float(weight)
 
 
 def batch_sizes(run: RunRecord) -> list[int]:
