@@ -114,7 +114,7 @@ def _range(group: SeedGroup, label: str) -> str:
 def _verdicts(group: SeedGroup) -> str:
     verdicts = [diagnosis.verdict for diagnosis in group.diagnoses]
     if len(verdicts) == 1:
-        return "findings" if group.diagnoses[0].findings else group.diagnoses[0].brief
+        return "findings" if group.diagnoses[0].findings else group.diagnoses[0].brief.replace(" by ", " by\n")
     few_rules = verdicts.count("no_findings")
     unsure = f",\n{few_rules} without finding by few rules" if few_rules else ""
     return f"{verdicts.count('healthy')} of {len(verdicts)} healthy{unsure}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import textwrap
 import time
 from collections.abc import Sequence
@@ -101,10 +99,11 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     from trainer.cli.diagnosis import verdict_text
     from trainer.runs.load import load_run
+    from trainer.runs.status import is_held
 
     status = _status(path)
     state = str(status.get("state", "unknown"))
-    if state == "running" and not _is_held(path):
+    if state == "running" and not is_held(path):
         state = "died"
     entry = RunEntry(str(path), state, reason=str(status["reason"]) if status.get("reason") else None)
     try:
@@ -140,21 +139,6 @@ def _status(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a process holds the run's lock. One on another machine is seen only where the file system shares locks."""
-    try:
-        descriptor = os.open(path / ".lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _last(run: RunRecord, key: str) -> float | None:

@@ -40,7 +40,8 @@ def check_ending(run: RunRecord) -> Outcome:
     """The final state of the run in status.json."""
     state = run.status.get("state")
     if state is None:
-        return not_measured("no status.json beside the metrics")
+        hint = "" if run.config else " (trainer.runs.status.run_status writes it)"
+        return not_measured(f"needs status.json beside the metrics{hint}")
     if state == "running":
         return not_yet("status.json says that the run has not ended")
     if state != "failed":
