@@ -135,6 +135,14 @@ def _too_few(run: RunRecord) -> Outcome:
     return not_yet(f"needs {MIN_PROBES} probes in the second half of the run; {remedy}")
 
 
+def _first_probe(run: RunRecord) -> str:
+    """When the first probe is due, for a run of a model with state that has not reached it."""
+    every = run.setting("ledger.probe_every", 0)
+    if not every or not run.environment.get("state_width") or (run.steps and run.steps[-1] >= every):
+        return ""
+    return f"needs {MIN_PROBES} probes in the second half of the run; the first is at step {every} (ledger.probe_every)"
+
+
 def _needs(keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(key for base in keys for key in (base, base + ERROR_SUFFIX))
 
@@ -145,6 +153,7 @@ RULES = (
         name="carry_worthless",
         needs=_needs([GAIN]),
         hint=PROBES,
+        due=_first_probe,
         threshold=f"over the second half of the run ({MIN_PROBES} probes or more) the mean gain is at most {NEAR_ERRORS:g} of "
         f"its standard errors, and with {FAR_ERRORS:g} still at most {WORTHLESS_NATS:g} nats; a warning if it is negative by "
         f"more than {FAR_ERRORS:g} and {STALE_NATS:g} nats",
@@ -158,6 +167,7 @@ RULES = (
         name="stale_states",
         needs=_needs([GAP, GAIN]),
         hint=PROBES,
+        due=_first_probe,
         uses=(AGE, DRIFT, COLD_STARTS),
         threshold=f"over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond "
         f"{FAR_ERRORS:g} standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from trainer.diagnostics.outcome import Outcome, Severity, not_measured
+from trainer.diagnostics.outcome import Outcome, Severity, not_measured, not_yet
 from trainer.runs.load import RunRecord
 from trainer.wording import listed
 
@@ -32,6 +32,7 @@ class Rule:
         name: stable id, used in JSON and in the smoke matrix.
         needs: metric keys without which nothing can be measured.
         hint: what makes a run log them.
+        due: for a run that lacks them and will log them, what has to happen first; empty for others.
         uses: other keys and files that the rule reads if they are there.
         threshold: the condition for a finding, in words.
         why: the reason for the threshold.
@@ -43,6 +44,7 @@ class Rule:
     name: str
     needs: tuple[str, ...] = ()
     hint: str = ""
+    due: Callable[[RunRecord], str] = lambda run: ""
     uses: tuple[str, ...] = ()
     threshold: str
     why: str
@@ -55,7 +57,8 @@ class Rule:
         missing = [key for key in self.needs if not run.column(key)[0]]
         if not missing:
             return self.check(run)
-        return unlogged(run, missing, self.hint)
+        due = self.due(run)
+        return not_yet(due) if due else unlogged(run, missing, self.hint)
 
 
 def unlogged(run: RunRecord, keys: Sequence[str], hint: str = "") -> Outcome:

@@ -138,6 +138,7 @@ RULES = (
     Rule(
         name="straggling_rank",
         needs=(SLOWEST, FASTEST, STEP_TIME),
+        hint="a run of several ranks logs them",
         threshold=f"the median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}",
         why="Every rank waits for the slowest in the gradient reduction. Uneven batches change from step to step, so a median "
         "over the run ignores them.",
