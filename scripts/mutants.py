@@ -2205,6 +2205,24 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "runs": [
         Mutant(
+            "trainer/runs/status.py",
+            "in reversed(lines)",
+            "in lines",
+            "tests/unit/runs/test_status.py::test_the_last_step_is_that_of_the_last_complete_row",
+        ),
+        Mutant(
+            "trainer/runs/status.py",
+            "error.code in (None, 0)",
+            "error.code is not None",
+            "tests/unit/runs/test_status.py::test_an_exception_is_passed_on_and_says_how_the_run_ended",
+        ),
+        Mutant(
+            "trainer/training/run_dir.py",
+            'run.status_file.exists() and run.status().get("loop") != OWN_LOOP',
+            "run.status_file.exists()",
+            "tests/cli/test_program.py::test_a_record_of_another_program_is_not_continued_but_a_run_without_its_status_is",
+        ),
+        Mutant(
             "trainer/runs/load.py",
             "self.steps_redone.append(max(self._last_step - found.global_step, 0))",
             "self.steps_redone.append(0)",
