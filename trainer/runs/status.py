@@ -110,7 +110,8 @@ def last_step(directory: Path) -> int | None:
 
 def _end_of(error: BaseException) -> tuple[str, str]:
     """(state, reason) of a run that ended with an exception."""
-    if isinstance(error, KeyboardInterrupt):
+    # Lightning catches Ctrl-C and exits with 1.
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return "stopped", "stopped by SIGINT"
     if isinstance(error, SystemExit):
         return ("done", "") if error.code in (None, 0) else ("failed", f"exit: {error.code}")

@@ -68,6 +68,18 @@ def test_an_exception_is_passed_on_and_says_how_the_run_ended(
     assert ending(tmp_path)[0] == ("finding" if state == "failed" else "healthy")
 
 
+def test_a_framework_that_turns_an_interrupt_into_an_exit_was_interrupted(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    with pytest.raises(SystemExit), run_status(tmp_path):
+        interrupted()
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("stopped", "stopped by SIGINT")
+
+
 def test_only_rank_0_writes_and_two_runs_in_one_directory_are_refused(tmp_path: Path) -> None:
     with run_status(tmp_path, rank=1):
         assert not list(tmp_path.iterdir())
