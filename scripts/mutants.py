@@ -2227,6 +2227,24 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/diagnostics/test_rules.py::test_an_absence_that_the_share_of_a_modality_explains_is_healthy",
         ),
         Mutant(
+            "trainer/diagnostics/diagnose.py",
+            "2 * self.num_judged >= len(self.rulings)",
+            "self.num_judged",
+            "tests/unit/diagnostics/test_rules.py::test_a_run_is_healthy_if_at_least_half_of_the_rules_judged_it",
+        ),
+        Mutant(
+            "trainer/diagnostics/facts.py",
+            "most = readers - len(tables) + 1",
+            "most = readers",
+            "tests/unit/diagnostics/test_rules.py::test_the_suggested_stale_threshold_is_that_of_the_source_that_waits_longest",
+        ),
+        Mutant(
+            "trainer/diagnostics/facts.py",
+            "(weight / sum(weights), max(count, 1))",
+            "(1.0, max(count, 1))",
+            "tests/unit/preview/test_config_warnings.py::test_the_diagnosis_of_the_run_suggests_the_threshold_of_the_preview",
+        ),
+        Mutant(
             "trainer/diagnostics/rules/ledger.py",
             "cold.total <= known",
             "cold.total < known",
@@ -2234,6 +2252,24 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ],
     "runs": [
+        Mutant(
+            "trainer/runs/status.py",
+            "in reversed(lines)",
+            "in lines",
+            "tests/unit/runs/test_status.py::test_the_last_step_is_that_of_the_last_complete_row",
+        ),
+        Mutant(
+            "trainer/runs/status.py",
+            "error.code in (None, 0)",
+            "error.code is not None",
+            "tests/unit/runs/test_status.py::test_an_exception_is_passed_on_and_says_how_the_run_ended",
+        ),
+        Mutant(
+            "trainer/training/run_dir.py",
+            'run.status_file.exists() and run.status().get("loop") != OWN_LOOP',
+            "run.status_file.exists()",
+            "tests/cli/test_program.py::test_a_record_of_another_program_is_not_continued_but_a_run_without_its_status_is",
+        ),
         Mutant(
             "trainer/runs/load.py",
             "self.steps_redone.append(max(self._last_step - found.global_step, 0))",

@@ -31,6 +31,12 @@ def few(names: Sequence[str]) -> str:
     return printable(", ".join(names[:EXAMPLES])) + (f" and {more:,} more" if more > 0 else "")
 
 
+def listed(names: Sequence[str]) -> str:
+    """All names as a list in a sentence: `a, b and c`."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def number_text(value: float, digits: int = 4) -> str:
     """A number with at most `digits` significant digits, more before the decimal point: 12,345, 0.0213, 3.2e-05, nan."""
     if not math.isfinite(value):

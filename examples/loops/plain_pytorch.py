@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
+from trainer.runs.status import run_status
 
 
 def train(steps: int, micro_batches: int, batch_size: int, out: Path) -> None:
@@ -75,17 +76,18 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--out", type=Path, default=Path("runs/plain_pytorch"))
-    options = parser.parse_args()
-    if (options.out / "metrics.jsonl").exists() and os.environ.get("RANK", "0") == "0":
+    options, rank = parser.parse_args(), int(os.environ.get("RANK", "0"))
+    if (options.out / "metrics.jsonl").exists() and rank == 0:
         sys.exit(f"{options.out} holds a record already: name another directory with --out")
     options.out.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    train(options.steps, options.micro_batches, options.batch_size, options.out)
+    with run_status(options.out, rank=rank):  # REC: status.json, which says how the run ended
+        train(options.steps, options.micro_batches, options.batch_size, options.out)
     if dist.is_initialized():
         dist.barrier()  # gloo: a rank that leaves early may abort the others
         dist.destroy_process_group()
-    if os.environ.get("RANK", "0") == "0":
+    if rank == 0:
         print(f"the record is in {options.out}; what it says: train diagnose {options.out}")
 
 

@@ -26,6 +26,7 @@ except ImportError:
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
+from trainer.runs.status import run_status
 
 
 def train(steps: int, m: int, batch_size: int, out: Path) -> None:
@@ -77,12 +78,13 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--out", type=Path, default=Path("runs/with_accelerate"))
-    options = parser.parse_args()
-    if (options.out / "metrics.jsonl").exists() and os.environ.get("RANK", "0") == "0":
+    options, rank = parser.parse_args(), int(os.environ.get("RANK", "0"))
+    if (options.out / "metrics.jsonl").exists() and rank == 0:
         sys.exit(f"{options.out} holds a record already: name another directory with --out")
     options.out.mkdir(parents=True, exist_ok=True)
-    train(options.steps, options.micro_batches, options.batch_size, options.out)
-    if os.environ.get("RANK", "0") == "0":
+    with run_status(options.out, rank=rank):  # REC: status.json, which says how the run ended
+        train(options.steps, options.micro_batches, options.batch_size, options.out)
+    if rank == 0:
         print(f"the record is in {options.out}; what it says: train diagnose {options.out}")
 
 

@@ -28,6 +28,7 @@ except ImportError:
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
+from trainer.runs.status import run_status
 
 
 class Measure(TrainerCallback):  # type: ignore[misc]
@@ -118,8 +119,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("runs/with_hf_trainer"))
-    options = parser.parse_args()
-    if (options.out / "metrics.jsonl").exists() and os.environ.get("RANK", "0") == "0":
+    options, rank = parser.parse_args(), int(os.environ.get("RANK", "0"))
+    if (options.out / "metrics.jsonl").exists() and rank == 0:
         sys.exit(f"{options.out} holds a record already: name another directory with --out")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -146,8 +147,9 @@ def main() -> None:
         trainer = Trainer(
             GPT2LMHeadModel(config), arguments, train_dataset=Counting(), callbacks=[Measure(options.out)]
         )
-        trainer.train()
-    if os.environ.get("RANK", "0") == "0":
+        with run_status(options.out, rank=rank):  # status.json, which says how the run ended
+            trainer.train()
+    if rank == 0:
         print(f"the record is in {options.out}; what it says: train diagnose {options.out}")
 
 

@@ -27,6 +27,7 @@ except ImportError:
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
+from trainer.runs.status import run_status
 
 
 class Measure(lightning.Callback):  # type: ignore[misc]
@@ -116,8 +117,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--out", type=Path, default=Path("runs/with_lightning"))
-    options = parser.parse_args()
-    if (options.out / "metrics.jsonl").exists() and os.environ.get("RANK", "0") == "0":
+    options, rank = parser.parse_args(), int(os.environ.get("RANK", "0"))
+    if (options.out / "metrics.jsonl").exists() and rank == 0:
         sys.exit(f"{options.out} holds a record already: name another directory with --out")
     options.out.mkdir(parents=True, exist_ok=True)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -136,8 +137,9 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), DataLoader(Counting(), options.batch_size))
-    if os.environ.get("RANK", "0") == "0":
+    with run_status(options.out, rank=rank):  # status.json, which says how the run ended
+        trainer.fit(Module(), DataLoader(Counting(), options.batch_size))
+    if rank == 0:
         print(f"the record is in {options.out}; what it says: train diagnose {options.out}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,13 +35,43 @@ def write(path: Path, false_evictions: float) -> Path:
     return path
 
 
-def test_a_healthy_run_exits_with_0_and_names_what_was_not_measured(tmp_path: Path, diagnosed: Diagnosed) -> None:
+def test_a_run_that_most_rules_could_not_judge_exits_with_0_and_is_not_called_healthy(
+    tmp_path: Path, diagnosed: Diagnosed
+) -> None:
     done = diagnosed(write(tmp_path / "metrics.jsonl", 0.0))
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[-1].startswith("healthy; ")
-    assert any(line.startswith("straggling_rank") and "not measured" in line for line in lines)
-    assert {rule.name for rule in RULES} <= {line.split()[0] for line in lines if line}
+    assert lines[-1] == (
+        f"nothing wrong in what was measured: 4 of {len(RULES)} rules judged the run, {len(RULES) - 4} had nothing to measure"
+    )
+    names = [line.split()[0] for line in lines if line]
+    assert {rule.name for rule in RULES} <= set(names)
+    assert names.index("restarts") < names.index("cold_starts"), "what could not be judged comes last"
+    # Without a config there are no keys to set; the part that would report the numbers is named instead.
+    assert any(
+        line.startswith("cold_starts") and "needs ledger/cold_starts, from trainer.ledger" in line for line in lines
+    )
+    assert "metrics.per_layer" not in done.stdout
+    found = json.loads(diagnosed(tmp_path / "metrics.jsonl", "--json").stdout)
+    assert (found["verdict"], found["rules_judged"]) == ("no_findings", 4)
+    assert len(found["rules_not_judged"]) == len(RULES) - 4
+    assert "cold_starts" in found["rules_not_judged"]
+
+
+def test_a_short_run_says_what_could_not_be_judged_yet(tmp_path: Path, diagnosed: Diagnosed) -> None:
+    (tmp_path / "config.resolved.toml").write_text("[optimizer]\nlr = 0.1\n", encoding="utf-8")
+    rows = [build_payload("train", step, {"loss": 2.0, "tokens_per_sec": 1.0}) for step in (1, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(encode_payload(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "status.json").write_text('{"state": "running"}', encoding="utf-8")
+    done = diagnosed(tmp_path)
+    assert done.returncode == 0
+    assert re.search(r"^loss_spikes +not yet +needs 17 logged losses, has 2", done.stdout, re.M)
+    assert re.search(r"^throughput_regression +not yet +needs 16 rows after warm-up, has 1", done.stdout, re.M)
+    assert re.search(r"^ending +not yet +status.json says that the run has not ended", done.stdout, re.M)
+    assert re.search(r"^still_layer +not measured .*; set metrics.per_layer", done.stdout, re.M), "it has a config"
+    assert "judged the run, 3 could not yet, " in done.stdout.splitlines()[-1]
+    rules = json.loads(diagnosed(tmp_path, "--json").stdout)["rules"]
+    assert [rule["rule"] for rule in rules if rule["not_yet"]] == ["loss_spikes", "throughput_regression", "ending"]
 
 
 def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, diagnosed: Diagnosed) -> None:
@@ -49,14 +80,17 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
     assert done.returncode == 3
     assert "error false_evictions_stale: 80 groups " in done.stdout
     assert "ledger/false_evictions/stale: step 1: 2" in done.stdout
-    assert "try ledger.stale_threshold" in done.stdout
+    assert "for the number of steps after which the ledger drops a state, try four times as long" in done.stdout
+    assert "ledger.stale_threshold" not in done.stdout, "the run has no config with this key"
+    (tmp_path / "config.resolved.toml").write_text("[ledger]\nstale_threshold = 5\n", encoding="utf-8")
+    assert "try ledger.stale_threshold = 20 (now 5)" in diagnosed(tmp_path).stdout
 
 
 def test_json_is_one_versioned_object(tmp_path: Path, diagnosed: Diagnosed) -> None:
     done = diagnosed(write(tmp_path / "metrics.jsonl", 2.0), "--json")
     assert done.returncode == 3
     found = json.loads(done.stdout)
-    assert found["diagnosis_version"] == 1
+    assert found["diagnosis_version"] == 2
     assert found["verdict"] == "findings"
     assert found["findings"] == ["false_evictions_stale"]
     assert [rule["rule"] for rule in found["rules"]] == [rule.name for rule in RULES]
@@ -64,6 +98,8 @@ def test_json_is_one_versioned_object(tmp_path: Path, diagnosed: Diagnosed) -> N
     assert ruling["severity"] == "error"
     assert ruling["evidence"][0]["steps"][0] == 1
     assert ruling["knob"]["key"] == "ledger.stale_threshold"
+    assert ruling["fix"].startswith("for the number of steps after which the ledger drops a state, try ")
+    assert ruling["needs"] == ["ledger/false_evictions/stale"]
 
 
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'

@@ -15,6 +15,7 @@ from tests.support.in_process import program
 from tests.support.runs import run
 from trainer.cli.diagnosis import MIN_INTERVAL_SEC, LiveVerdict
 from trainer.cli.verbs.ls import age_text, entry_of, find_runs, ls
+from trainer.diagnostics.rules.all_rules import RULES
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 
@@ -35,7 +36,7 @@ def make_run(path: Path, state: str, losses: list[float], *, age: float = 90.0, 
 def test_an_entry_says_state_step_loss_age_and_verdict(tmp_path):
     healthy = entry_of(make_run(tmp_path / "a", "done", [5.0, 4.0, 3.5]), now=NOW, diagnoses=True)
     assert (healthy.state, healthy.step, healthy.steps, healthy.loss, healthy.age_sec) == ("done", 3, 100, 3.5, 90.0)
-    assert healthy.verdict == "healthy"
+    assert healthy.verdict == f"no finding by 3 of {len(RULES)} rules", "a loss alone is not health"
     broken = [3.0 - step / 100 for step in range(60)] + [float("nan")]
     diverged = entry_of(make_run(tmp_path / "b", "failed", broken), now=NOW, diagnoses=True)
     assert diverged.verdict not in (None, "healthy")
@@ -124,7 +125,7 @@ def test_the_verdict_beside_the_bar_is_looked_up_from_time_to_time(tmp_path):
     now[0] += MIN_INTERVAL_SEC - 1
     assert verdict() == "", "not again so soon"
     now[0] += 1
-    assert verdict() == "healthy"
+    assert verdict() == f"no finding by 2 of {len(RULES)} rules"
 
 
 def test_a_name_stays_in_one_piece_in_a_pipe(tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ from tests.support.in_process import program
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
 from trainer.cli.main import app
 from trainer.metrics.payload_contract import validate_stream
+from trainer.runs.status import run_status
 
 
 def test_help_names_the_verbs_and_options(capsys):
@@ -184,6 +185,10 @@ def test_a_record_of_another_program_is_not_continued_but_a_run_without_its_stat
     assert found.returncode == 2
     assert "--run-dir: " in found.stderr
     assert "holds a metrics.jsonl that is not of a run of this program" in found.stderr
+    with run_status(foreign):  # a loop of one's own that writes its status is still not the trainer's
+        pass
+    again = run("--config", config, "--run-dir", foreign, "--resume", "auto")
+    assert (again.returncode, again.stderr) == (2, found.stderr)
     assert (foreign / "metrics.jsonl").read_text() == row
     assert run("--config", config, "--run-dir", own, "--steps", 2).returncode == 0
     (own / "status.json").unlink()

@@ -56,7 +56,7 @@ def test_the_commands_run_and_find_what_the_tutorial_says(tmp_path):
     assert "next: train check --config mine.toml" in init
     assert "mine.toml is valid. Derived values for 1 rank" in check
     assert "no warnings" in preview
-    assert re.search(r"healthy; \d+ of \d+ rules had nothing to measure", healthy)
+    assert re.search(r"\d+ of \d+ rules judged the run, \d+ could not yet, \d+ had nothing to measure", healthy)
     assert "warning: ledger.stale_threshold" in warned
     assert "error false_evictions_stale" in forgetful
     assert "try ledger.stale_threshold" in forgetful

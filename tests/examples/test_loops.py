@@ -90,11 +90,21 @@ def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
     assert last["loss"] == pytest.approx(last["smoothed/loss"], rel=0.2)  # a mean over 17, not a sum over 55
 
 
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
+def test_a_loop_that_fails_says_so_in_its_status(name, tmp_path):
+    prelude = "from trainer.metrics.tracker import MetricsTracker\ndef fail(*_, **__): raise ValueError('broken')\n"
+    done = run_loop(name, tmp_path, "--steps", 2, prelude=prelude + "MetricsTracker.end_step = fail")
+    assert done.returncode == 1
+    status = json.loads((tmp_path / "status.json").read_text(encoding="utf-8"))
+    assert (status["state"], status["reason"]) == ("failed", "ValueError: broken")
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
 def test_two_ranks_are_one_run_whose_ranks_read_different_data(name, tmp_path):
     done = run_loop(name, tmp_path, "--steps", 20, nproc=2)
     assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "status.json").read_text(encoding="utf-8"))["state"] == "done"
     row = numbers(tmp_path)[20]
     assert row["gns/b_big"] == 64  # 2 ranks, 4 micro-batches of 8 rows
     assert row["tokens_in_step"] == 64 * 15

@@ -16,8 +16,8 @@ MAX_TIME_SHARE = 0.005
 
 
 def verdict_text(run: RunRecord) -> str:
-    """`healthy`, or the names of the findings."""
-    return ", ".join(ruling.rule.name for ruling in diagnose(run).findings) or "healthy"
+    """A few words; see `Diagnosis.brief`."""
+    return diagnose(run).brief
 
 
 class LiveVerdict:
@@ -30,7 +30,7 @@ class LiveVerdict:
         self._text = ""
 
     def __call__(self) -> str:
-        """`healthy`, the names of the findings, or nothing before the first logged row."""
+        """A few words on the run so far, or nothing before the first logged row."""
         started = self._clock()
         if started >= self._next:
             with suppress(UserError):  # no row yet

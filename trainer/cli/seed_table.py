@@ -112,10 +112,12 @@ def _range(group: SeedGroup, label: str) -> str:
 
 
 def _verdicts(group: SeedGroup) -> str:
-    healthy = sum(diagnosis.is_healthy for diagnosis in group.diagnoses)
-    if len(group.diagnoses) == 1:
-        return "healthy" if healthy else "findings"
-    return f"{healthy} of {len(group.diagnoses)} healthy"
+    verdicts = [diagnosis.verdict for diagnosis in group.diagnoses]
+    if len(verdicts) == 1:
+        return "findings" if group.diagnoses[0].findings else group.diagnoses[0].brief.replace(" by ", " by\n")
+    few_rules = verdicts.count("no_findings")
+    unsure = f",\n{few_rules} without finding by few rules" if few_rules else ""
+    return f"{verdicts.count('healthy')} of {len(verdicts)} healthy{unsure}"
 
 
 def groups_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str, Any]:
@@ -143,6 +145,7 @@ def _group_as_json(group: SeedGroup, found: Excess | None) -> dict[str, Any]:
                 "path": str(diagnosis.run.path),
                 "seed": diagnosis.run.setting("run.seed"),
                 "verdict": diagnosis.verdict,
+                "rules_judged": diagnosis.num_judged,
                 "notes": diagnosis.run.notes,
             }
             for diagnosis in group.diagnoses

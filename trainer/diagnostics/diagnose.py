@@ -12,16 +12,32 @@ from trainer.diagnostics.rules.rule import Rule
 from trainer.runs.load import RunRecord
 from trainer.wording import counted
 
-DIAGNOSIS_VERSION: Final = 1
+DIAGNOSIS_VERSION: Final = 2
+NO_FINDING: Final = "no finding"
+DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
 SEVERITIES: Final = ("error", "warning", "advice")
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """A rule and its outcome on a run."""
+    """A rule and its outcome on a run. `has_config`: the run has config keys that its user can set."""
 
     rule: Rule
     outcome: Outcome
+    has_config: bool = True
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the run had enough for the rule to judge."""
+        return self.outcome.verdict != "not_measured"
+
+    @property
+    def fix(self) -> str:
+        """What to change: a config key and its value, or in words for a loop without a config; empty if unknown."""
+        knob = self.outcome.knob
+        if knob is None:
+            return ""
+        return f"try {knob}" if self.has_config else knob.in_words
 
     @property
     def severity(self) -> Severity | None:
@@ -30,8 +46,9 @@ class Ruling:
 
     @property
     def result(self) -> str:
-        """The severity of a finding, the verdict otherwise."""
-        return self.severity or self.outcome.verdict.replace("_", " ")
+        """The severity of a finding, the verdict otherwise; `not yet` if more rows would give one."""
+        verdict = "not yet" if self.outcome.is_early else self.outcome.verdict.replace("_", " ")
+        return self.severity or verdict
 
     @property
     def title(self) -> str:
@@ -50,9 +67,12 @@ class Ruling:
             "rule": self.rule.name,
             "verdict": outcome.verdict,
             "severity": self.severity,
+            "not_yet": outcome.is_early,
             "sentence": outcome.sentence,
             "evidence": [evidence.to_json() for evidence in outcome.evidence],
             "knob": outcome.knob.to_json() if outcome.knob is not None else None,
+            "fix": self.fix,
+            "needs": list(self.rule.needs),
         }
 
 
@@ -79,27 +99,56 @@ class Diagnosis:
         return [ruling for severity in SEVERITIES for ruling in self.rulings if ruling.severity == severity]
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether there are no errors and no warnings."""
-        return not self.findings
+    def num_judged(self) -> int:
+        """The number of rules that the run had enough for."""
+        return sum(ruling.is_judged for ruling in self.rulings)
 
     @property
-    def verdict(self) -> Literal["healthy", "findings"] | None:
-        """None for a run without training rows: the rules have nothing to check, so it cannot be called healthy."""
+    def verdict(self) -> DiagnosisVerdict | None:
+        """`healthy` takes half of the rules or more; fewer without a finding are `no_findings`.
+
+        None for a run without training rows: the rules have nothing to check.
+        """
         if not self.run.steps:
             return None
-        return "healthy" if self.is_healthy else "findings"
+        if self.findings:
+            return "findings"
+        return "healthy" if 2 * self.num_judged >= len(self.rulings) else "no_findings"
+
+    @property
+    def coverage(self) -> str:
+        """How many rules judged the run: `14 of 26 rules judged the run, 5 could not yet, 7 had nothing to measure`."""
+        early = sum(ruling.outcome.is_early for ruling in self.rulings)
+        rest = len(self.rulings) - self.num_judged - early
+        parts = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]
+        parts += [f"{early} could not yet"] if early else []
+        parts += [f"{rest} had nothing to measure"] if rest else []
+        return ", ".join(parts)
+
+    @property
+    def brief(self) -> str:
+        """A few words: the names of the findings, `healthy`, or how few rules found nothing."""
+        if self.findings:
+            return ", ".join(ruling.rule.name for ruling in self.findings)
+        if self.verdict == "healthy":
+            return "healthy"
+        return f"{NO_FINDING} by {self.num_judged} of {len(self.rulings)} rules"
 
     @property
     def summary(self) -> str:
-        """One line: `Healthy: no findings`, or the number of findings; and the number of suggestions (advice)."""
+        """One line: healthy or not, the numbers of findings and of suggestions (advice), and of the rules that judged."""
         if self.verdict is None:
             return "Not diagnosed: no training rows"
-        found = counted(len(self.findings), "finding") if self.findings else "Healthy: no findings"
-        return f"{found}, {counted(len(self.advice), 'suggestion')}" if self.advice else found
+        found = {
+            "healthy": "Healthy: no findings",
+            "no_findings": "Nothing wrong in what was measured",
+            "findings": counted(len(self.findings), "finding"),
+        }[self.verdict]
+        advice = f", {counted(len(self.advice), 'suggestion')}" if self.advice else ""
+        return f"{found}{advice}; {self.coverage}"
 
     def to_json(self) -> dict[str, Any]:
-        """Version 1 of the JSON; later versions only add keys or increase the version."""
+        """Version 2 of the JSON; later versions only add keys or increase the version."""
         steps = self.run.steps
         return {
             "diagnosis_version": DIAGNOSIS_VERSION,
@@ -109,6 +158,8 @@ class Diagnosis:
             "num_rows": len(steps),
             "findings": [ruling.rule.name for ruling in self.findings],
             "advice": [ruling.rule.name for ruling in self.advice],
+            "rules_judged": self.num_judged,
+            "rules_not_judged": [ruling.rule.name for ruling in self.rulings if not ruling.is_judged],
             "rules": [ruling.to_json() for ruling in self.rulings],
             "notes": self.run.notes,
         }
@@ -116,4 +167,4 @@ class Diagnosis:
 
 def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
     """Apply every rule."""
-    return Diagnosis(run, tuple(Ruling(rule, rule.apply(run)) for rule in rules))
+    return Diagnosis(run, tuple(Ruling(rule, rule.apply(run), bool(run.config)) for rule in rules))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any, Final
 
 from trainer.diagnostics.outcome import Knob
@@ -16,7 +17,7 @@ MICRO_BATCHES: Final = "train/micro_batches"
 
 def micro_batches(run: RunRecord, since: int = 0) -> int:
     """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
-    setting = run.setting("train.micro_batches", 1)
+    setting = _configured_micro_batches(run)
     if isinstance(setting, int):
         return max(setting, 1)
     steps, values = run.train.column(MICRO_BATCHES)
@@ -25,12 +26,17 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
 
 def batches_through(run: RunRecord, step: int) -> int:
     """Micro-batches of a rank through a step. Where their number changes, as many in each step as in the next logged one."""
-    if isinstance(run.setting("train.micro_batches", 1), int):
+    if isinstance(_configured_micro_batches(run), int):
         return step * micro_batches(run)
     total, before, m = 0.0, 0, 1.0
     for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
         total, before = total + (min(logged, step) - min(before, step)) * m, logged
     return int(total + max(step - before, 0) * m)
+
+
+def _configured_micro_batches(run: RunRecord) -> Any:
+    """A number, a schedule, or None for a loop without a config, which may log them."""
+    return run.setting("train.micro_batches", 1 if run.config else None)
 
 
 def ranks(run: RunRecord) -> int:
@@ -70,6 +76,30 @@ def sources(run: RunRecord) -> list[Mapping[str, Any]]:
     """The tables `[[data.source]]`."""
     found = run.setting("data.source", [])
     return [table for table in found if isinstance(table, Mapping)] if isinstance(found, list) else []
+
+
+def pools(run: RunRecord, readers: int) -> list[tuple[float, int]] | None:
+    """(share of the micro-batches, readers) of the pool of each source on a rank; None if the record does not tell.
+
+    A source has at most its `num_streams_mixed` readers, and at most the rank's `readers` less one for every other source.
+    A weight with a schedule counts as the mean of its points.
+    """
+    tables = sources(run)
+    if len(tables) < 2:
+        return [(1.0, readers)] if tables or is_one_pool(run) else None
+    if any("include" in table for table in tables):
+        return None
+    weights = [_mean_weight(table.get("weight", 1.0)) for table in tables]
+    mixed = run.setting("data.mixing.num_streams_mixed", readers)
+    most = readers - len(tables) + 1
+    found = [min(dict(table.get("mixing", {})).get("num_streams_mixed", mixed), most) for table in tables]
+    return [(weight / sum(weights), max(count, 1)) for weight, count in zip(weights, found, strict=True)]
+
+
+def _mean_weight(weight: Any) -> float:
+    if isinstance(weight, Mapping):
+        return float(weight.get("scale", 1.0)) * fmean(map(float, weight["points"].values()))
+    return float(weight)
 
 
 def batch_sizes(run: RunRecord) -> list[int]:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from trainer.config.rules import check_state_rules, costs_of_carry
 from trainer.data.mixing.dataset import BatchingMode
 from trainer.micro_batches import MicroBatches
@@ -18,9 +16,8 @@ from trainer.preview.shares import ZeroSpan, expected_batches, first_zero, sampl
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.schedule import make_schedule
+from trainer.waits import wait_bound
 from trainer.wording import counted
-
-RARE_WAIT = 1e-9  # probability that a single reader waits longer than its bound
 
 
 @dataclass(frozen=True)
@@ -228,30 +225,6 @@ def _auto_in_words(batches: MicroBatches) -> str | None:
         f"up to {batches.most}: when the lower bound of the noise scale exceeds {rule.multiple:g} times the batch; "
         f"this forecast is for {batches.first} throughout"
     )
-
-
-def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, micro_batches: int) -> int:
-    """Upper bound on the wait of a group for its next cell, in optimizer steps.
-
-    With weighted picks, a reader with one pick left waits for about the remaining picks of the whole pool, at most K n; waits
-    beyond 2 K n are negligible (docs/ledger.md; counted in docs/preview.md). This holds from about 20 picks per slice; below
-    that, use the counted waits. A single reader waits only for its source, whose draws are independent: longer than w
-    micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K
-    longest slices. A source with a share of the m
-    micro-batches per step needs 1 / (share m) steps per pick.
-
-    Args:
-        picks_per_slice: n of every slice.
-        num_mixed: K.
-        share: of the micro-batches.
-        micro_batches: m, the smallest of the run.
-    """
-    if share <= 0:
-        return 0
-    if num_mixed <= 1 or not picks_per_slice:
-        return int(np.ceil(max(np.log(RARE_WAIT) / np.log1p(-share), 1) / micro_batches)) if share < 1 else 1
-    longest = sorted(picks_per_slice)[-num_mixed:]
-    return int(np.ceil(2 * sum(longest) / (share * micro_batches)))
 
 
 def _source_view(

@@ -74,19 +74,22 @@ def _verdict_card(heading: str, diagnosis: Diagnosis) -> Html:
     head = ("Rule", "Result", "Measured", "Condition for a finding")
     rules = element("details", element("summary", f"All {len(rows)} rules"), table(head, rows, caption="Rules"))
     checked = element("p", f"Checked on {rows_text(diagnosis.run.steps)}.", class_="note")
-    state = "good" if diagnosis.is_healthy else "bad"
-    return element("div", heading, line, checked, found, rules, class_=f"verdict {state}")
+    state = {"healthy": " good", "findings": " bad"}.get(diagnosis.verdict, "")
+    return element("div", heading, line, checked, found, rules, class_=f"verdict{state}")
 
 
 def _mark(diagnosis: Diagnosis) -> Html:
-    return element("span", "✓" if diagnosis.is_healthy else "!", class_="mark", aria_hidden="true")
+    sign = {"healthy": "✓", "no_findings": "?"}.get(str(diagnosis.verdict), "!")
+    return element("span", sign, class_="mark", aria_hidden="true")
 
 
 def _finding(ruling: Ruling) -> Html:
     badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
     parts: list[str] = [element("h4", ruling.title, " ", badge), element("p", ruling.outcome.sentence)]
-    if ruling.outcome.knob is not None:
+    if ruling.outcome.knob is not None and ruling.has_config:
         parts.append(element("p", "Try ", element("code", str(ruling.outcome.knob))))
+    elif ruling.fix:
+        parts.append(element("p", f"{ruling.fix[0].upper()}{ruling.fix[1:]}"))
     if ruling.steps:
         parts.append(_step_buttons(ruling.steps))
     return element("li", *parts)

@@ -28,6 +28,7 @@ from trainer.metrics.payload_contract import (
     parse_line,
     strip_launcher_prefix,
 )
+from trainer.runs.status import STATUS_NAME, is_held
 from trainer.runs.table import RowTable
 from trainer.wording import counted
 
@@ -239,7 +240,7 @@ class _Reader:
 
 def _no_rows(metrics: Path) -> UserError:
     """The error for an empty record: the run ended before its first row, or may still log one."""
-    status = (_read(metrics.with_name("status.json"), _json_object, []) or {}) if metrics.name == METRICS_NAME else {}
+    status = (_read(metrics.with_name(STATUS_NAME), _json_object, []) or {}) if metrics.name == METRICS_NAME else {}
     state = status.get("state")
     if state not in ENDED_STATES:
         return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
@@ -287,11 +288,16 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
 def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
     """The fields of a `RunRecord` that come from the files beside metrics.jsonl."""
     lines = _read(directory / "events.jsonl", lambda data: list(map(_json_or_none, data.splitlines())), notes) or []
+    status = _read(directory / STATUS_NAME, _json_object, notes) or {}
+    if status.get("state") == "running" and not is_held(directory):
+        notes.append(
+            "status.json says running, but no process of this machine holds the run: it died, or runs elsewhere"
+        )
     events = [event for event in lines if isinstance(event, dict)]
     if len(events) < len(lines):
         notes.append(f"skipped {counted(len(lines) - len(events), 'line')} of events.jsonl")
     return {
-        "status": _read(directory / "status.json", _json_object, notes) or {},
+        "status": status,
         "environment": _read(directory / "env.json", _json_object, notes) or {},
         "config": _read(directory / "config.resolved.toml", lambda data: tomllib.loads(data.decode()), notes) or {},
         "events": events,

@@ -24,6 +24,7 @@ from trainer.errors import UserError
 from trainer.files import remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
+from trainer.runs.status import LOCK_NAME, OWN_LOOP, STATUS_NAME, write_status
 from trainer.storage import is_url
 
 logger = get_logger(__name__)
@@ -47,7 +48,7 @@ class RunDir:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
-        self.status_file = path / "status.json"
+        self.status_file = path / STATUS_NAME
         self.resolved_config = path / "config.resolved.toml"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
@@ -120,7 +121,7 @@ class RunDir:
             UserError: another process holds it; two runs in one record would spoil it.
         """
         try:
-            file = (self.path / ".lock").open("w", encoding="utf-8")
+            file = (self.path / LOCK_NAME).open("w", encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from None
         try:
@@ -147,9 +148,7 @@ class RunDir:
 
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
         """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
-        known = {"state": state, "reason": reason, "last_step": step, "wandb_run_id": wandb_run_id, "pid": os.getpid()}
-        # Not synced: it is written while the run is alive, and a crash of the machine leaves the one before it.
-        write_json(self.status_file, {**known, "time": round(time.time(), 3)}, sync=False)
+        write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state that the run ends in (rank 0; other ranks do nothing). A failure to write it is logged."""
@@ -234,7 +233,8 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
                 return run
             raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
         # A run that lost its status.json still has its config, or checkpoints.
-        if run.metrics.exists() and not (run.status_file.exists() or run.resolved_config.exists() or run.has_saved()):
+        has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
+        if run.metrics.exists() and not (has_status or run.resolved_config.exists() or run.has_saved()):
             problem = f"{given} holds a metrics.jsonl that is not of a run of this program"
             raise UserError("--run-dir", problem, "name another directory")
         return run

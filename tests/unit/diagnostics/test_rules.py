@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer import diagnostics
+from trainer.diagnostics.diagnose import diagnose
 from trainer.diagnostics.facts import batches_through, micro_batches
-from trainer.diagnostics.outcome import Outcome
+from trainer.diagnostics.outcome import KNOBS, Outcome
 from trainer.diagnostics.rules.all_rules import RULES
 from trainer.diagnostics.rules.stability import find_spikes
 from trainer.diagnostics.series import MAX_EVIDENCE, aligned, series
@@ -179,6 +183,28 @@ FAULTY: dict[str, RunRecord] = {
 }
 
 
+def test_every_key_to_change_is_also_known_in_words() -> None:
+    """A loop without a config gets the words. Every `Knob` names its key where it is made."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(diagnostics.__file__).parent.rglob("*.py"))
+    named = set(re.findall(r"\bKnob\(\s*\"([^\"]+)", sources)) | {"data.mixing.batch_size"}  # chosen by a condition
+    assert named == set(KNOBS)
+    assert sources.count("Knob(key,") == 1
+    for run in FAULTY.values():
+        for ruling in diagnose(run).findings:
+            if ruling.outcome.knob is not None:
+                assert ruling.fix.startswith(f"try {ruling.outcome.knob.key} = ")
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_without_a_config_no_fix_and_no_reason_names_a_key_of_one(name: str) -> None:
+    key = re.compile(r"(?<!trainer\.)\b(gns|metrics|train|data|ledger|optimizer|checkpoint)\.[a-z_]+\b|train preview")
+    for run in (FAULTY[name], make_run({"loss": [1.0]})):
+        for ruling in diagnose(replace(run, config={})).rulings:
+            assert not key.search(ruling.outcome.sentence + ruling.fix.replace("metrics.jsonl", "")), ruling
+            if ruling.rule.name == name and run is FAULTY[name] and ruling.outcome.knob is not None:
+                assert ruling.fix.startswith("for the ")
+
+
 def test_every_rule_has_a_healthy_and_a_faulty_case() -> None:
     assert list(HEALTHY) == list(FAULTY) == [rule.name for rule in RULES]
 
@@ -271,6 +297,27 @@ def test_the_suggested_stale_threshold_is_two_k_n_over_micro_batches() -> None:
     knob = check("false_evictions_stale", make_run({FALSE["stale"]: [1.0] * 60, **pool_rows()})).knob
     assert knob is not None
     assert knob.suggested == 2 * 4 * (50 + 1) // 2
+
+
+def test_the_suggested_stale_threshold_is_that_of_the_source_that_waits_longest() -> None:
+    """Shares 0.75 and 0.25, the second with a schedule; readers are 3 and 1 of the 4 that the rows count."""
+    weight = {"schedule": "linear", "scale": 0.5, "points": {"0": 3.0, "9": 1.0}}
+    tables = [{"weight": 3.0}, {"weight": weight, "mixing": {"num_streams_mixed": 1}}]
+    rows = {FALSE["stale"]: [1.0] * 60, **pool_rows(), "blend/max_share_error": [0.1] * 60}
+    config = {**CONFIG, "data": {"mixing": MIXING, "source": tables}}
+
+    def suggested(**changes: Any) -> Any:
+        knob = check("false_evictions_stale", make_run(rows, config={**config, **changes})).knob
+        assert knob is not None
+        return knob.suggested
+
+    assert suggested() == 2 * 3 * (50 + 1) / 0.75 / 2
+    alone = [{**table, "mixing": {"num_streams_mixed": 1}} for table in tables]
+    lone = math.ceil(math.log(1e-9) / math.log1p(-0.25) / 2)
+    assert suggested(data={"mixing": MIXING, "source": alone}) == lone == 37
+    assert suggested(data={"mixing": MIXING, "source": [{"include": "x.toml"}, *tables]}) == 4 * 5, "not known"
+    beyond = {**config["ledger"], "stale_threshold": 500}
+    assert suggested(ledger=beyond) == 2 * 500, "the bound was too low"
 
 
 @pytest.mark.parametrize(("batch", "suggested"), [(100.0, "less"), (16.0, None), (1.0, "more")])
@@ -627,3 +674,25 @@ def test_advice_on_a_batch_with_a_schedule_names_the_schedule() -> None:
     assert knob is not None
     assert (knob.key, knob.current) == ("train.micro_batches", 4)
     assert str(knob.suggested).startswith("a schedule that reaches ")
+
+
+@pytest.mark.parametrize(
+    ("judged", "verdict"), [(0, "no_findings"), (1, "no_findings"), (2, "healthy"), (3, "healthy")]
+)
+def test_a_run_is_healthy_if_at_least_half_of_the_rules_judged_it(judged: int, verdict: str) -> None:
+    rules = [BY_NAME[name] for name in ("non_finite", "refused_rows", "cold_starts", "shares")]
+    columns = {rule.needs[0]: [0.0] * 5 for rule in rules[:judged]} or {"lr": [0.1]}
+    found = diagnose(make_run(columns), rules)
+    assert (found.verdict, found.num_judged) == (verdict, judged)
+    assert found.coverage == f"{judged} of 4 rules judged the run, {4 - judged} had nothing to measure"
+
+
+def test_a_batch_of_a_loop_that_does_not_log_its_micro_batches_is_suggested_in_sequences() -> None:
+    small = {**GNS, "gns/b_big": [1.0] * 40}
+    assert diagnose(make_run(small, config={}), [BY_NAME["batch_size"]]).advice[0].fix == (
+        "for the number of micro-batches per step, try as many as give 10 sequences per step"
+    )
+    logged = {**small, "train/micro_batches": [3.0] * 40}
+    assert diagnose(make_run(logged, config={}), [BY_NAME["batch_size"]]).advice[0].fix.endswith("try 30 (now 3)")
+    large = {**GNS, "gns/b_big": [100.0] * 40}
+    assert "20 sequences" in diagnose(make_run(large, config={}), [BY_NAME["batch_size"]]).advice[0].fix

@@ -18,8 +18,9 @@ from trainer.micro_batches import ONE, MicroBatches
 from trainer.preview.forecast import count_run
 from trainer.preview.shapes import group_tokens, source_shape
 from trainer.preview.shares import expected_batches, first_zero, sample_points
-from trainer.preview.summary import _source_view, make_preview, wait_bound
+from trainer.preview.summary import _source_view, make_preview
 from trainer.training.setup.plan import Plan, make_plan
+from trainer.waits import wait_bound
 
 
 def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:

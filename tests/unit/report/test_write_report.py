@@ -62,6 +62,21 @@ def test_a_page_has_every_section_and_no_element_from_the_files_of_a_run(make_ru
     assert [run["name"] for run in json.loads(page.data)["runs"]] == [run.name for run in runs]
 
 
+@pytest.mark.parametrize(
+    ("loss", "words", "class_"),
+    [
+        ([3.0, 2.0], "Nothing wrong in what was measured; 2 of ", "verdict"),
+        ([3.0, float("nan")], "1 finding; 2 of ", "verdict bad"),
+    ],
+)
+def test_the_verdict_says_how_many_rules_judged_the_run(make_run, loss, words, class_):
+    page = render_page([diagnose(make_run("a", {"loss": loss}))], plotly="")
+    assert words in page
+    assert f'class="{class_}"' in page
+    assert "Healthy: no findings" not in page
+    assert 'class="verdict good"' not in page
+
+
 def test_a_run_without_training_rows_is_not_called_healthy(make_run):
     run = make_run("a", {"loss": [None]}, {1: {"eval_loss": 2.0}})
     diagnosis = diagnose(run)

@@ -88,6 +88,7 @@ def _as_json(diagnoses: Sequence[Diagnosis], means: Sequence[KeyMean], window: i
                 "name": diagnosis.run.name,
                 "path": str(diagnosis.run.path),
                 "verdict": diagnosis.verdict,
+                "rules_judged": diagnosis.num_judged,
                 "remarks": [_remark(ruling) for ruling in diagnosis.by_severity] if diagnosis.verdict else [],
                 "notes": diagnosis.run.notes,
             }
@@ -117,7 +118,7 @@ def _remark(ruling: Ruling) -> dict[str, Any]:
         "rule": ruling.rule.name,
         "severity": ruling.severity,
         "text": outcome.sentence,
-        "setting": str(outcome.knob) if outcome.knob is not None else "",
+        "setting": ruling.fix.removeprefix("try "),
         "steps": ruling.steps,
     }
 
@@ -161,9 +162,10 @@ def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
         table.add_row(heading([first, second]), _fact_cell(first), _fact_cell(second), difference)
     cells = []
     for diagnosis in diagnoses:
-        word = diagnosis.verdict or "not diagnosed"
+        word = diagnosis.brief if diagnosis.verdict else "not diagnosed"
         text = "\n".join(ruling.title for ruling in diagnosis.findings) or word
-        cells.append(Text(text, style=COLOURS["healthy" if word == "healthy" else "warning"]))
+        style = {"healthy": "healthy", "no_findings": "unknown"}.get(str(diagnosis.verdict), "warning")
+        cells.append(Text(text, style=COLOURS[style]))
     table.add_row("Verdict", *cells, "")
     return table
 

@@ -23,7 +23,7 @@ SHOWN_STEPS = 4
 
 
 def diagnose(run_dir: RunArgument, as_json: JsonOption = False) -> None:
-    """Look for faults in a run's logged metrics. Exit code 0: healthy, 3: findings."""
+    """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
     from trainer.diagnostics.diagnose import diagnose as apply_rules
     from trainer.runs.load import load_run
 
@@ -37,7 +37,7 @@ def diagnose(run_dir: RunArgument, as_json: JsonOption = False) -> None:
         typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
     else:
         _print_diagnosis(diagnosis, output())
-    if not diagnosis.is_healthy:
+    if diagnosis.findings:
         raise typer.Exit(EXIT_FINDINGS)
 
 
@@ -60,8 +60,8 @@ def _finding_lines(ruling: Ruling) -> list[str]:
     outcome = ruling.outcome
     lines = [f"{coloured(ruling.severity)} [bold]{ruling.rule.name}[/]: {escape(outcome.sentence)}"]
     lines += [f"    {escape(_evidence_line(evidence))}" for evidence in outcome.evidence]
-    if outcome.knob is not None:
-        lines.append(f"    try {escape(str(outcome.knob))}")
+    if ruling.fix:
+        lines.append(f"    {escape(ruling.fix)}")
     return lines
 
 
@@ -74,20 +74,18 @@ def _evidence_line(evidence: Evidence) -> str:
 
 
 def _rule_table(diagnosis: Diagnosis) -> Table:
+    """Rules that judged the run, then those that could not, with what they need."""
     table = Table(box=None, pad_edge=False)
     for heading in ("rule", "verdict", "observation"):
         table.add_column(heading, overflow="fold")
-    for ruling in diagnosis.rulings:
-        verdict = ruling.outcome.verdict.replace("_", " ")
-        shown = verdict if ruling.severity is None else coloured(ruling.severity)
+    for ruling in sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged):
+        shown = ruling.result if ruling.severity is None else coloured(ruling.severity)
         table.add_row(ruling.rule.name, shown, escape(ruling.outcome.sentence))
     return table
 
 
 def _summary(diagnosis: Diagnosis) -> str:
-    unmeasured = sum(ruling.outcome.verdict == "not_measured" for ruling in diagnosis.rulings)
-    tail = f"; {unmeasured} of {len(diagnosis.rulings)} rules had nothing to measure" if unmeasured else ""
-    if diagnosis.is_healthy:
-        return f"{coloured('healthy')}{tail}"
-    names = ", ".join(ruling.rule.name for ruling in diagnosis.findings)
-    return f"{coloured('findings')}: {names}{tail}"
+    if diagnosis.verdict == "no_findings":
+        return f"nothing wrong in what was measured: {diagnosis.coverage}"
+    names = f": {diagnosis.brief}" if diagnosis.findings else ""
+    return f"{coloured(str(diagnosis.verdict))}{names}; {diagnosis.coverage}"

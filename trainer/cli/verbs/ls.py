@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import textwrap
 import time
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ class RunEntry:
         step, steps: the last logged step, and the configured number; None where unknown.
         loss, eval_loss: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
-        verdict: `healthy`, or the names of the findings of `train diagnose`.
+        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 26 rules`.
         reason: why the run ended, from status.json; None if that has none.
     """
 
@@ -101,10 +99,11 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     from trainer.cli.diagnosis import verdict_text
     from trainer.runs.load import load_run
+    from trainer.runs.status import is_held
 
     status = _status(path)
     state = str(status.get("state", "unknown"))
-    if state == "running" and not _is_held(path):
+    if state == "running" and not is_held(path):
         state = "died"
     entry = RunEntry(str(path), state, reason=str(status["reason"]) if status.get("reason") else None)
     try:
@@ -142,21 +141,6 @@ def _status(path: Path) -> dict[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
-def _is_held(path: Path) -> bool:
-    """Whether a process holds the run's lock. One on another machine is seen only where the file system shares locks."""
-    try:
-        descriptor = os.open(path / ".lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def _last(run: RunRecord, key: str) -> float | None:
     values = run.column(key)[1]
     return values[-1] if values else None
@@ -179,11 +163,14 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
 
 
 def _verdict_cell(entry: RunEntry) -> str:
+    from trainer.diagnostics.diagnose import NO_FINDING
+
     verdict = entry.verdict or "-"
     if entry.state == "failed" and entry.reason is not None:  # why it failed matters more than earlier findings
         shown = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
         verdict = shown if entry.verdict is None else f"{entry.verdict}: {shown}"
-    return coloured("healthy" if verdict == "healthy" else "warning", verdict)
+    colour = "unknown" if verdict.startswith(NO_FINDING) else "warning"
+    return coloured("healthy" if verdict == "healthy" else colour, verdict)
 
 
 def _steps(entry: RunEntry) -> str:

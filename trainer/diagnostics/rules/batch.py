@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trainer.diagnostics.facts import micro_batches
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured
+from trainer.diagnostics.facts import MICRO_BATCHES, micro_batches
+from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, series
 from trainer.runs.load import RunRecord
 from trainer.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
-from trainer.wording import number_text
+from trainer.wording import counted, number_text
 
 TOO_SMALL = 0.1
 WASTEFUL = 4.0
@@ -26,38 +26,70 @@ def check_batch_size(run: RunRecord) -> Outcome:
     """
     scale = noise_scale_of(run)
     if scale is None or not scale.is_known:
-        return not_measured(f"the noise scale is {why_unknown(run)}")
+        return not_yet(f"the noise scale is {why_unknown(run)}")
     if scale.steps is not None and scale.steps < MIN_STEPS:
-        return not_measured(f"the noise scale was computed from {scale.steps} steps, fewer than {MIN_STEPS}")
+        return not_yet(f"needs a noise scale from {MIN_STEPS} steps, has one from {scale.steps}")
     words = (
         f"{number_text(scale.batch)} sequences per step, noise scale {scale.number} ({scale.where}){_doubt(run, scale)}"
     )
     evidence = [_row(run, key, scale) for key in (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)]
     shown = [row.evidence() for row in evidence if len(row)]
-    micros, size = micro_batches(run, since=scale.step), scale.batch
-    is_constant = isinstance(run.setting("train.micro_batches", 1), int)
-    aim = scale.low if scale.value is None else scale.value
-    if size < TOO_SMALL * scale.low:
-        more = max(round(micros * min(aim / size, 1 / TOO_SMALL)), micros + 1)
+    if scale.batch < TOO_SMALL * scale.low:
         return finding(
             f"the batch is too small: {words}; a larger batch takes fewer steps and hardly more tokens",
             evidence=shown,
-            knob=Knob("train.micro_batches", micros, more if is_constant else f"a schedule that reaches {more}"),
+            knob=_larger(run, scale),
         )
-    if scale.high is not None and size > WASTEFUL * scale.high:
-        key = "train.micro_batches" if micros > 1 else "data.mixing.batch_size"
-        current = micros if micros > 1 else run.setting(key)
-        suggested = max(round(current * aim / size), 1) if isinstance(current, int) else "smaller"
-        if not is_constant and micros > 1:
-            suggested = f"a schedule that ends at {suggested}"
+    if scale.high is not None and scale.batch > WASTEFUL * scale.high:
         return finding(
             f"the batch is wasteful: {words}; a smaller batch reaches the same loss with fewer tokens",
             evidence=shown,
-            knob=Knob(key, current, suggested),
+            knob=_smaller(run, scale),
         )
     if scale.high is None:
-        return not_measured(f"the noise scale has no upper bound: {words}")
+        return not_yet(f"the noise scale has no upper bound: {words}")
     return healthy(f"the batch is about right: {words}")
+
+
+def _larger(run: RunRecord, scale: NoiseScale) -> Knob:
+    """Towards the noise scale, at most `1 / TOO_SMALL` times as large."""
+    factor = min(_aim(scale) / scale.batch, 1 / TOO_SMALL)
+    if not _knows_micro_batches(run):
+        return _any_micro_batches(scale, factor)
+    micros = micro_batches(run, since=scale.step)
+    more = max(round(micros * factor), micros + 1)
+    return Knob("train.micro_batches", micros, more if _is_constant(run) else f"a schedule that reaches {more}")
+
+
+def _smaller(run: RunRecord, scale: NoiseScale) -> Knob:
+    factor = _aim(scale) / scale.batch
+    if not _knows_micro_batches(run):
+        return _any_micro_batches(scale, factor)
+    micros = micro_batches(run, since=scale.step)
+    key = "train.micro_batches" if micros > 1 else "data.mixing.batch_size"
+    current = micros if micros > 1 else run.setting(key)
+    suggested = max(round(current * factor), 1) if isinstance(current, int) else "smaller"
+    if not _is_constant(run) and micros > 1:
+        suggested = f"a schedule that ends at {suggested}"
+    return Knob(key, current, suggested)
+
+
+def _aim(scale: NoiseScale) -> float:
+    return scale.low if scale.value is None else scale.value
+
+
+def _is_constant(run: RunRecord) -> bool:
+    return isinstance(run.setting("train.micro_batches", 1), int)
+
+
+def _knows_micro_batches(run: RunRecord) -> bool:
+    return bool(run.config) or bool(series(run, MICRO_BATCHES))
+
+
+def _any_micro_batches(scale: NoiseScale, factor: float) -> Knob:
+    """For a loop that does not log its micro-batches per step, in sequences per step."""
+    wanted = counted(max(round(scale.batch * factor), 1), "sequence")
+    return Knob("train.micro_batches", None, f"as many as give {wanted} per step")
 
 
 def _row(run: RunRecord, key: str, scale: NoiseScale) -> Series:
@@ -77,8 +109,8 @@ def _doubt(run: RunRecord, scale: NoiseScale) -> str:
     if shift < INCONSISTENT or abs(value[0] - 1.0) < SIGMAS * error[0]:
         return ""
     return (
-        f", which takes micro-batches for independent, and they are not (consistency {number_text(value[0])}): "
-        "gns.components_every measures what that does"
+        f", which takes micro-batches for independent, and they are not (consistency {number_text(value[0])})"
+        f"{': gns.components_every measures what that does' if run.config else ''}"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from trainer.diagnostics.facts import lower_lr
-from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX
@@ -71,7 +71,7 @@ def check_gain(run: RunRecord) -> Outcome:
     """What cells gain by starting from their stored state instead of zero."""
     found = late(run, GAIN)
     if found is None:
-        return _too_few()
+        return _too_few(run)
     (gain,) = found
     words = f"over the last {len(gain.shown)} probes the stored state lowers a cell's loss by {gain} nats per token"
     if gain.mean < -max(FAR_ERRORS * gain.error, STALE_NATS):
@@ -96,7 +96,7 @@ def check_gap(run: RunRecord) -> Outcome:
     """What the age of stored states changes in the loss of the cells that start from them."""
     found = late(run, GAP, GAIN)
     if found is None:
-        return _too_few()
+        return _too_few(run)
     gap, gain = found
     size = abs(gap.mean)
     side = "below" if gap.mean < 0 else "above"
@@ -130,8 +130,17 @@ def _fresher(run: RunRecord) -> Knob:
     return lower_lr(run)
 
 
-def _too_few() -> Outcome:
-    return not_measured(f"fewer than {MIN_PROBES} probes in the second half of the run; lower ledger.probe_every")
+def _too_few(run: RunRecord) -> Outcome:
+    remedy = "lower ledger.probe_every" if run.config else "probe more often"
+    return not_yet(f"needs {MIN_PROBES} probes in the second half of the run; {remedy}")
+
+
+def _first_probe(run: RunRecord) -> str:
+    """When the first probe is due, for a run of a model with state that has not reached it."""
+    every = run.setting("ledger.probe_every", 0)
+    if not every or not run.environment.get("state_width") or (run.steps and run.steps[-1] >= every):
+        return ""
+    return f"needs {MIN_PROBES} probes in the second half of the run; the first is at step {every} (ledger.probe_every)"
 
 
 def _needs(keys: Sequence[str]) -> tuple[str, ...]:
@@ -144,6 +153,7 @@ RULES = (
         name="carry_worthless",
         needs=_needs([GAIN]),
         hint=PROBES,
+        due=_first_probe,
         threshold=f"over the second half of the run ({MIN_PROBES} probes or more) the mean gain is at most {NEAR_ERRORS:g} of "
         f"its standard errors, and with {FAR_ERRORS:g} still at most {WORTHLESS_NATS:g} nats; a warning if it is negative by "
         f"more than {FAR_ERRORS:g} and {STALE_NATS:g} nats",
@@ -157,6 +167,7 @@ RULES = (
         name="stale_states",
         needs=_needs([GAP, GAIN]),
         hint=PROBES,
+        due=_first_probe,
         uses=(AGE, DRIFT, COLD_STARTS),
         threshold=f"over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond "
         f"{FAR_ERRORS:g} standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats",

@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any, Final
 
 from trainer.diagnostics.facts import lower_lr
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured
-from trainer.diagnostics.rules.rule import Rule
+from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured, not_yet
+from trainer.diagnostics.rules.rule import Rule, unlogged
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.runs.load import RunRecord
 from trainer.wording import number_text
@@ -75,7 +75,7 @@ def _second_halves(run: RunRecord, what: str) -> dict[str, Series] | Outcome:
     """The second half of the rows of each layer."""
     keys = [key for key in run.train.keys if key.startswith(PREFIX) and key.endswith(what)]
     if not keys:
-        return not_measured(f"the run does not log its layers; {HINT}")
+        return unlogged(run, [f"{PREFIX}<name>{what}"], HINT)
     if len(keys) < MIN_LAYERS:
         return not_measured(f"the model has fewer than {MIN_LAYERS} layers to compare")
     columns = {key.removeprefix(PREFIX).removesuffix(what): series(run, key) for key in keys}
@@ -84,7 +84,7 @@ def _second_halves(run: RunRecord, what: str) -> dict[str, Series] | Outcome:
     late = {name: column.since((first + last) // 2) for name, column in columns.items()}
     late = {name: column for name, column in late.items() if len(column) >= MIN_ROWS}
     if len(late) < MIN_LAYERS:
-        return not_measured(f"fewer than {MIN_ROWS} rows of the second half have layers")
+        return not_yet(f"needs {MIN_ROWS} rows with layers in the second half of the run")
     return late
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 
-from trainer.diagnostics.facts import lower_lr, micro_batches, ranks, readers_of_a_rank, state_bytes
-from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
+from trainer.diagnostics.facts import lower_lr, micro_batches, pools, ranks, readers_of_a_rank, state_bytes
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.metrics.catalog.lookup import keys_under
 from trainer.runs.load import RunRecord
+from trainer.waits import wait_bound
 from trainer.wording import counted, number_text
 
 COLD_STARTS = "ledger/cold_starts"
@@ -64,14 +65,26 @@ def _capacity(run: RunRecord) -> int | None:
 
 
 def _longer_threshold(run: RunRecord) -> Knob:
-    """A safe threshold is 2 K n picks (K readers, n picks per slice), converted to steps."""
+    """Beyond the longest wait that any order of picks makes likely, as `train preview` proposes it."""
     current = run.setting("ledger.stale_threshold")
-    readers = readers_of_a_rank(run)
-    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0)
-    if not readers or not longest:
+    safe = _safe_threshold(run)
+    if safe is None:
         return Knob("ledger.stale_threshold", current, 4 * current if current else "four times as long")
-    safe = math.ceil(2 * readers * (longest + 1) / micro_batches(run))
-    return Knob("ledger.stale_threshold", current, max(safe, 2 * current) if current else safe)
+    return Knob("ledger.stale_threshold", current, safe if not current or safe > current else 2 * current)
+
+
+def _safe_threshold(run: RunRecord) -> int | None:
+    """`wait_bound` of the pool that waits longest; None if the record does not tell.
+
+    The preview knows every slice; a record only the longest that a logged row saw. It stands for all slices of all pools.
+    """
+    readers = round(readers_of_a_rank(run) or 0)
+    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0)
+    found = pools(run, readers)
+    if not readers or not longest or found is None:
+        return None
+    slices = [round(longest) + 1] * readers
+    return max(wait_bound(slices, count, share, micro_batches(run)) for share, count in found)
 
 
 def check_cold_starts(run: RunRecord) -> Outcome:
@@ -142,9 +155,9 @@ def check_oversize(run: RunRecord) -> Outcome:
     fill = series(run, FILL)
     capacity, width = _capacity(run), state_bytes(run)
     if capacity is None or width is None:
-        return not_measured("how large a state is was not recorded; train preview says it")
+        return not_measured("how large a state is was not recorded")
     if fill.steps[-1] < OVERSIZE_STEPS:
-        return not_measured(f"fewer than {OVERSIZE_STEPS} steps")
+        return not_yet(f"needs {OVERSIZE_STEPS} steps, has {fill.steps[-1]}")
     peak = max(fill.values)
     spare = capacity * (1 - peak) * width
     device = max(series(run, "gpu/total_gb").values, default=0.0) * 1e9
@@ -174,7 +187,8 @@ def check_refused_rows(run: RunRecord) -> Outcome:
 REMEDIES: Mapping[str, tuple[str, Callable[[RunRecord], Knob]]] = {
     "lru": ("`ledger.capacity`: twice as large", _larger_capacity),
     "stale": (
-        "`ledger.stale_threshold`: 2 K n steps (K readers, n picks per slice), divided by micro-batches per step",
+        "`ledger.stale_threshold`: the bound of `train preview`, which is 2 K n (K readers, n picks per slice) divided by the "
+        "source's micro-batches per step, or with one reader its wait for a pick; the longest slice logged stands for all",
         _longer_threshold,
     ),
 }

@@ -16,8 +16,8 @@ from trainer.diagnostics.facts import (
     modality_columns,
     ranks,
 )
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured
-from trainer.diagnostics.rules.rule import Rule
+from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_measured, not_yet
+from trainer.diagnostics.rules.rule import Rule, unlogged
 from trainer.diagnostics.series import Series, aligned, series
 from trainer.runs.load import RunRecord
 from trainer.wording import counted, number_text
@@ -147,7 +147,7 @@ def check_starved_modality(run: RunRecord) -> Outcome:
         *(_while_all_last(run, each) for each in (series(run, EXHAUSTED), *modality_columns(run)))
     )
     if not columns:
-        return not_measured(f"the run does not log {MODALITIES}<modality>")
+        return unlogged(run, [f"{MODALITIES}<modality>"])
     if len(columns) == 1:
         return healthy("there is only one modality")
     if not ended:
@@ -219,7 +219,7 @@ def check_exhaust_churn(run: RunRecord) -> Outcome:
     """Slices so short that readers are replaced all the time."""
     ended = series(run, EXHAUSTED)
     if len(ended) < 2:
-        return not_measured("only one row")
+        return not_yet("needs 2 rows, has 1")
     events = math.fsum(ended.values[1:])
     picks = batches_through(run, ended.steps[-1]) - batches_through(run, ended.steps[0])
     per_slice = ranks(run) * picks / events if events else math.inf
@@ -242,7 +242,7 @@ def check_masked_ranks(run: RunRecord) -> Outcome:
     masked = series(run, MASKED)
     recent = masked.at(range(len(masked) // 2, len(masked)))
     if len(recent) < MASKED_ROWS:
-        return not_measured(f"fewer than {2 * MASKED_ROWS} rows")
+        return not_yet(f"needs {2 * MASKED_ROWS - 1} rows, has {len(masked)}")
     steps_per_row = (recent.steps[-1] - recent.steps[0]) // (len(recent) - 1)
     limit = max(_worst_of_healthy_ranks(steps_per_row * micro_batches(run, recent.steps[0]), ranks(run)), MASKED_LIMIT)
     share = recent.total / len(recent)
@@ -254,7 +254,8 @@ def check_masked_ranks(run: RunRecord) -> Outcome:
         return healthy(words)
     cells = run.setting("data.max_group_cells")
     if not has_own_pools(run):
-        knob = Knob("data.mixing.batching_mode", "per_stream", "device_per_stream, if train preview shows even ranks")
+        condition = "if train preview shows even ranks" if run.config else "if ranks then have equally much to read"
+        knob = Knob("data.mixing.batching_mode", "per_stream", f"device_per_stream, {condition}")
     elif run.setting("data.mixing.repeat", True) is False:
         knob = Knob("data.mixing.repeat", False, True)
     else:

@@ -17,7 +17,7 @@ def check_contract(run: RunRecord) -> Outcome:
     if not events:
         if "model" in run.config and not has_own_model(run):
             return healthy("a built-in model, which the tests prove")
-        return not_measured("the run has no record of a check of its model")
+        return not_measured("the run has no record of a check of its model (trainer.contracts.check_model)")
     broken: dict[str, str] = {}
     starts: dict[int, float] = {}  # step -> number of breaches found there
     for event in events:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from trainer.diagnostics.outcome import Evidence, Knob, Outcome, finding, healthy, not_measured
+from trainer.diagnostics.outcome import Evidence, Knob, Outcome, finding, healthy, not_measured, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series
 from trainer.runs.load import RunRecord
@@ -40,7 +40,10 @@ def check_ending(run: RunRecord) -> Outcome:
     """The final state of the run in status.json."""
     state = run.status.get("state")
     if state is None:
-        return not_measured("no status.json beside the metrics")
+        hint = "" if run.config else " (trainer.runs.status.run_status writes it)"
+        return not_measured(f"needs status.json beside the metrics{hint}")
+    if state == "running":
+        return not_yet("status.json says that the run has not ended")
     if state != "failed":
         return healthy(f"the run is {state}")
     step = run.status.get("last_step")

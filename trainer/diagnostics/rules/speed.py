@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series, typical_deviation
 from trainer.runs.load import RunRecord
@@ -40,7 +40,7 @@ def check_throughput(run: RunRecord) -> Outcome:
     speed = _warm(run, THROUGHPUT)
     size = max(len(speed) // NUM_BLOCKS, MIN_BLOCK)
     if len(speed) < 4 * size:
-        return not_measured("too few rows to compare parts of the run")
+        return not_yet(f"needs {4 * size} rows after warm-up, has {len(speed)}")
     starts = range(len(speed) % size, len(speed), size)
     blocks = [median(speed.values[start : start + size]) for start in starts]
     cut, before, after, noise = _largest_drop(blocks)
@@ -82,7 +82,7 @@ def check_data_bound(run: RunRecord) -> Outcome:
     """The share of step time spent waiting for data."""
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
     if len(waits) < MIN_ROWS:
-        return not_measured(f"fewer than {MIN_ROWS} rows after warm-up")
+        return not_yet(f"needs {MIN_ROWS} rows after warm-up, has {len(waits)}")
     share = waits.total / max(times.total, 1e-12)
     words = f"{share:.1%} of the logged step time was spent waiting for data"
     if share <= DATA_SHARE:
@@ -98,7 +98,7 @@ def check_straggler(run: RunRecord) -> Outcome:
         return not_measured("single rank")
     slowest, fastest, times = aligned(*(_warm(run, key) for key in (SLOWEST, FASTEST, STEP_TIME)))
     if len(times) < MIN_ROWS:
-        return not_measured(f"fewer than {MIN_ROWS} rows after warm-up")
+        return not_yet(f"needs {MIN_ROWS} rows after warm-up, has {len(times)}")
     waits = [high - low for high, low in zip(slowest.values, fastest.values, strict=True)]
     share = median(wait / time for wait, time in zip(waits, times.values, strict=True) if time > 0)
     words = f"the fastest rank waits for the slowest for {share:.0%} of a step (median)"
@@ -138,6 +138,7 @@ RULES = (
     Rule(
         name="straggling_rank",
         needs=(SLOWEST, FASTEST, STEP_TIME),
+        hint="a run of several ranks logs them",
         threshold=f"the median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}",
         why="Every rank waits for the slowest in the gradient reduction. Uneven batches change from step to step, so a median "
         "over the run ignores them.",

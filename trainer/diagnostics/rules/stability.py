@@ -9,7 +9,7 @@ from itertools import islice
 from statistics import median
 
 from trainer.diagnostics.facts import lower_lr
-from trainer.diagnostics.outcome import Outcome, finding, healthy, not_measured
+from trainer.diagnostics.outcome import Outcome, finding, healthy, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import series, typical_deviation
 from trainer.runs.load import RunRecord
@@ -44,8 +44,8 @@ def check_non_finite(run: RunRecord) -> Outcome:
         return healthy("every logged loss and gradient norm was finite")
     first = min(column.steps[where[0]] for column, where in hits)
     return finding(
-        f"{skipped if rejected.total else 'NaN or infinite values'}, first logged at step {first}; "
-        "events.jsonl names the batches",
+        f"{skipped if rejected.total else 'NaN or infinite values'}, first logged at step {first}"
+        f"{'; events.jsonl names the batches' if run.config else ''}",
         evidence=[column.evidence(where) for column, where in hits],
         knob=lower_lr(run),
     )
@@ -62,7 +62,7 @@ def check_loss_spikes(run: RunRecord) -> Outcome:
     if len(flagged) > max(1, MAX_FLAGGED * len(flags)):
         flagged = set()
     if len(loss) <= MIN_BEFORE and not flagged:
-        return not_measured(f"fewer than {MIN_BEFORE + 1} logged losses")
+        return not_yet(f"needs {MIN_BEFORE + 1} logged losses, has {len(loss)}")
     hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
     if not hits:
         return healthy(f"no loss rose by {SIGMAS:g} times its noise")

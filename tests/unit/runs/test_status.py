@@ -1,0 +1,112 @@
+"""The status of a loop that is not the trainer's: what it says while it runs, and however it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import ROOT, environment
+from trainer.cli.verbs.ls import entry_of
+from trainer.diagnostics.diagnose import diagnose
+from trainer.errors import UserError
+from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.runs.load import load_run
+from trainer.runs.status import is_held, last_step, run_status
+
+
+def write_rows(directory: Path, *steps: int) -> None:
+    rows = [encode_payload(build_payload("train", step, {"loss": 2.0})) for step in steps]
+    (directory / "metrics.jsonl").write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+
+
+def status(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "status.json").read_text(encoding="utf-8"))
+    return found
+
+
+def ending(directory: Path) -> tuple[str, str]:
+    """What the rule about the ending says."""
+    outcome = next(ruling for ruling in diagnose(load_run(directory)).rulings if ruling.rule.name == "ending").outcome
+    return outcome.verdict, outcome.sentence
+
+
+def test_a_run_is_running_and_then_done_with_the_step_of_its_last_row(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "run"
+    with run_status(out):
+        assert (status(out)["state"], status(out)["last_step"]) == ("running", None)
+        write_rows(out, 1, 10, 20)
+        assert entry_of(out, now=0.0, diagnoses=False).state == "running"
+        assert load_run(out).notes == []
+        assert ending(out) == ("not_measured", "status.json says that the run has not ended")
+    assert (status(out)["state"], status(out)["last_step"]) == ("done", 20)
+    assert not is_held(out)
+    assert ending(out) == ("healthy", "the run is done")
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [
+        (ValueError("bad batch"), "failed", "ValueError: bad batch"),
+        (SystemExit("no data"), "failed", "exit: no data"),
+        (SystemExit(0), "done", ""),
+        (KeyboardInterrupt(), "stopped", "stopped by SIGINT"),
+    ],
+)
+def test_an_exception_is_passed_on_and_says_how_the_run_ended(
+    tmp_path: Path, error: BaseException, state: str, reason: str
+) -> None:
+    write_rows(tmp_path, 1, 2)
+    with pytest.raises(type(error)), run_status(tmp_path):
+        raise error
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"], status(tmp_path)["last_step"]) == (state, reason, 2)
+    assert ending(tmp_path)[0] == ("finding" if state == "failed" else "healthy")
+
+
+def test_a_framework_that_turns_an_interrupt_into_an_exit_was_interrupted(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    with pytest.raises(SystemExit), run_status(tmp_path):
+        interrupted()
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("stopped", "stopped by SIGINT")
+
+
+def test_only_rank_0_writes_and_two_runs_in_one_directory_are_refused(tmp_path: Path) -> None:
+    with run_status(tmp_path, rank=1):
+        assert not list(tmp_path.iterdir())
+    with (
+        run_status(tmp_path),
+        pytest.raises(UserError, match="is in use by another run"),
+        run_status(tmp_path),
+    ):
+        pass
+    assert status(tmp_path)["state"] == "done"
+
+
+def test_a_killed_loop_is_noted_as_dead(tmp_path: Path) -> None:
+    code = "import os, sys\nfrom trainer.runs.status import run_status\nwith run_status(sys.argv[1]):\n os.kill(os.getpid(), 9)"
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=False)
+    assert done.returncode == -signal.SIGKILL
+    write_rows(tmp_path, 1)
+    assert entry_of(tmp_path, now=0.0, diagnoses=False).state == "died"
+    assert "no process of this machine holds the run" in load_run(tmp_path).notes[0]
+
+
+@pytest.mark.parametrize("tail", ["", '{"schema_version":1,"mode":"train","global', "nonsense\n"])
+def test_the_last_step_is_that_of_the_last_complete_row(tmp_path: Path, tail: str) -> None:
+    assert last_step(tmp_path) is None
+    write_rows(tmp_path, *range(1, 40_000, 2))
+    assert (tmp_path / "metrics.jsonl").stat().st_size > 1 << 20, "only the end of the file is read"
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(tail)
+    assert last_step(tmp_path) == 39_999

@@ -1,0 +1,118 @@
+"""status.json, the state of a run: how the trainer and other loops write it, and whether a run that says `running` still is.
+
+with run_status(directory, rank=rank):
+    train()
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from trainer.errors import UserError
+from trainer.files import write_json
+
+STATUS_NAME: Final = "status.json"
+LOCK_NAME: Final = ".lock"
+OWN_LOOP: Final = "own"
+"""`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
+_METRICS_NAME: Final = "metrics.jsonl"
+_TAIL_BYTES: Final = 1 << 20
+
+
+@contextmanager
+def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
+    """Keep status.json of a loop that is not the trainer's: `running`, and at the end `done`, `stopped` or `failed`, and why.
+
+    An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a code other than 0 is `failed`.
+    A process that is killed leaves `running`; it held a lock on the directory, without which `train ls` says `died`.
+    `last_step` is that of the last row of metrics.jsonl.
+
+    Args:
+        directory: of the run; it is made.
+        rank: other ranks than 0 do nothing.
+
+    Raises:
+        UserError: another process writes its run there.
+        OSError: the file cannot be written.
+    """
+    if rank != 0:
+        yield
+        return
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / LOCK_NAME).open("w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(str(path), "is in use by another run", "name another directory") from None
+        except OSError:
+            pass  # Some network file systems have no locks; training there must be possible.
+        write_status(path / STATUS_NAME, "running", reason="", step=last_step(path), loop=OWN_LOOP)
+        state, reason = "failed", ""
+        try:
+            yield
+            state = "done"
+        except BaseException as error:
+            state, reason = _end_of(error)
+            raise
+        finally:
+            write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), loop=OWN_LOOP)
+
+
+def write_status(file: Path, state: str, *, reason: str, step: int | None, **more: Any) -> None:
+    """Say what state the run is in: `running`, `done`, `stopped` or `failed`, and why.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    known = {"state": state, "reason": reason, "last_step": step, **more, "pid": os.getpid()}
+    # Not synced: it is written while the run is alive, and a crash of the machine leaves the one before it.
+    write_json(file, {**known, "time": round(time.time(), 3)}, sync=False)
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a process holds the run's lock. One on another machine is seen only where the file system shares locks."""
+    try:
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def last_step(directory: Path) -> int | None:
+    """The step of the last complete row of metrics.jsonl; None without one."""
+    try:
+        with (directory / _METRICS_NAME).open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["global_step"])
+        except (ValueError, TypeError, KeyError):  # cut off, or no row
+            continue
+    return None
+
+
+def _end_of(error: BaseException) -> tuple[str, str]:
+    """(state, reason) of a run that ended with an exception."""
+    # Lightning catches Ctrl-C and exits with 1.
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+        return "stopped", "stopped by SIGINT"
+    if isinstance(error, SystemExit):
+        return ("done", "") if error.code in (None, 0) else ("failed", f"exit: {error.code}")
+    return "failed", f"{type(error).__name__}: {error}"
