@@ -110,12 +110,13 @@ def _refuse_before_ranks(config: RunConfig, run_dir: str | None) -> None:
         UserError: the run directory holds a run already, or a source's root does not exist.
     """
     with uncollected():
-        from trainer.training.run_dir import choose_run_dir
+        from trainer.training.run_dir import refuse_taken
         from trainer.training.setup.sources import refuse_missing_roots
 
     refuse_missing_roots(config)
-    with suppress(OSError):  # which the ranks explain
-        choose_run_dir(config, run_dir, config.checkpoint.resume)
+    if run_dir is not None:
+        with suppress(OSError):  # which the ranks explain
+            refuse_taken(run_dir, config.checkpoint.resume)
 
 
 def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:

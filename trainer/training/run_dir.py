@@ -224,19 +224,10 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
             is not to be resumed.
     """
     if given is not None:
+        refuse_taken(given, resume)
         run = RunDir(Path(given))
-        if (run.path / MANIFEST_NAME).exists():
-            raise UserError("--run-dir", f"{given} holds a corpus", "name a directory of its own, such as runs/NAME")
         if resume == "off" and run.metrics.exists():
-            if run.has_nothing():
-                logger.info("%s: the run in it ended before it logged a step; beginning anew", given)
-                return run
-            raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
-        # A run that lost its status.json still has its config, or checkpoints.
-        has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
-        if run.metrics.exists() and not (has_status or run.resolved_config.exists() or run.has_saved()):
-            problem = f"{given} holds a metrics.jsonl that is not of a run of this program"
-            raise UserError("--run-dir", problem, "name another directory")
+            logger.info("%s: the run in it ended before it logged a step; beginning anew", given)
         return run
     parent = Path(config.run.dir)
     if resume == "auto":
@@ -248,6 +239,28 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
         return RunDir(Path(resume).absolute().parent.parent)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return RunDir(parent / f"{config.run.name}-{stamp}", is_new=True)
+
+
+def refuse_taken(given: str, resume: str) -> None:
+    """Refuse a directory that holds something else than a run that may be begun or continued there.
+
+    Raises:
+        UserError: see `choose_run_dir`.
+    """
+    run = RunDir(Path(given))
+    if (run.path / MANIFEST_NAME).exists():
+        raise UserError("--run-dir", f"{given} holds a corpus", "name a directory of its own, such as runs/NAME")
+    if not run.metrics.exists():
+        return
+    if resume == "off":
+        if not run.has_nothing():
+            raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
+        return
+    # A run that lost its status.json still has its config, or checkpoints.
+    has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
+    if not (has_status or run.resolved_config.exists() or run.has_saved()):
+        problem = f"{given} holds a metrics.jsonl that is not of a run of this program"
+        raise UserError("--run-dir", problem, "name another directory")
 
 
 def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
