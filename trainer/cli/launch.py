@@ -122,8 +122,8 @@ def _refuse_before_ranks(config: RunConfig, run_dir: str | None) -> None:
 def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     """Run `train <arguments>` on `nproc` ranks and return the exit code of the run.
 
-    torchrun turns every failure into 1; this returns the first failed rank's own code. A run that a signal stopped with a
-    checkpoint succeeded although its launcher was interrupted: then rank 0's own code, 0, is returned.
+    torchrun turns every failure into 1; this returns the first failed rank's own code. Of a run that a signal stopped it is
+    rank 0's own code, 0 with a checkpoint; or 128 + the signal if the ranks were ended before they had one.
 
     Args:
         uses_cuda: a rank takes a CUDA device, if there are any.
@@ -228,7 +228,7 @@ def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
     except SignalException as error:
         held_back.release()
         _say(f"train: stopped by {error.sigval.name}")
-        return 0 if _reported(EXIT_CODE) == "0" else 128 + error.sigval
+        return int(_reported(EXIT_CODE) or 128 + error.sigval)
     return 0
 
 

@@ -84,7 +84,9 @@ def train(
     ] = None,
     profile: Annotated[
         int | None,
-        typer.Option(min=1, help="Record N steady steps with torch's profiler (metrics.profile).", metavar="N"),
+        typer.Option(
+            min=1, help="Record N steps from the 11th on with torch's profiler (metrics.profile).", metavar="N"
+        ),
     ] = None,
     verify_data: Annotated[
         bool, typer.Option("--verify-data", help="Hash the whole content of the data, and compare it on a resume.")

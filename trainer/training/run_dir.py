@@ -26,6 +26,7 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
 from trainer.runs.status import LOCK_NAME, OWN_LOOP, STATUS_NAME, write_status
 from trainer.storage import is_url
+from trainer.training.checkpointing.checkpoint import CHECKPOINTS, refuse_absent
 
 logger = get_logger(__name__)
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
@@ -50,7 +51,7 @@ class RunDir:
         self.events = path / "events.jsonl"
         self.status_file = path / STATUS_NAME
         self.resolved_config = path / "config.resolved.toml"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.logs = path / "logs"
 
     def claim(self) -> None:
@@ -221,7 +222,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
 
     Raises:
         UserError: the directory given holds a corpus; or a run that has logged or saved something, or still runs, and it
-            is not to be resumed.
+            is not to be resumed; or there is no such checkpoint.
     """
     if given is not None:
         refuse_taken(given, resume)
@@ -236,6 +237,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
         if open_runs:
             return max(open_runs, key=lambda run: run.path.name)
     elif resume != "off" and not is_url(resume):
+        refuse_absent(resume)
         return RunDir(Path(resume).absolute().parent.parent)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return RunDir(parent / f"{config.run.name}-{stamp}", is_new=True)

@@ -18,6 +18,7 @@ from trainer.wording import counted
 logger = get_logger(__name__)
 SETTLING = 8  # steps before, in which models are compiled, buckets are built and caches are filled
 WARM_UP = 2  # steps with the profiler on that are not recorded
+FIRST_PROFILED = SETTLING + WARM_UP + 1  # step of a run
 SHOWN = 8
 
 
@@ -41,7 +42,7 @@ class StepProfile:
         tracker: MetricsTracker,
         guard: BestEffort,
     ) -> None:
-        self._folder, self._first_step = run_dir / FOLDER, start + SETTLING + WARM_UP + 1
+        self._folder, self._first_step = run_dir / FOLDER, start + FIRST_PROFILED
         self._num_steps, self._tracker, self._guard = num_steps, tracker, guard
         self._is_done = False
         self._profiler: profile | None = guard.run(self._begin, device)

@@ -41,6 +41,10 @@ DOUBTS = [
         "scheduler.warmup_tokens: 2,000 is longer than the run (train.tokens = 500)",
     ),
     (["objective.chunk_tokens=64"], "objective.chunk_tokens: 64: a micro-batch has 64 tokens, so nothing is saved"),
+    (
+        ["metrics.profile=3", "train.steps=12"],
+        "metrics.profile: records steps 11 to 13, after those that settle, and the run has 12; set train.steps to at least 13",
+    ),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight by about this much"),
     (
         ["data.mixing.num_streams_mixed=100", "ledger.capacity=4096"],

@@ -53,7 +53,7 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="readers",
         ranks="sum",
         title="Active readers by modality",
-        description="Active readers of one modality over all ranks; zero is reported too.",
+        description="Active readers of one modality over all ranks; zero is reported too, once its source was drawn.",
         healthy="Close to its share of the streams.",
         pathological="0 for long: that modality starves.",
     ),

@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, sync_directory, write_json
+from trainer.files import (
+    did_you_mean,
+    remove_leftovers,
+    remove_tree,
+    replace_link,
+    replacing,
+    sync_directory,
+    write_json,
+)
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import former
 from trainer.training.checkpointing.saved_state import problem_of
@@ -39,6 +47,7 @@ FORMAT_VERSION, FORMER_VERSION = 2, 1
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 LATEST = "latest"
+CHECKPOINTS = "checkpoints"  # in a run's directory
 
 logger = get_logger("checkpoint")
 
@@ -315,15 +324,27 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def refuse_absent(path: str) -> None:
+    """Refuse a `--resume` that names nothing, or a run.
+
+    Raises:
+        UserError: see above.
+    """
+    if not Path(path).is_dir():
+        fix = did_you_mean(path) or "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
+        raise UserError("--resume", f"{path}: no such directory", fix)
+    if (Path(path) / CHECKPOINTS).is_dir():
+        fix = f"continue it with --resume auto --run-dir {path}, or name {Path(path) / CHECKPOINTS / LATEST}"
+        raise UserError("--resume", f"{path} is a run, not a checkpoint", fix)
+
+
 def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """state.json of the checkpoint that `--resume` names, by `verify` or, unverified, by `read_state`.
 
     Raises:
         UserError: it is not there, or not whole.
     """
-    if not Path(path).is_dir():
-        fix = "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
-        raise UserError("--resume", f"{path}: no such directory", fix)
+    refuse_absent(path)
     try:
         return read(Path(path))
     except CheckpointError as error:

@@ -13,6 +13,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError, UserErrors
 from trainer.training.setup.sharding import mesh_shape
 from trainer.training.setup.sources import Source
+from trainer.training.step_profile import FIRST_PROFILED
 from trainer.wording import counted, printable
 
 MOST_LAYERS = 2_000  # a layer takes about 6 ms to build, on the meta device too
@@ -48,6 +49,10 @@ def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Sour
         problem = f"{config.optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield UserError("optimizer.lr", problem, "set it between 1e-5 and 1e-2")
     yield from _endless_warmup(config)
+    first, last = FIRST_PROFILED, FIRST_PROFILED + config.metrics.profile - 1
+    if config.metrics.profile and 0 < config.train.steps < last:
+        problem = f"records steps {first} to {last}, after those that settle, and the run has {config.train.steps}"
+        yield UserError("metrics.profile", problem, f"set train.steps to at least {last}")
     tokens = _tokens_of_a_batch(config, sources)
     if config.objective.chunk_tokens >= tokens and any(source.table.target is None for source in sources):
         problem = f"{config.objective.chunk_tokens:,}: a micro-batch has {tokens:,} tokens, so nothing is saved"
