@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TextIO
@@ -23,11 +24,13 @@ def _rank() -> int:
 
 
 class _RankFormatter(logging.Formatter):
-    """`[rank N] LEVEL message`, optionally with a colored level."""
+    """`[rank N] LEVEL message`, optionally with a colored level, or after the time (UTC)."""
 
-    def __init__(self, *, colour: bool = False) -> None:
+    converter = time.gmtime
+
+    def __init__(self, *, colour: bool = False, has_time: bool = False) -> None:
         super().__init__("%(message)s")
-        self._colour = colour
+        self._colour, self._has_time = colour, has_time
 
     def format(self, record: logging.LogRecord) -> str:
         level = record.levelname
@@ -35,7 +38,8 @@ class _RankFormatter(logging.Formatter):
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
         lines = super().format(record).split("\n")
-        return f"[rank {_rank()}] {level} " + "\n".join(map(printable, lines))
+        when = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%SZ')} " if self._has_time else ""
+        return f"{when}[rank {_rank()}] {level} " + "\n".join(map(printable, lines))
 
 
 class _RankFilter(logging.Filter):
@@ -96,10 +100,10 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append all of this rank's records to a file, until `remove_log_file`."""
+    """Also append all of this rank's records to a file, with their time, until `remove_log_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(_RankFormatter())
+    handler.setFormatter(_RankFormatter(has_time=True))
     logging.getLogger(ROOT).addHandler(handler)
     return handler
 

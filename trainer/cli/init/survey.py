@@ -85,8 +85,8 @@ def make_starter(
         and (without := [each for each, holds in held_out.items() if not holds])
     ):
         notes.append(
-            f"all modalities are one source, without weights: {', '.join(without)} has too few documents to hold some out, "
-            "which evaluation needs of every source"
+            f"all modalities are one source, without weights: in {', '.join(without)} no document would be held out, and "
+            "evaluation needs some of every source; train check shows what is drawn of each"
         )
         parts = []
     keys = _source_keys(kind, format=format, eod=eod)

@@ -86,8 +86,8 @@ def _announced(each: EvalSet, plan: Plan) -> EvalSet:
     name = each.name or "held-out documents"
 
     def batches() -> Iterator[dict[str, Any]]:
-        of = "in files" if each.name else "in the files that they are a part of"
-        logger.info("%s: %.1f MB %s", name, size / 1e6, of)
+        text = "%s: %.1f MB in files" if each.name else "%s: a part of %.1f MB in files"
+        logger.info(text, name, size / 1e6)
         said = time.monotonic()
         for number, batch in enumerate(each.batches(), start=1):
             yield batch
