@@ -26,8 +26,6 @@ def _rank() -> int:
 class _RankFormatter(logging.Formatter):
     """`[rank N] LEVEL message`, optionally with a colored level, or after the time (UTC)."""
 
-    converter = time.gmtime
-
     def __init__(self, *, colour: bool = False, has_time: bool = False) -> None:
         super().__init__("%(message)s")
         self._colour, self._has_time = colour, has_time
@@ -38,7 +36,7 @@ class _RankFormatter(logging.Formatter):
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
         lines = super().format(record).split("\n")
-        when = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%SZ')} " if self._has_time else ""
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime(record.created)) if self._has_time else ""
         return f"{when}[rank {_rank()}] {level} " + "\n".join(map(printable, lines))
 
 
