@@ -19,7 +19,7 @@ from trainer.contracts.precision import check_precision
 from trainer.contracts.purity import check_purity
 from trainer.contracts.report import CHECKS, Report, Verdict
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
-from trainer.contracts.subject import CallFailed, Subject, private_copy, uncompiled
+from trainer.contracts.subject import CallFailed, Subject, private_copy, uncompiled, without_dropout
 from trainer.contracts.trial import NotTestable, Trial, make_trial
 from trainer.import_path import format_error, shown_path
 
@@ -77,9 +77,10 @@ def _check(
         raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
-    copied = private_copy(model)
-    given = next((p.dtype for p in copied.parameters() if p.is_floating_point()), torch.float32)
-    working = Subject(copied, dtype=given)
+    drawn = private_copy(model)
+    given = next((p.dtype for p in drawn.parameters() if p.is_floating_point()), torch.float32)
+    working = Subject(without_dropout(drawn), dtype=given)
+    live = Subject(drawn, dtype=given, autocast=autocast, is_live=True)
     for length in dict.fromkeys(lengths):
         verdicts["forward"] = check_forward(working.with_autocast(autocast), vocab_size, length, inputs.takes_resets)
         if verdicts["forward"].status != "held":
@@ -87,7 +88,9 @@ def _check(
     if vocab_size < 2:
         raise NotTestable("a vocabulary of one token says nothing")
     trial = _exact_trial(working, vocab_size, lengths[0], inputs.takes_resets)
-    verdicts["purity"], trial = check_purity(trial)
+    verdicts["purity"], trial = check_purity(trial, live)
+    if "random" in trial.facts:
+        raise NotTestable("the model is random in eval() too")
     is_exact = trial.subject is not working
 
     def second(check: str, subject: Subject, name: str) -> Verdict:
