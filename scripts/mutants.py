@@ -643,6 +643,12 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "data": [
         Mutant(
+            "trainer/data/inspection/encoding.py",
+            "{position - begun + error.start}",
+            "{position + error.start}",
+            "tests/unit/data/test_encoding.py::test_the_first_wrong_byte_is_named",
+        ),
+        Mutant(
             "trainer/data/tokenizer.py",
             "encode_batch_fast(texts, add_special_tokens=False)",
             "encode_batch_fast(texts, add_special_tokens=True)",

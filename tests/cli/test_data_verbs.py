@@ -230,6 +230,19 @@ def test_lost_files_come_before_copies_with_each_reason_before_a_second_example(
     assert line == "skipped 49 files with the same text as another; the manifest lists them all"
 
 
+def test_verify_warns_of_text_files_that_are_not_text(tmp_path, capsys):
+    (tmp_path / "good.txt").write_text("a text")
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "wide.txt").write_bytes("a text".encode("utf-16-le"))
+    ended = program(["data", "verify", f"{tmp_path}/*.txt"], capsys)
+    assert ended.returncode == 0
+    assert "2 of 3 files are not UTF-8 text: " in ended.stderr
+    assert "latin.txt (not UTF-8: byte 0xe9 at offset 3), " in ended.stderr
+    assert "wide.txt (binary: a NUL byte at offset 1); a run would read the bytes as they are; convert" in ended.stderr
+    assert "good.txt" not in ended.stderr
+    assert not program(["data", "verify", tmp_path / "good.txt"], capsys).stderr
+
+
 def test_blocks_of_a_text_file_are_documents_when_asked(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree\n")
     for given, documents in ((), 1), (("--text-split", "blank_line"), 3):

@@ -192,17 +192,21 @@ def verify(
     eod: EodOption = None,
     text_split: TextSplitOption = "file",
 ) -> None:
-    """Read everything once and report every damaged file; exit with 2 if there is one."""
+    """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
     from trainer.data.formats.documents import ReadOptions
+    from trainer.data.inspection.encoding import describe
     from trainer.data.inspection.verify import verify as read_everything
     from trainer.data.streams.layout import discover
     from trainer.data.tokenizer import load_tokenizer
+    from trainer.metrics.logger import get_logger
 
     at = discover(paths, format=format)
     options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
         found = read_everything(at.streams, options, format=format, root=root, report=report)
+    if found.not_text:
+        get_logger("data").warning("%s", describe(found.not_text, found.streams))
     if found.errors:
         raise UserErrors(found.errors)
     hashes = ", hashes as in manifest.json" if found.is_hashed else ""
