@@ -287,6 +287,32 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/distributed/test_tbptt.py::test_cells_through_which_the_gradient_flows_train_as_one_long_cell",
         ),
     ],
+    "contract": [
+        Mutant(
+            "trainer/contracts/check.py",
+            "live = Subject(drawn,",
+            "live = Subject(working.model,",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/subject.py",
+            "with nullcontext() if self.is_live else Plain(",
+            "with Plain(",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/purity.py",
+            "live.training = False",
+            "live.training = True",
+            "tests/unit/contracts/test_check_model.py::test_an_honest_model_is_not_convicted",
+        ),
+        Mutant(
+            "trainer/contracts/purity.py",
+            "if not draws or subject",
+            "if subject",
+            "tests/unit/contracts/test_check_model.py::test_a_model_that_is_random_in_eval_is_told_so_once",
+        ),
+    ],
     "carry": [
         Mutant(
             "trainer/ledger/probe.py",
@@ -616,6 +642,12 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ],
     "data": [
+        Mutant(
+            "trainer/data/inspection/encoding.py",
+            "{position - begun + error.start}",
+            "{position + error.start}",
+            "tests/unit/data/test_encoding.py::test_the_first_wrong_byte_is_named",
+        ),
         Mutant(
             "trainer/data/tokenizer.py",
             "encode_batch_fast(texts, add_special_tokens=False)",

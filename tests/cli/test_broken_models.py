@@ -204,6 +204,21 @@ def test_the_cause_is_named_before_what_follows_from_it(check):
     assert 'or set model.trust = ["isolation", "carry"] to train it all the same' in ended.stderr
 
 
+def test_a_dropout_that_is_active_in_eval_is_refused_with_its_cause_and_fix(check):
+    always = model(GOOD).replace("self.head(hidden)", "self.head(torch.nn.functional.dropout(hidden, 0.3))")
+    ended = check(always)
+    assert ended.returncode == 2
+    assert (
+        "model.target: broken_model:build: breaks purity: in eval(), the same call gives another answer" in ended.stderr
+    )
+    assert "such as a dropout without training=self.training; pass that, or use nn.Dropout" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert "and breaks" not in ended.stderr  # the other checks run without dropout
+    switched = check(always.replace("0.3)", "0.3, self.training)"))
+    assert switched.returncode == 0, switched.stderr
+    assert "purity" not in switched.stderr
+
+
 def test_packed_rows_are_refused_for_a_model_without_resets(check):
     ended = check(model(GOOD), "data.pack=true")
     assert ended.returncode == 2
@@ -224,7 +239,7 @@ def test_the_contract_can_be_left_out_or_trusted_and_that_is_said(check):
 def test_unknown_names_in_trust_are_refused_with_the_list(check):
     ended = check(model(GOOD), 'model.trust=["cary"]')
     assert ended.returncode == 2
-    assert "must be one of forward, carry, causality, isolation, resets" in ended.stderr
+    assert "must be one of forward, purity, carry, causality, isolation, resets" in ended.stderr
 
 
 def test_a_large_model_is_checked_at_a_smaller_size(check):

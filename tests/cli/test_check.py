@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,39 @@ def test_several_mistakes_each_say_where_they_are(config, capsys):
     sets = ("ledger.burn_in=99", "gns.enabled=false", "gns.components_every=2")
     lines = checked(config, capsys, *sets).stderr.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [f"--set {each}" for each in (sets[0], sets[2])]
+
+
+EVAL = """
+[eval]
+every = 2
+[[eval.source]]
+name = "unseen"
+layout = "direct"
+paths = ["unseen/*.txt"]
+"""
+
+
+def test_an_empty_file_of_a_validation_set_is_refused_as_a_run_refuses_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = write_tiny_config(tmp_path, EVAL)
+    (tmp_path / "unseen").mkdir()
+    (tmp_path / "unseen" / "empty.txt").touch()
+    ended = checked(config, capsys)
+    assert ended.returncode == 2
+    assert "unseen/empty.txt: 1 of 9 files is empty, which a run refuses" in ended.stderr
+    refused = run("--config", config)
+    assert refused.returncode == 2
+    assert "empty.txt: 1 of 9 files is empty, which a run refuses" in refused.stderr
+
+
+def test_validation_sets_are_listed_with_their_streams_and_size(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = write_tiny_config(tmp_path, EVAL)
+    (tmp_path / "unseen").mkdir()
+    for name in "ab":
+        (tmp_path / "unseen" / f"{name}.txt").write_text("some text. " * 20_000)
+    ended = checked(config, capsys)
+    assert ended.returncode == 0, ended.stderr
+    assert "#   eval source unseen: 2 streams, 0.4 MB\n" in ended.stdout
+    found = program(["check", "--config", config, "--json"], capsys).stdout
+    assert json.loads(found)["facts"]["eval_sources"] == {"unseen": {"streams": 2, "bytes": 440_000}}

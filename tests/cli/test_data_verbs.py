@@ -209,6 +209,40 @@ def test_skipped_files_are_a_count_and_three_examples(tmp_path, capsys):
     assert "m/bad02.txt (not UTF-8: byte 0xff at offset 0) and 37 more; the manifest lists them all" in ended.stderr
 
 
+def test_lost_files_come_before_copies_with_each_reason_before_a_second_example(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for number in range(50):
+        (tmp_path / "in" / f"a{number:02d}.txt").write_text("the same")
+    for number in range(3):
+        (tmp_path / "in" / f"b{number}.txt").write_bytes(b"\xff")
+    (tmp_path / "in" / "c.txt").touch()
+    (tmp_path / "in" / "d.txt").write_bytes(b"a\0b")
+    build = ["data", "build", "text", "--out", tmp_path / "out", "--modality", f"m={tmp_path}/in/*.txt"]
+    line = program(build, capsys).stderr.splitlines()[0]
+    assert line == (
+        "skipped 5 files: m/b0.txt (not UTF-8: byte 0xff at offset 0), m/c.txt (empty), "
+        "m/d.txt (binary: a NUL character at offset 1) and 2 more; and 49 with the same text as another; "
+        "the manifest lists them all"
+    )
+    for name in ("b0", "b1", "b2", "c", "d"):
+        (tmp_path / "in" / f"{name}.txt").unlink()
+    line = program([*build, "--force"], capsys).stderr.splitlines()[0]
+    assert line == "skipped 49 files with the same text as another; the manifest lists them all"
+
+
+def test_verify_warns_of_text_files_that_are_not_text(tmp_path, capsys):
+    (tmp_path / "good.txt").write_text("a text")
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "wide.txt").write_bytes("a text".encode("utf-16-le"))
+    ended = program(["data", "verify", f"{tmp_path}/*.txt"], capsys)
+    assert ended.returncode == 0
+    assert "2 of 3 files are not UTF-8 text: " in ended.stderr
+    assert "latin.txt (not UTF-8: byte 0xe9 at offset 3), " in ended.stderr
+    assert "wide.txt (binary: a NUL byte at offset 1); a run would read the bytes as they are; convert" in ended.stderr
+    assert "good.txt" not in ended.stderr
+    assert not program(["data", "verify", tmp_path / "good.txt"], capsys).stderr
+
+
 def test_blocks_of_a_text_file_are_documents_when_asked(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree\n")
     for given, documents in ((), 1), (("--text-split", "blank_line"), 3):

@@ -175,6 +175,17 @@ def test_all_empty_files_are_named_at_once(tmp_path, monkeypatch):
         init(["data"], minutes=0)
 
 
+def test_text_files_that_are_not_text_are_noted(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text_folder(tmp_path / "data")
+    assert "not UTF-8" not in program(["init", "data", "--minutes", "0"], capsys).stderr
+    (tmp_path / "data" / "latin.txt").write_bytes(TEXT[:4000].encode() + b"caf\xe9")
+    ended = program(["init", "data", "--minutes", "0", "--force"], capsys)
+    assert ended.returncode == 0, ended.stderr
+    words = " ".join((ended.stdout + ended.stderr).split())
+    assert "1 of 7 files is not UTF-8 text: data/latin.txt (not UTF-8: byte 0xe9 at offset" in words
+
+
 def test_what_lies_beside_the_modalities_is_named(tmp_path, capsys):
     make_corpus(tmp_path / "data")
     (tmp_path / "data" / "notes.txt").write_text("left out")

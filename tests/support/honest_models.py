@@ -233,6 +233,16 @@ class DropoutGru(Gru):
         return F.dropout(x, 0.1, self.training), end
 
 
+class AttentionDropout(Transformer):
+    """Dropout of the attention and of a function, in training alone."""
+
+    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
+        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        p = 0.2 if self.training else 0.0
+        x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=p, is_causal=True)
+        return F.dropout(x, 0.3, training=self.training), None
+
+
 class NoiseGru(Gru):
     """Noise of its own in training."""
 
@@ -414,6 +424,7 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "transformer of a fixed length": FixedLength,
     "transformer with dropout": lambda: Transformer(dropout=0.2),
     "dropout everywhere": DropoutGru,
+    "dropout of attention": AttentionDropout,
     "noise in training": NoiseGru,
     "experts": Experts,
     "experts with capacity": CapacityExperts,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.honest_models import DIM, Convolution, DeltaRule, Ema, Gru, Language, Transformer
@@ -158,6 +160,54 @@ class HiddenState(Gru):
         return x, end
 
 
+class AlwaysDropout(Gru):
+    """A dropout that nobody switches off for evaluation."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(x, state)
+        return F.dropout(x, 0.3), end
+
+
+class DropoutOfAModule(Gru):
+    """The probability of a dropout module, given to a function that knows no mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(x, state)
+        return F.dropout(x, self.dropout.p), end
+
+
+class DropoutBehindZeros(AlwaysDropout):
+    """Behind a head of zeros, which hides it at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
+class AttentionDropout(Transformer):
+    """The dropout of the attention has no mode of its own."""
+
+    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
+        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        return x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.2, is_causal=True), None
+
+
+class AlwaysNoise(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x + 0.1 * torch.randn_like(x), state)
+
+
+class NoiseOfNumpy(Gru):
+    """Noise of a generator that torch's seed does not reach."""
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x + torch.as_tensor(np.random.standard_normal(DIM), dtype=x.dtype), state)
+
+
 class Advances(Gru):
     """A counter that only a forward with gradients in training advances, such as a recomputation."""
 
@@ -282,6 +332,12 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "norm over time": (TimeMean, "causality", "mask"),
     "writes into the incoming state": (WriteIntoState, "purity", "in place"),
     "state hidden in the module": (HiddenState, "purity", "from call to call"),
+    "dropout in eval": (AlwaysDropout, "purity", "random"),
+    "dropout in eval with a module's probability": (DropoutOfAModule, "purity", "random"),
+    "dropout in eval behind zeros": (DropoutBehindZeros, "purity", "random"),
+    "dropout of attention in eval": (AttentionDropout, "purity", "random"),
+    "noise in eval": (AlwaysNoise, "purity", "random"),
+    "noise of numpy in eval": (NoiseOfNumpy, "purity", "random"),
     "recomputation advances a state": (Advances, "checkpointing", "recomput"),
     "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
     "gradient partly detached": (Detached, "gradient", "differs"),

@@ -97,7 +97,7 @@ class ModelTable(Table):
     weights: Text | None = None
     """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume, which uses the
     checkpoint's weights."""
-    trust: list[Literal["forward", "carry", "causality", "isolation", "resets"]] = []
+    trust: list[Literal["forward", "purity", "carry", "causality", "isolation", "resets"]] = []
     """Train the model although it breaks these parts of its contract (docs/contracts.md); diagnosis warns about it."""
     contract: bool = True
     """Check a model of your own against its contract before a run, which calls copies of it some hundred times. false: for

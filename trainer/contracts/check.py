@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from trainer.contracts.precision import check_precision
 from trainer.contracts.purity import check_purity
 from trainer.contracts.report import CHECKS, Report, Verdict
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
-from trainer.contracts.subject import CallFailed, Subject, private_copy, uncompiled
+from trainer.contracts.subject import CallFailed, Subject, private_copy, uncompiled, without_dropout
 from trainer.contracts.trial import NotTestable, Trial, make_trial
 from trainer.import_path import format_error, shown_path
 
@@ -71,23 +71,23 @@ def _check(
 ) -> str:
     """Fill in the verdicts; returns the circumstances."""
     model = uncompiled(model)
-    inputs = _inputs(model)
-    unknown = sorted(inputs.required - KNOWN_INPUTS)
-    if unknown:
-        raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
+    takes_resets = _takes_resets(model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
-    copied = private_copy(model)
-    given = next((p.dtype for p in copied.parameters() if p.is_floating_point()), torch.float32)
-    working = Subject(copied, dtype=given)
+    drawn = private_copy(model)
+    given = next((p.dtype for p in drawn.parameters() if p.is_floating_point()), torch.float32)
+    working = Subject(without_dropout(drawn), dtype=given)
+    live = Subject(drawn, dtype=given, autocast=autocast, is_live=True)
     for length in dict.fromkeys(lengths):
-        verdicts["forward"] = check_forward(working.with_autocast(autocast), vocab_size, length, inputs.takes_resets)
+        verdicts["forward"] = check_forward(working.with_autocast(autocast), vocab_size, length, takes_resets)
         if verdicts["forward"].status != "held":
             raise NotTestable("forward fails")
     if vocab_size < 2:
         raise NotTestable("a vocabulary of one token says nothing")
-    trial = _exact_trial(working, vocab_size, lengths[0], inputs.takes_resets)
-    verdicts["purity"], trial = check_purity(trial)
+    trial = _exact_trial(working, vocab_size, lengths[0], takes_resets)
+    verdicts["purity"], trial = check_purity(trial, live)
+    if "random" in trial.facts:
+        raise NotTestable("the model is random in eval() too")
     is_exact = trial.subject is not working
 
     def second(check: str, subject: Subject, name: str) -> Verdict:
@@ -194,17 +194,18 @@ def place_of_forward(model: nn.Module) -> str:
     return "" if code is None else f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
 
 
-class _Inputs(NamedTuple):
-    required: set[str]
-    takes_resets: bool
+def _takes_resets(model: nn.Module) -> bool:
+    """Whether `forward` takes `resets`.
 
-
-def _inputs(model: nn.Module) -> _Inputs:
-    """Names that `forward` cannot be called without, and whether it takes `resets`."""
+    Raises:
+        NotTestable: it needs inputs that are not known here.
+    """
     skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(model.forward).parameters
     required = {p.name for p in parameters.values() if p.default is inspect.Parameter.empty and p.kind not in skipped}
-    return _Inputs(required, "resets" in parameters)
+    if unknown := sorted(required - KNOWN_INPUTS):
+        raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
+    return "resets" in parameters
 
 
 def _run_eagerly() -> AbstractContextManager[Any]:

@@ -8,12 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contracts.report import Verdict
-from trainer.contracts.subject import Result
+from trainer.contracts.subject import Result, Subject, seed_generators
 from trainer.contracts.trial import ROWS, Trial, relative
 
+RANDOM = (
+    "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: something random is active "
+    "there, such as a dropout without training=self.training; pass that, or use nn.Dropout"
+)
 
-def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
+
+def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     """Judge purity, and find out in which modes the other checks have to run.
+
+    Args:
+        live: the model as it is, with its dropouts; the trial's has none.
 
     Returns:
         The verdict, and the trial for the checks that follow. If the verdict allows it, they run on one copy of the model
@@ -21,7 +29,14 @@ def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
     """
     subject = trial.subject
     tokens, state = trial.tokens(), trial.start_state(ROWS)
-    text, written, size = "", "", 0.0
+    size, draws = _repeat_live(trial, live, tokens, state)
+    if size:
+        with trial.in_mode(False):
+            # A functional dropout alone leaves the other checks possible: they switch it off.
+            if not draws or subject.draws_random_numbers(tokens):
+                trial.facts["random"] = True
+        return Verdict("purity", "broken", RANDOM.format(size), size), trial
+    text, written = "", ""
     results: dict[bool, Result] = {}
     for training in (True, False):
         with trial.in_mode(training):
@@ -40,16 +55,34 @@ def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
     trial = replace(trial, modes=modes, mode_note=note)
     if text:
         return Verdict("purity", "broken", text, size or None), trial
-    with trial.in_mode(False):
-        if subject.draws_random_numbers(tokens):
-            text = "the model draws random numbers in eval(), so an evaluation does not repeat itself"
-            return Verdict("purity", "warning", text), trial
+    if draws:
+        text = "the model draws random numbers in eval(), which do not change its answer here"
+        return Verdict("purity", "warning", text), trial
     difference = 0.0 if False not in modes or is_random else _difference(trial, results[True], results[False])
     if difference > max(64 * trial.noise, trial.noise**0.5):
         text = f"train() and eval() differ by {difference:.1e} of the logits' spread, though nothing is random: batch "
         text += "statistics, or a setting that only training has"
         return Verdict("purity", "warning", text, difference), trial
     return Verdict("purity", "held", f"the same call twice gives the same answer, in train() as in eval(){note}"), trial
+
+
+def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | None) -> tuple[float, bool]:
+    """How far two calls of the model as it is differ in eval(), 0.0 if by rounding alone, and whether it drew numbers.
+
+    Each call is on a copy of its own, so that what a module keeps from call to call is no reason to differ; the generators
+    go on. Calls of one shape give the same bits; where nothing was drawn from torch's generators, a device may add in
+    another order.
+    """
+    live.training = False
+    state = None if state is None else state.to(live.ledger_dtype)
+    seed_generators()
+    before = live.generator_state()
+    first = live(tokens, state)
+    second = live(tokens, state)
+    draws = not torch.equal(before, live.generator_state())
+    size = _difference(trial, second, first)
+    limit = 0.0 if draws else torch.finfo(live.autocast or live.dtype).eps ** 0.5
+    return (size if size > limit else 0.0), draws
 
 
 def _again(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module, first: Result) -> tuple[str, float]:

@@ -51,12 +51,17 @@ class Subject:
         model: owned by this object from now on.
         dtype: of parameters and states; also the default dtype during a call.
         autocast: dtype of autocast; None: off.
+        is_live: calls run as they do outside of the checks: the generators go on from call to call, and dropouts are as
+            the model has them.
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, dtype: torch.dtype, autocast: torch.dtype | None = None, is_live: bool = False
+    ) -> None:
         self.model = model
         self.dtype = dtype
         self.autocast = autocast
+        self.is_live = is_live
         first = next(iter([*model.parameters(), *model.buffers()]), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.is_pure = False
@@ -142,27 +147,28 @@ class Subject:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        """The same seed, default dtype, autocast and no dropout in every call."""
-        torch.manual_seed(CALL_SEED)
-        random.seed(CALL_SEED)
+        """The same default dtype and autocast in every call; the same seed and no dropout, unless it is live."""
+        if not self.is_live:
+            seed_generators()
         before = torch.get_default_dtype()
         # Tensors that a forward makes without a dtype follow the parameters.
         torch.set_default_dtype(self.dtype if self.dtype in (torch.float32, torch.float64) else before)
         cast = torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
         try:
-            with Plain(lift=self.dtype == torch.float64), cast:
+            with nullcontext() if self.is_live else Plain(lift=self.dtype == torch.float64), cast:
                 yield
         finally:
             torch.set_default_dtype(before)
 
     def draws_random_numbers(self, tokens: Tensor) -> bool:
         """Whether a forward advances torch's generator."""
-        torch.manual_seed(CALL_SEED)
-        before = self._generator_state()
+        seed_generators()
+        before = self.generator_state()
         self(tokens, self.zeros(tokens.shape[0]))
-        return not torch.equal(before, self._generator_state())
+        return not torch.equal(before, self.generator_state())
 
-    def _generator_state(self) -> Tensor:
+    def generator_state(self) -> Tensor:
+        """Of torch's generators that a forward can draw from."""
         if self.device.type == "cuda":
             return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(self.device)])
         return torch.get_rng_state()
@@ -209,8 +215,14 @@ class Plain(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def seed_generators() -> None:
+    """Make torch's and Python's generators start from the seed of the checks."""
+    torch.manual_seed(CALL_SEED)
+    random.seed(CALL_SEED)
+
+
 def private_copy(model: nn.Module) -> nn.Module:
-    """A copy whose zeros are drawn at random and whose dropout is off.
+    """A copy whose zeros are drawn at random.
 
     Heads, gates and projections are often zero at the start: logits that are all 0 hide every breach. Frozen parameters and
     those with gradient hooks stay: their zeros may be a mask.
@@ -232,6 +244,13 @@ def private_copy(model: nn.Module) -> nn.Module:
                 # A whole zero tensor, or zero rows; single zeros among others mean something, or hide nothing.
                 rows = is_zero.all(-1, keepdim=True) if parameter.dim() > 1 else is_zero.all()
                 parameter.add_(torch.where(rows, scale * _normal(parameter), torch.zeros_like(parameter)))
+    return made
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """A copy whose dropout modules are off; it shares the parameters."""
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    made = copy.deepcopy(model, shared)
     for module in made.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Transformer
@@ -93,9 +94,10 @@ def test_a_model_that_does_not_run_in_float64_is_judged_in_its_own_dtype():
     assert check_model(made(Dropping), vocab_size=VOCAB)["carry"].status == "broken"
 
 
-def test_the_model_and_the_generators_are_left_alone():
+@pytest.mark.parametrize("name", ["batch norm", "dropout in eval", "noise of numpy in eval"])
+def test_the_model_and_the_generators_are_left_alone(name):
     model = nn.Sequential()  # replaced below; keeps mypy out of the dynamic attributes
-    model = made(MUTANTS["batch norm"][0]).eval()
+    model = made(MUTANTS[name][0]).eval()
     model.head.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
@@ -115,6 +117,23 @@ def test_two_checks_of_one_model_agree():
     model = made(PeekAhead)
     first, second = (check_model(model, vocab_size=VOCAB) for _ in range(2))
     assert first.verdicts == second.verdicts
+
+
+def test_a_model_that_is_random_in_eval_is_told_so_once():
+    for name in ("noise in eval", "noise of numpy in eval"):
+        report = check_model(made(MUTANTS[name][0]), vocab_size=VOCAB)
+        assert [verdict.check for verdict in report.breaches] == ["purity"], report
+        assert report["carry"].text == "the model is random in eval() too"
+
+
+def test_a_dropout_that_is_always_on_hides_no_other_breach():
+    class Always(DropState):
+        def mix(self, x, state):
+            x, end = super().mix(x, state)
+            return F.dropout(x, 0.3), end
+
+    report = check_model(made(Always), vocab_size=VOCAB)
+    assert {"purity", "carry"} <= {verdict.check for verdict in report.breaches}, report
 
 
 class Constant(Gru):

@@ -18,6 +18,7 @@ from trainer.config.data_tables import DataTable
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.own_format import is_import_path
 from trainer.data.formats.registry import takes_option
+from trainer.data.inspection.encoding import describe, not_text
 from trainer.data.inspection.guess import Guess, Look, guess, look
 from trainer.data.inspection.sizing import Sizes, choose_sizes, holds_out_each
 from trainer.data.inspection.survey import Survey, survey
@@ -79,6 +80,8 @@ def make_starter(
         parts = parts_of(chosen, seen.lengths, sizes, weights)
         held_out = holds_out_each(names, seen.lengths, modalities, sizes.holdout_fraction)
     notes = _notes(at, seen, kind, share, sizes)
+    if strange := not_text(chosen, format):
+        notes.append(describe(strange, len(chosen)))
     if (
         sizes.holdout_fraction
         and len(parts) > 1

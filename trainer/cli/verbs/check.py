@@ -76,15 +76,19 @@ def check(
             get_logger("check").warning("model: %s: %s", verdict.check, verdict.text)
         facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
         facts["contract"] = report.to_json() if as_json else report.summary()
-    sources = _sources(plan, preview)
+    sources, eval_sources = _sources(plan, preview), _eval_sources(plan)
     if as_json:
-        content = {"config": resolved.model_dump(mode="json"), "facts": {**facts, "sources": sources}}
+        facts |= {"sources": sources, "eval_sources": eval_sources}
+        content = {"config": resolved.model_dump(mode="json"), "facts": facts}
         typer.echo(json.dumps(content, indent=2))
         return
     # The values are comments, so that the output is itself a config.
     typer.echo(to_toml(resolved))
     typer.echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     _print_facts(facts, sources)
+    for name, found in eval_sources.items():
+        what = f"{counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB"
+        typer.echo(f"#   eval source {name}: {what if found['streams'] else 'a data set of your own'}")
 
 
 def _derived(plan: Plan) -> dict[str, Any]:
@@ -142,6 +146,19 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
     return sources
 
 
+def _eval_sources(plan: Plan) -> dict[str, dict[str, int]]:
+    """Streams of each validation set, and their bytes."""
+    import os
+
+    return {
+        source.name: {
+            "streams": len(source.streams),
+            "bytes": sum(os.path.getsize(stream.path) for stream in source.streams),
+        }
+        for source in plan.eval_sources
+    }
+
+
 def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     from trainer.data.streams.layout import refuse_empty
@@ -150,7 +167,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
 
     plan.check_weights()
     plan.check_model_settings()
-    refuse_empty([stream for source in plan.sources for stream in source.streams])
+    refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
     check_resume(plan.config)
     if (url := plan.config.checkpoint.remote) is not None:
         Storage(url, key="checkpoint.remote")  # which sends nothing

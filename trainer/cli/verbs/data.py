@@ -6,6 +6,8 @@ import json
 import math
 import os
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +22,7 @@ from trainer.wording import counted, few
 
 if TYPE_CHECKING:
     from trainer.data.corpus.documents import ReportProgress
-    from trainer.data.corpus.manifest import Manifest
+    from trainer.data.corpus.manifest import Manifest, Skipped
     from trainer.data.inspection.survey import Survey
     from trainer.data.tokenizer import Tokenizer
 
@@ -79,13 +81,29 @@ def text(
 
 def _summarise(out: str, manifest: Manifest) -> None:
     if manifest.skipped:
-        shown = few([f"{each.source} ({each.reason})" for each in manifest.skipped])
-        typer.echo(f"skipped {counted(len(manifest.skipped), 'file')}: {shown}; the manifest lists them all", err=True)
+        typer.echo(f"skipped {_skipped_line(manifest.skipped)}; the manifest lists them all", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
         typer.echo(f"{modality}: {documents}, {streams}, {totals['text_bytes'] / 1e6:.1f} MB of text", err=True)
     typer.echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
+
+
+def _skipped_line(skipped: Sequence[Skipped]) -> str:
+    """What was lost, with an example of each reason before a second one, then how many are mere copies."""
+    lost = [each for each in skipped if not each.is_copy]
+    turns: Counter[str] = Counter()
+    examples: list[tuple[int, str]] = []
+    for each in lost:
+        kind = each.reason.partition(":")[0]
+        examples.append((turns[kind], f"{each.source} ({each.reason})"))
+        turns[kind] += 1
+    examples.sort(key=lambda example: example[0])
+    copies = len(skipped) - len(lost)
+    if not lost:
+        return f"{counted(copies, 'file')} with the same text as another"
+    line = f"{counted(len(lost), 'file')}: {few([text for _, text in examples])}"
+    return f"{line}; and {copies:,} with the same text as another" if copies else line
 
 
 @app.command()
@@ -174,17 +192,21 @@ def verify(
     eod: EodOption = None,
     text_split: TextSplitOption = "file",
 ) -> None:
-    """Read everything once and report every damaged file; exit with 2 if there is one."""
+    """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
     from trainer.data.formats.documents import ReadOptions
+    from trainer.data.inspection.encoding import describe
     from trainer.data.inspection.verify import verify as read_everything
     from trainer.data.streams.layout import discover
     from trainer.data.tokenizer import load_tokenizer
+    from trainer.metrics.logger import get_logger
 
     at = discover(paths, format=format)
     options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
         found = read_everything(at.streams, options, format=format, root=root, report=report)
+    if found.not_text:
+        get_logger("data").warning("%s", describe(found.not_text, found.streams))
     if found.errors:
         raise UserErrors(found.errors)
     hashes = ", hashes as in manifest.json" if found.is_hashed else ""

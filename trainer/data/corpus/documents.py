@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.corpus.manifest import Skipped
+from trainer.data.corpus.manifest import SAME_TEXT, Skipped
 
 ReportProgress = Callable[[int, int, str], None]
 """Called with (done, total, what is being done)."""
@@ -87,7 +87,7 @@ def check_all(
             progress(done, len(ordered), f"reading {what}")
         result = check(candidate, max_bytes=max_bytes, forbidden=words)
         if isinstance(result, Document) and result.digest in first_source:
-            result = Skipped(result.source, f"the same text as {first_source[result.digest]}")
+            result = Skipped(result.source, f"{SAME_TEXT}{first_source[result.digest]}")
         if isinstance(result, Skipped):
             skipped.append(Skipped(f"{what}/{result.source}", result.reason))
             continue

@@ -12,6 +12,8 @@ from trainer.errors import UserError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+SAME_TEXT = "the same text as "
+"""How the reason of a skipped copy begins; the file that is used follows."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Skipped:
 
     source: str
     reason: str
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether nothing is lost: another file has the same text."""
+        return self.reason.startswith(SAME_TEXT)
 
 
 @dataclass(frozen=True)

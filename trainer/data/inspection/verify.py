@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.data.corpus.documents import ReportProgress
 from trainer.data.corpus.manifest import MANIFEST_NAME, StreamEntry, read_manifest
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.registry import load_documents
+from trainer.data.inspection.encoding import not_text
 from trainer.data.inspection.survey import each_stream, token_chunks
 from trainer.data.streams.layout import Stream
 from trainer.errors import UserError
@@ -18,13 +19,17 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read, and one error per damaged file; `is_hashed`: hashes of a manifest were compared."""
+    """What was read, and one error per damaged file; `is_hashed`: hashes of a manifest were compared.
+
+    `not_text` has the files of a text format that are not UTF-8 text, with the reason; the bytes tokenizer reads them.
+    """
 
     streams: int
     documents: int
     tokens: int
     errors: list[UserError]
     is_hashed: bool
+    not_text: list[str] = field(default_factory=list)
 
 
 def _sha256(path: Path) -> str:
@@ -72,6 +77,7 @@ def verify(
         manifest = read_manifest(root)
         entries = {entry.path: entry for each in manifest.modalities.values() for entry in each}
     errors: list[UserError] = []
+    strange: list[str] = []
     num_documents = num_tokens = 0
     for stream in each_stream(streams, report):
         try:
@@ -80,8 +86,9 @@ def verify(
             documents = load_documents(stream.path, format, options)
             num_tokens += sum(len(chunk) for chunk in token_chunks(documents))
             num_documents += documents.num_documents
+            strange += not_text([stream], format)
         except UserError as error:
             errors.append(error)
     absent = f"is in {MANIFEST_NAME}, but not here"
     errors += [UserError(f"{root}/{path}", absent, "build the corpus again") for path in sorted(entries or ())]
-    return Verification(len(streams), num_documents, num_tokens, errors, entries is not None)
+    return Verification(len(streams), num_documents, num_tokens, errors, entries is not None, strange)

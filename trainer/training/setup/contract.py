@@ -31,9 +31,9 @@ MAX_WORK = 20_000_000_000
 MAX_LOGITS = 100_000_000
 MAX_SECONDS = 60.0
 
-REFUSED = ("forward", "isolation", "causality", "carry", "resets")
-"""Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in silence. Causes first: rows
-that are mixed break carry too."""
+REFUSED = ("forward", "purity", "isolation", "causality", "carry", "resets")
+"""Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in silence. Causes first: a
+state that is hidden in the module, and rows that are mixed, break carry too."""
 
 OFF = "model.contract is false"
 _KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
