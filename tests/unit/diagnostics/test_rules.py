@@ -398,6 +398,21 @@ def test_fp16_may_reject_a_few_steps() -> None:
     assert check("non_finite", make_run(rows)).verdict == "finding"
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"on_non_finite": "skip"}, "2 steps skipped, "),
+        ({"on_non_finite": "stop", "precision": "fp16"}, "40 steps skipped, "),
+        ({"on_non_finite": "stop"}, "the loss or the gradient of 1 step was not finite, "),
+        ({}, "the loss or the gradient of 2 steps was not finite, "),
+    ],
+)
+def test_only_a_run_that_skips_steps_is_said_to_have_skipped_them(table: dict[str, str], words: str) -> None:
+    count = int(re.findall(r"\d+", words)[0])
+    rows = {"loss": [2.0] * 50, "non_finite_steps": [1.0] * count + [0.0] * (50 - count)}
+    assert check("non_finite", make_run(rows, config={"train": table})).sentence.startswith(words)
+
+
 def test_a_blend_whose_sources_differ_has_no_spikes() -> None:
     losses = [(2.6 if i % 7 == 0 else 1.4) + 0.02 * math.sin(i * i) for i in range(200)]
     assert check("loss_spikes", make_run({"loss": losses})).verdict == "healthy"
