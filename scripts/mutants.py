@@ -420,6 +420,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "lasts",
             "tests/unit/diagnostics/test_divergence.py::test_a_run_that_rose_far_above_its_first_loss_and_came_back_is_a_warning",
         ),
+        Mutant(
+            "trainer/diagnostics/rules/speed.py",
+            "fewest, found = mistaken, index",
+            "fewest, found = mistaken, index + 1",
+            "tests/unit/diagnostics/test_rules.py::test_a_drop_of_throughput_is_dated_to_the_row_and_shown_from_there_on",
+        ),
     ],
     "ledger": [
         Mutant(

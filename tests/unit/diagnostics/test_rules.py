@@ -529,6 +529,49 @@ def test_repeated_restarts_from_one_step_are_found_though_they_repeat_few_steps(
     )
 
 
+LIVE = [
+    4571,
+    1232,
+    17736,
+    39624,
+    47541,
+    61104,
+    6406,
+    1708,
+    1991,
+    64872,
+    41493,
+    42488,
+    34731,
+    42549,
+    41901,
+    35297,
+    48217,
+    61953,
+]
+LIVE += [62799, 62239, 63529, 69276, 69518, 71434, 987, 5742, 9391, 6029, 9479, 8428, 9124]
+
+
+def test_a_drop_of_throughput_is_dated_to_the_row_and_shown_from_there_on() -> None:
+    """The run's blocks of four rows lie across the drop, and three rows long before it were slow too."""
+    steps = [1, *range(5, 151, 5)]
+    outcome = check("throughput_regression", make_run({"tokens_per_sec": dict(zip(steps, LIVE, strict=True))}))
+    assert outcome.sentence == "throughput dropped by 81%: 45,045 tokens/s before step 120, 8,428 from there on"
+    assert outcome.evidence[0].steps[:4] == (115, 120, 125, 130)
+    assert str(outcome.knob) == (
+        "data.prefetch = 4 (now 2), if steps wait longer for data than before; otherwise look at the machine"
+    )
+
+
+@pytest.mark.parametrize("drop", range(20, 90, 7))
+def test_the_row_of_a_drop_is_found_wherever_the_blocks_lie(drop: int) -> None:
+    speed = [*SPEED[:drop], *(0.6 * value for value in SPEED[drop:])]
+    speed[15] = 300.0
+    speed[95] = 1000.0
+    sentence = check("throughput_regression", make_run({"tokens_per_sec": speed})).sentence
+    assert f"before step {drop + 1}," in sentence
+
+
 def test_fewer_tokens_per_step_are_not_a_throughput_regression() -> None:
     slower = [*SPEED[:60], *(0.5 * value for value in SPEED[60:])]
     times = {"step_time_sec": [1.0] * 100}
