@@ -25,6 +25,8 @@ status.json, env.json and config.resolved.toml; a metrics.jsonl alone is enough.
 | not yet | the run has too few rows or steps so far; the rule says how many it needs |
 | not measured | the run lacks the keys, which the rule names, or the rule does not apply to it |
 
+The line `nothing to measure` names the rules that are not measured; with `--all` each has a line that says what it needs.
+
 The last line gives the verdict on the run and how many rules judged it. A run without a finding is `healthy` if at least
 half of the rules judged it. Otherwise the verdict is `nothing wrong in what was measured`: a loop that logs little is
 judged by few rules.
