@@ -422,6 +422,36 @@ MUTANTS: dict[str, list[Mutant]] = {
             "own",
             "tests/unit/diagnostics/test_rules.py::test_probes_whose_streams_differ_are_judged_by_their_scatter",
         ),
+        Mutant(
+            "trainer/diagnostics/rules/divergence.py",
+            "has_doubled = lowest >= DOUBLED * first",
+            "has_doubled = lowest >= 20 * DOUBLED * first",
+            "tests/unit/diagnostics/test_divergence.py::test_a_run_that_ends_above_its_first_loss_diverged",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/divergence.py",
+            "rise > END_SIGMAS * noise(loss.values[-2 * most :])",
+            "rise > 0.0",
+            "tests/unit/diagnostics/test_divergence.py::test_noise_bumps_of_some_percent_and_drifts_are_healthy",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/divergence.py",
+            "max(after) - first >= peak - max(after)",
+            "max(after) >= peak",
+            "tests/unit/diagnostics/test_divergence.py::test_a_first_row_of_a_source_with_low_losses_is_neither",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/divergence.py",
+            "lasts or peak > LONE_BUMP * first",
+            "lasts",
+            "tests/unit/diagnostics/test_divergence.py::test_a_run_that_rose_far_above_its_first_loss_and_came_back_is_a_warning",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/speed.py",
+            "fewest, found = mistaken, index",
+            "fewest, found = mistaken, index + 1",
+            "tests/unit/diagnostics/test_rules.py::test_a_drop_of_throughput_is_dated_to_the_row_and_shown_from_there_on",
+        ),
     ],
     "ledger": [
         Mutant(

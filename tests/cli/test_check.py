@@ -36,7 +36,7 @@ def test_a_run_says_so_too_and_the_diagnosis_says_what_it_takes(config, capsys):
     done = run("--config", config, "--set", "train.micro_batches=1")
     assert "the gradient noise scale is not measured: one micro-batch per step on one rank" in done.stderr
     run_dir = next((config.parent / "runs").iterdir())
-    words = " ".join(program(["diagnose", run_dir], capsys).stdout.split())
+    words = " ".join(program(["diagnose", run_dir, "--all"], capsys).stdout.split())
     assert "needs gns/b_big; that takes gns.enabled = true and at least two micro-batches per step" in words
 
 

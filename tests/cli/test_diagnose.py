@@ -44,6 +44,15 @@ def test_a_run_that_most_rules_could_not_judge_exits_with_0_and_is_not_called_he
     assert lines[-1] == (
         f"nothing wrong in what was measured: 4 of {len(RULES)} rules judged the run, {len(RULES) - 4} had nothing to measure"
     )
+    assert "cold_starts  " not in done.stdout, "nothing to measure is no row of the table"
+    unmeasured = " ".join(lines[[line.startswith("nothing to measure: ") for line in lines].index(True) : -1])
+    assert unmeasured.endswith("; train diagnose --all says what each needs")
+    named = unmeasured.removeprefix("nothing to measure: ").split(";")[0].split(", ")
+    assert len(named) == len(set(named)) == len(RULES) - 4
+    assert {"cold_starts", "straggling_rank"} <= set(named)
+    done = diagnosed(tmp_path / "metrics.jsonl", "--all")
+    assert "nothing to measure: " not in done.stdout
+    lines = done.stdout.splitlines()
     names = [line.split()[0] for line in lines if line]
     assert {rule.name for rule in RULES} <= set(names)
     assert names.index("restarts") < names.index("cold_starts"), "what could not be judged comes last"
@@ -68,7 +77,8 @@ def test_a_short_run_says_what_could_not_be_judged_yet(tmp_path: Path, diagnosed
     assert re.search(r"^loss_spikes +not yet +needs 17 logged losses, has 2", done.stdout, re.M)
     assert re.search(r"^throughput_regression +not yet +needs 16 rows after warm-up, has 1", done.stdout, re.M)
     assert re.search(r"^ending +not yet +status.json says that the run has not ended", done.stdout, re.M)
-    assert re.search(r"^still_layer +not measured .*; set metrics.per_layer", done.stdout, re.M), "it has a config"
+    with_all = diagnosed(tmp_path, "--all").stdout
+    assert re.search(r"^still_layer +not measured .*; set metrics.per_layer", with_all, re.M), "it has a config"
     assert "judged the run, 3 could not yet, " in done.stdout.splitlines()[-1]
     rules = json.loads(diagnosed(tmp_path, "--json").stdout)["rules"]
     assert [rule["rule"] for rule in rules if rule["not_yet"]] == ["loss_spikes", "throughput_regression", "ending"]
@@ -100,6 +110,15 @@ def test_json_is_one_versioned_object(tmp_path: Path, diagnosed: Diagnosed) -> N
     assert ruling["knob"]["key"] == "ledger.stale_threshold"
     assert ruling["fix"].startswith("for the number of steps after which the ledger drops a state, try ")
     assert ruling["needs"] == ["ledger/false_evictions/stale"]
+
+
+def test_a_mistyped_run_is_answered_with_the_one_that_exists(tmp_path: Path, diagnosed: Diagnosed) -> None:
+    (tmp_path / "smoke").mkdir()
+    write(tmp_path / "smoke" / "metrics.jsonl", 0.0)
+    for mistyped, meant in (("smokee", "smoke"), ("smokee/metrics.jsonl", "smoke/metrics.jsonl")):
+        message = f"is neither a run directory nor a file; did you mean {tmp_path / meant}?"
+        assert message in diagnosed(tmp_path / mistyped).stderr
+    assert "pass a run directory" in diagnosed(tmp_path / "else").stderr
 
 
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'

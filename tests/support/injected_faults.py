@@ -174,6 +174,14 @@ def _spike(rng: random.Random, rows: Rows) -> None:
         rows[step]["loss"] += rng.uniform(0.8, 1.2) * learnt * 0.7**index
 
 
+def _diverge(rng: random.Random, rows: Rows) -> None:
+    """All rows but the first lie at several times its loss, and fall as they did."""
+    first, *others = sorted(rows)
+    factor = rng.uniform(3, 50)
+    for step in others:
+        rows[step]["loss"] = factor * (rows[first]["loss"] + rows[step]["loss"])
+
+
 def _slow_down(rng: random.Random, rows: Rows) -> None:
     factor = rng.uniform(1.4, 2.5)
     for step in _late(rows):
@@ -378,6 +386,7 @@ FAULTS = (
     ),
     Fault("non_finite", "a NaN loss", _rows(_nan), ONSET, 5),
     Fault("loss_spikes", "one to three losses that give back what was learnt", _rows(_spike), ONSET, 5),
+    Fault("loss_spikes", "a loss that rises to several times the first", _rows(_diverge), 0, 25),
     Fault("throughput_regression", "1.4 to 2.5 times slower", _rows(_slow_down), ONSET, 80),
     Fault("data_bound", "waits of half to one and a half steps", _rows(_wait_for_data), ONSET, 40),
     Fault("straggling_rank", "a rank that takes 1.6 to 2 times as long", _rows(_straggle, world_size=2), 0, 60),

@@ -32,6 +32,11 @@ class Ruling:
         return self.outcome.verdict != "not_measured"
 
     @property
+    def had_nothing_to_measure(self) -> bool:
+        """Whether the run lacks what the rule needs, and longer training would not change that."""
+        return not self.is_judged and not self.outcome.is_early
+
+    @property
     def fix(self) -> str:
         """What to change: a config key and its value, or in words for a loop without a config; empty if unknown."""
         knob = self.outcome.knob
@@ -119,7 +124,7 @@ class Diagnosis:
     def coverage(self) -> str:
         """How many rules judged the run: `14 of 26 rules judged the run, 5 could not yet, 7 had nothing to measure`."""
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
-        rest = len(self.rulings) - self.num_judged - early
+        rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)
         parts = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]
         parts += [f"{early} could not yet"] if early else []
         parts += [f"{rest} had nothing to measure"] if rest else []

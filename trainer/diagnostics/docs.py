@@ -25,6 +25,8 @@ status.json, env.json and config.resolved.toml; a metrics.jsonl alone is enough.
 | not yet | the run has too few rows or steps so far; the rule says how many it needs |
 | not measured | the run lacks the keys, which the rule names, or the rule does not apply to it |
 
+The line `nothing to measure` names the rules that are not measured; with `--all` each has a line that says what it needs.
+
 The last line gives the verdict on the run and how many rules judged it. A run without a finding is `healthy` if at least
 half of the rules judged it. Otherwise the verdict is `nothing wrong in what was measured`: a loop that logs little is
 judged by few rules.
@@ -33,9 +35,9 @@ Exit code 0: no error and no warning in what could be judged. 3: findings. 2: th
 
 `--json` prints one object: `diagnosis_version` (2), `verdict` (`healthy`, `no_findings`: fewer than half of the rules
 judged the run, or `findings`), `findings` and `advice` (names of rules), `rules_judged` (their number) and
-`rules_not_judged` (names), `rules` (each with `rule`, `verdict`, `severity`, `not_yet`, `sentence`, `evidence`: steps and
-values by key, `knob`: key, current and suggested value, `fix`: the same as text, `needs`: keys), `steps`, `num_rows` and
-`notes`. Later versions only add keys, or increase `diagnosis_version`.
+`rules_not_judged` (names), `rules` (each with `rule`, `verdict`, `severity`, `not_yet`, `sentence`, `evidence`: steps
+and values by key, `knob`: key, current and suggested value, and a `condition` if there is one, `fix`: the same as text,
+`needs`: keys), `steps`, `num_rows` and `notes`. Later versions only add keys, or increase `diagnosis_version`.
 
 Config keys are named for runs that have a config (config.resolved.toml). For the record of [another loop](your_loop.md) the
 fix is given in words, and a rule that lacks keys names the part that reports them.

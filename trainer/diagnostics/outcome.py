@@ -53,27 +53,38 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Knob:
-    """What to change: its config key (one of `KNOBS`), its current value (None: unknown) and a value to try."""
+    """What to change: its config key (one of `KNOBS`), its current value (None: unknown) and a value to try.
+
+    `condition`: when the value is worth trying, and what to do otherwise; empty: always.
+    """
 
     key: str
     current: Any
     suggested: Any
+    condition: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields."""
-        return asdict(self)
+        """The fields; the condition where there is one."""
+        return {name: value for name, value in asdict(self).items() if name != "condition" or value}
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.suggested}{self._now}"
+        return f"{self.setting}{self.remark}"
+
+    @property
+    def setting(self) -> str:
+        """The line of a config, without the remark."""
+        return f"{self.key} = {self.suggested}"
 
     @property
     def in_words(self) -> str:
         """Without the key, for a loop that has no config."""
-        return f"for {KNOBS[self.key]}, try {self.suggested}{self._now}"
+        return f"for {KNOBS[self.key]}, try {self.suggested}{self.remark}"
 
     @property
-    def _now(self) -> str:
-        return f" (now {self.current})" if self.current is not None else ""
+    def remark(self) -> str:
+        """What is said after the value: the current one, and the condition."""
+        now = f" (now {self.current})" if self.current is not None else ""
+        return f"{now}, {self.condition}" if self.condition else now
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def _finding(ruling: Ruling) -> Html:
     badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
     parts: list[str] = [element("h4", ruling.title, " ", badge), element("p", ruling.outcome.sentence)]
     if ruling.outcome.knob is not None and ruling.has_config:
-        parts.append(element("p", "Try ", element("code", str(ruling.outcome.knob))))
+        knob = ruling.outcome.knob
+        parts.append(element("p", "Try ", element("code", knob.setting), knob.remark))
     elif ruling.fix:
         parts.append(element("p", f"{ruling.fix[0].upper()}{ruling.fix[1:]}"))
     if ruling.steps:

@@ -19,6 +19,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from trainer.errors import UserError
+from trainer.files import did_you_mean
 from trainer.metrics.payload_contract import (
     MODES,
     SCHEMA_VERSION,
@@ -271,7 +272,7 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     has_begun = metrics.is_file()
     if not has_begun and not (allow_empty and path.is_dir()):
         problem = f"has no {METRICS_NAME}" if path.is_dir() else "is neither a run directory nor a file"
-        raise UserError(str(path), problem, f"pass a run directory or a {METRICS_NAME}")
+        raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
     reader = _Reader()
     try:
         if has_begun:

@@ -398,6 +398,21 @@ def test_fp16_may_reject_a_few_steps() -> None:
     assert check("non_finite", make_run(rows)).verdict == "finding"
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"on_non_finite": "skip"}, "2 steps skipped, "),
+        ({"on_non_finite": "stop", "precision": "fp16"}, "40 steps skipped, "),
+        ({"on_non_finite": "stop"}, "the loss or the gradient of 1 step was not finite, "),
+        ({}, "the loss or the gradient of 2 steps was not finite, "),
+    ],
+)
+def test_only_a_run_that_skips_steps_is_said_to_have_skipped_them(table: dict[str, str], words: str) -> None:
+    count = int(re.findall(r"\d+", words)[0])
+    rows = {"loss": [2.0] * 50, "non_finite_steps": [1.0] * count + [0.0] * (50 - count)}
+    assert check("non_finite", make_run(rows, config={"train": table})).sentence.startswith(words)
+
+
 def test_a_blend_whose_sources_differ_has_no_spikes() -> None:
     losses = [(2.6 if i % 7 == 0 else 1.4) + 0.02 * math.sin(i * i) for i in range(200)]
     assert check("loss_spikes", make_run({"loss": losses})).verdict == "healthy"
@@ -512,6 +527,49 @@ def test_repeated_restarts_from_one_step_are_found_though_they_repeat_few_steps(
         check("restarts", make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)], steps_redone=[1])).verdict
         == "healthy"
     )
+
+
+LIVE = [
+    4571,
+    1232,
+    17736,
+    39624,
+    47541,
+    61104,
+    6406,
+    1708,
+    1991,
+    64872,
+    41493,
+    42488,
+    34731,
+    42549,
+    41901,
+    35297,
+    48217,
+    61953,
+]
+LIVE += [62799, 62239, 63529, 69276, 69518, 71434, 987, 5742, 9391, 6029, 9479, 8428, 9124]
+
+
+def test_a_drop_of_throughput_is_dated_to_the_row_and_shown_from_there_on() -> None:
+    """The run's blocks of four rows lie across the drop, and three rows long before it were slow too."""
+    steps = [1, *range(5, 151, 5)]
+    outcome = check("throughput_regression", make_run({"tokens_per_sec": dict(zip(steps, LIVE, strict=True))}))
+    assert outcome.sentence == "throughput dropped by 81%: 45,045 tokens/s before step 120, 8,428 from there on"
+    assert outcome.evidence[0].steps[:4] == (115, 120, 125, 130)
+    assert str(outcome.knob) == (
+        "data.prefetch = 4 (now 2), if steps wait longer for data than before; otherwise look at the machine"
+    )
+
+
+@pytest.mark.parametrize("drop", range(20, 90, 7))
+def test_the_row_of_a_drop_is_found_wherever_the_blocks_lie(drop: int) -> None:
+    speed = [*SPEED[:drop], *(0.6 * value for value in SPEED[drop:])]
+    speed[15] = 300.0
+    speed[95] = 1000.0
+    sentence = check("throughput_regression", make_run({"tokens_per_sec": speed})).sentence
+    assert f"before step {drop + 1}," in sentence
 
 
 def test_fewer_tokens_per_step_are_not_a_throughput_regression() -> None:

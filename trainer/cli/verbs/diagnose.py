@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +15,8 @@ from trainer.cli.terminal import coloured, output
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from trainer.diagnostics.diagnose import Diagnosis, Ruling
     from trainer.diagnostics.outcome import Evidence
 
@@ -22,7 +24,13 @@ EXIT_FINDINGS = 3
 SHOWN_STEPS = 4
 
 
-def diagnose(run_dir: RunArgument, as_json: JsonOption = False) -> None:
+def diagnose(
+    run_dir: RunArgument,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Say what each rule without anything to measure needs.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
     from trainer.diagnostics.diagnose import diagnose as apply_rules
     from trainer.runs.load import load_run
@@ -36,13 +44,13 @@ def diagnose(run_dir: RunArgument, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
     else:
-        _print_diagnosis(diagnosis, output())
+        _print_diagnosis(diagnosis, output(), shows_all=show_all)
     if diagnosis.findings:
         raise typer.Exit(EXIT_FINDINGS)
 
 
-def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Findings first, then one line per rule."""
+def _print_diagnosis(diagnosis: Diagnosis, console: Console, *, shows_all: bool) -> None:
+    """Findings first, then one line per rule; unless all are shown, one for those that had nothing to measure."""
     steps = diagnosis.run.steps
     extent = f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
     console.print(f"{escape(str(diagnosis.run.path))}: {extent}", highlight=False)
@@ -51,7 +59,11 @@ def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for ruling in [*diagnosis.findings, *diagnosis.advice]:
         for line in _finding_lines(ruling):
             console.print(line, highlight=False)
-    console.print(_rule_table(diagnosis))
+    unmeasured = [] if shows_all else [ruling for ruling in diagnosis.rulings if ruling.had_nothing_to_measure]
+    console.print(_rule_table(ruling for ruling in diagnosis.rulings if shows_all or not ruling.had_nothing_to_measure))
+    if unmeasured:
+        names = ", ".join(ruling.rule.name for ruling in unmeasured)
+        console.print(f"nothing to measure: {names}; train diagnose --all says what each needs", highlight=False)
     console.print(_summary(diagnosis), highlight=False)
 
 
@@ -73,12 +85,12 @@ def _evidence_line(evidence: Evidence) -> str:
     return f"{evidence.key}: {shown}{', ...' if len(pairs) > SHOWN_STEPS else ''}"
 
 
-def _rule_table(diagnosis: Diagnosis) -> Table:
+def _rule_table(rulings: Iterable[Ruling]) -> Table:
     """Rules that judged the run, then those that could not, with what they need."""
     table = Table(box=None, pad_edge=False)
     for heading in ("rule", "verdict", "observation"):
         table.add_column(heading, overflow="fold")
-    for ruling in sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged):
+    for ruling in sorted(rulings, key=lambda ruling: not ruling.is_judged):
         shown = ruling.result if ruling.severity is None else coloured(ruling.severity)
         table.add_row(ruling.rule.name, shown, escape(ruling.outcome.sentence))
     return table

@@ -16,6 +16,7 @@ from rich.markup import escape
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import coloured, output
 from trainer.errors import UserError
+from trainer.files import did_you_mean
 
 if TYPE_CHECKING:
     from trainer.fitted_table import Column
@@ -31,7 +32,7 @@ class RunEntry:
 
     Args:
         state: as in status.json; `died` where that says running but no process of this machine holds the directory.
-        step, steps: the last logged step, and the configured number; None where unknown.
+        step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
         loss, eval_loss: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
         verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 26 rules`.
@@ -85,7 +86,8 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for given in map(Path, paths):
         if not given.is_dir():
-            raise UserError(str(given), "is not a directory", "name a directory of runs, such as runs/")
+            fix = did_you_mean(given) or "name a directory of runs, such as runs/"
+            raise UserError(str(given), "is not a directory", fix)
         inside = sorted(path for path in given.iterdir() if path.is_dir())
         found += [path for path in (given, *inside) if _is_run(path)]
     return list(dict.fromkeys(found))
@@ -112,17 +114,23 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         is_empty = "has no rows" in error.message or "has no metrics.jsonl" in error.message
         verdict = None if is_empty else "record unreadable"
         age_sec = _age(path, now, "status.json", "metrics.jsonl")
-        return replace(entry, step=status.get("last_step"), age_sec=age_sec, verdict=verdict)
+        return replace(entry, step=_last_step(status), age_sec=age_sec, verdict=verdict)
     steps = run.setting("train.steps")
     return replace(
         entry,
-        step=run.steps[-1] if run.steps else None,
+        step=_last_step(status, *run.steps[-1:]),
         steps=steps if isinstance(steps, int) else None,
         loss=_last(run, "loss"),
         eval_loss=_last(run, "eval_loss"),
         age_sec=_age(path, now, "metrics.jsonl"),
         verdict=verdict_text(run) if diagnoses else None,
     )
+
+
+def _last_step(status: dict[str, Any], *logged: int) -> int | None:
+    """The later of status.json's step and the logged ones; rows are some steps apart."""
+    step = status.get("last_step")
+    return max([*logged, *([step] if isinstance(step, int) else [])], default=None)
 
 
 def _age(path: Path, now: float, *names: str) -> float | None:

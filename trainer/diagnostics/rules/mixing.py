@@ -255,7 +255,7 @@ def check_masked_ranks(run: RunRecord) -> Outcome:
     cells = run.setting("data.max_group_cells")
     if not has_own_pools(run):
         condition = "if train preview shows even ranks" if run.config else "if ranks then have equally much to read"
-        knob = Knob("data.mixing.batching_mode", "per_stream", f"device_per_stream, {condition}")
+        knob = Knob("data.mixing.batching_mode", "per_stream", "device_per_stream", condition)
     elif run.setting("data.mixing.repeat", True) is False:
         knob = Knob("data.mixing.repeat", False, True)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured, not_yet
@@ -43,21 +44,47 @@ def check_throughput(run: RunRecord) -> Outcome:
         return not_yet(f"needs {4 * size} rows after warm-up, has {len(speed)}")
     starts = range(len(speed) % size, len(speed), size)
     blocks = [median(speed.values[start : start + size]) for start in starts]
-    cut, before, after, noise = _largest_drop(blocks)
-    index = starts[cut]
+    before, after, noise = _largest_drop(blocks)
+    is_beyond_noise = before - after >= BLOCK_SIGMAS * noise
+    index = first_slow_row(speed.values, (before + after) / 2)
+    before, after = median(speed.values[:index]), median(speed.values[index:])
     words = f"{number_text(before)} tokens/s before step {speed.steps[index]}, {number_text(after)} from there on"
     lost = 1.0 - after / before if before > 0 else 0.0
-    if lost < LOST_SHARE or before - after < BLOCK_SIGMAS * noise:
+    if lost < LOST_SHARE or not is_beyond_noise:
         return healthy(f"throughput never dropped by {LOST_SHARE:.0%} and beyond its noise")
     if series(run, STEP_TIME) and _growth(_warm(run, STEP_TIME), speed.steps[index]) < MIN_GROWTH:
         return explained(f"{words}; step times did not grow, the steps had fewer tokens")
-    shown = [*range(max(index - 3, 0), index), *range(index, len(speed), max((len(speed) - index) // 6, 1))]
-    remedy = "higher, if time/data_share rose too; otherwise check the machine"
+    shown = {
+        *range(index - 1, min(index + 3, len(speed))),
+        *range(index, len(speed), max((len(speed) - index) // 6, 1)),
+    }
+    condition = "if steps wait longer for data than before; otherwise look at the machine"
     return finding(
         f"throughput dropped by {lost:.0%}: {words}",
-        evidence=[speed.evidence(shown)],
-        knob=Knob("data.prefetch", run.setting("data.prefetch"), remedy),
+        evidence=[speed.evidence(sorted(shown))],
+        knob=replace(more_prefetch(run), condition=condition),
     )
+
+
+def more_prefetch(run: RunRecord) -> Knob:
+    """Twice as many batches loaded ahead."""
+    prefetch = run.setting("data.prefetch")
+    return Knob("data.prefetch", prefetch, 2 * prefetch if isinstance(prefetch, int) and prefetch else 2)
+
+
+def first_slow_row(values: Sequence[float], middle: float) -> int:
+    """The row from 1 on at which a drop through `middle` began: the fewest rows before it are slower, and from it on faster.
+
+    Blocks say whether the speed dropped, but a block may lie across the drop. Single slow rows move this cut no more than they
+    move a median. Of equal cuts the first counts.
+    """
+    mistaken = sum(value >= middle for value in values)
+    fewest, found = math.inf, 1
+    for index, value in enumerate(values[:-1], start=1):
+        mistaken += 1 if value < middle else -1
+        if mistaken < fewest:
+            fewest, found = mistaken, index
+    return found
 
 
 def _growth(times: Series, cut: int) -> float:
@@ -69,13 +96,13 @@ def _growth(times: Series, cut: int) -> float:
     return median(after) / median(before)
 
 
-def _largest_drop(blocks: Sequence[float]) -> tuple[int, float, float, float]:
-    """(position, level before, level after, noise of a block) of the cut with the largest drop between medians."""
+def _largest_drop(blocks: Sequence[float]) -> tuple[float, float, float]:
+    """(level before, level after, noise of a block) of the cut with the largest drop between medians."""
     cuts = range(2, len(blocks) - 1)
     cut = max(cuts, key=lambda at: median(blocks[:at]) - median(blocks[at:]))
     before, after = median(blocks[:cut]), median(blocks[cut:])
     residuals = [value - before for value in blocks[:cut]] + [value - after for value in blocks[cut:]]
-    return cut, before, after, typical_deviation(residuals, 0.0)
+    return before, after, typical_deviation(residuals, 0.0)
 
 
 def check_data_bound(run: RunRecord) -> Outcome:
@@ -87,9 +114,7 @@ def check_data_bound(run: RunRecord) -> Outcome:
     words = f"{share:.1%} of the logged step time was spent waiting for data"
     if share <= DATA_SHARE:
         return healthy(words)
-    prefetch = run.setting("data.prefetch")
-    more = 2 * prefetch if isinstance(prefetch, int) and prefetch else 2
-    return finding(words, evidence=[waits.evidence(waits.largest(6))], knob=Knob("data.prefetch", prefetch, more))
+    return finding(words, evidence=[waits.evidence(waits.largest(6))], knob=more_prefetch(run))
 
 
 def check_straggler(run: RunRecord) -> Outcome:
@@ -122,7 +147,7 @@ RULES = (
         f"blocks, and steps take {MIN_GROWTH - 1:.0%} longer",
         why="Throughput varies from step to step with padding; medians of a dozen blocks do not. Smaller batches are not a "
         f"regression. The first {WARM_UP_SHARE:.0%} of the rows (compilation, caches) are ignored.",
-        knob="`data.prefetch` if `time/data_share` rose too; otherwise the machine",
+        knob="`data.prefetch`: twice as many, if `time/data_share` rose too; otherwise the machine",
         severity="warning",
         check=check_throughput,
     ),

@@ -1,4 +1,4 @@
-"""Rules about the loss: spikes, and values that are not finite."""
+"""Rules about the loss: divergence and spikes, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -9,9 +9,25 @@ from itertools import islice
 from statistics import median
 
 from trainer.diagnostics.facts import lower_lr
-from trainer.diagnostics.outcome import Outcome, finding, healthy, not_yet
+from trainer.diagnostics.outcome import Outcome, Severity, finding, healthy, not_yet
+from trainer.diagnostics.rules.divergence import (
+    BUMP,
+    BUMP_SIGMAS,
+    DOUBLED,
+    END_RISE,
+    END_ROWS,
+    END_SIGMAS,
+    LONE_BUMP,
+    MANY_ROWS,
+    MIN_RISE,
+    MIN_ROWS,
+    bump,
+    end_above_first,
+    finite,
+    noise,
+)
 from trainer.diagnostics.rules.rule import Rule
-from trainer.diagnostics.series import series, typical_deviation
+from trainer.diagnostics.series import Series, series
 from trainer.runs.load import RunRecord
 from trainer.wording import counted, number_text
 
@@ -23,7 +39,6 @@ WINDOW = 32
 CENTER = 9
 MIN_BEFORE = 16
 SIGMAS = 10.0
-MIN_RISE = 0.1
 RANGES = 1.5
 GIVEN_BACK = 0.2
 NEW_LEVEL = 8
@@ -35,25 +50,33 @@ FP16_FREE = 20
 def check_non_finite(run: RunRecord) -> Outcome:
     """Steps with a loss or gradient that is not finite."""
     loss, rejected = series(run, LOSS), series(run, REJECTED)
-    skipped = f"{counted(rejected.total, 'step')} skipped"
+    count = counted(rejected.total, "step")
     if run.setting("train.precision") == "fp16" and rejected.total <= FP16_FREE + FP16_SHARE * loss.steps[-1]:
-        return healthy(f"{skipped}, as fp16 loss scaling does")
+        return healthy(f"{count} skipped, as fp16 loss scaling does")
     bad = [(column, column.where(lambda value: not math.isfinite(value))) for column in (loss, series(run, GRAD_NORM))]
     hits = [(column, where) for column, where in [(rejected, rejected.positive), *bad] if where]
     if not hits:
         return healthy("every logged loss and gradient norm was finite")
     first = min(column.steps[where[0]] for column, where in hits)
+    if not rejected.total:
+        what = "NaN or infinite values"
+    elif run.setting("train.precision") == "fp16" or run.setting("train.on_non_finite") == "skip":
+        what = f"{count} skipped"
+    else:
+        what = f"the loss or the gradient of {count} was not finite"
     return finding(
-        f"{skipped if rejected.total else 'NaN or infinite values'}, first logged at step {first}"
-        f"{'; events.jsonl names the batches' if run.config else ''}",
+        f"{what}, first logged at step {first}{'; events.jsonl names the batches' if run.config else ''}",
         evidence=[column.evidence(where) for column, where in hits],
         knob=lower_lr(run),
     )
 
 
 def check_loss_spikes(run: RunRecord) -> Outcome:
-    """Losses far outside their own noise: compared with the rows before, or flagged between two rows."""
+    """Losses that ended above the first, or far outside their own noise: by the rows before, or flagged between two rows."""
     loss = series(run, LOSS)
+    diverged = _divergence(run, finite(loss))
+    if diverged is not None:
+        return diverged
     flags = series(run, FLAG)
     # The flag compares with an average and a deviation alone. Where every step is logged, the rows say more; and flags that
     # return are a source whose losses differ.
@@ -65,7 +88,7 @@ def check_loss_spikes(run: RunRecord) -> Outcome:
         return not_yet(f"needs {MIN_BEFORE + 1} logged losses, has {len(loss)}")
     hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
     if not hits:
-        return healthy(f"no loss rose by {SIGMAS:g} times its noise")
+        return healthy(f"no loss rose far above the first, or by {SIGMAS:g} times its noise")
     unlogged = f"; {len(flagged)} flagged between two rows, see events.jsonl" if flagged else ""
     worst = max(hits, key=loss.values.__getitem__)
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
@@ -74,6 +97,26 @@ def check_loss_spikes(run: RunRecord) -> Outcome:
         f"{loss.steps[worst]}{unlogged}",
         evidence=[loss.evidence(around)],
         knob=lower_lr(run),
+    )
+
+
+def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
+    """The finding on a loss that rose above its first row and stayed there, or came back."""
+    if (end := end_above_first(loss)) is not None:
+        text = f"is {number_text(end.value)} at the end (median of the last {len(end.rows)} rows)"
+        severity: Severity = "error"
+        ending, rows = ": the run diverged", {loss.largest()[0], *end.rows}
+    elif (high := bump(loss)) is not None:
+        text = f"rose to {number_text(high.value)} at step {loss.steps[loss.values.index(high.value)]}"
+        ending, severity, rows = ", and came back", "warning", {*high.rows, len(loss) - 1}
+    else:
+        return None
+    first = f"{number_text(loss.values[0])} at step {loss.steps[0]}"
+    return finding(
+        f"the loss {text}, {first}{ending}",
+        evidence=[loss.evidence(sorted({0, *rows}))],
+        knob=lower_lr(run),
+        severity=severity,
     )
 
 
@@ -98,7 +141,7 @@ def find_spikes(values: Iterable[float]) -> list[int]:
         is_spike = (
             len(before) >= MIN_BEFORE
             and distance > max(MIN_RISE, RANGES * max(distances), GIVEN_BACK * (first - center))
-            and distance > SIGMAS * _noise(before)
+            and distance > SIGMAS * noise(before)
         )
         in_a_row = in_a_row + 1 if is_spike else 0
         if is_spike:
@@ -110,20 +153,14 @@ def find_spikes(values: Iterable[float]) -> list[int]:
     return found
 
 
-def _noise(values: Iterable[float]) -> float:
-    """Robust deviation from second differences, which ignore a falling loss; theirs is sqrt(6) times that of a value."""
-    listed = list(values)
-    bends = [a - 2 * b + c for a, b, c in zip(listed, listed[1:], listed[2:], strict=False)]
-    return typical_deviation(bends, 0.0) / math.sqrt(6)
-
-
 RULES = (
     Rule(
         name="non_finite",
         needs=(LOSS,),
         uses=(REJECTED, GRAD_NORM),
         threshold=f"above 0 (fp16: above {FP16_FREE} + {FP16_SHARE:.0%} of the steps)",
-        why="A step whose loss or gradient is not finite is skipped. fp16 skips some steps until its loss scale has settled.",
+        why="A step whose loss or gradient is not finite changes no weight: it ends the run, or is skipped "
+        "(`train.on_non_finite`). fp16 skips some steps until its loss scale has settled.",
         knob="`optimizer.lr`: half; or the batch that events.jsonl names",
         severity="error",
         check=check_non_finite,
@@ -132,12 +169,21 @@ RULES = (
         name="loss_spikes",
         needs=(LOSS,),
         uses=(FLAG,),
-        threshold=f"above the median of the {CENTER} rows before by each of: {SIGMAS:g} deviations (of second differences), "
-        f"{RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of the improvement, "
-        f"{MIN_RISE} nats; or flagged between two rows, in one row or at most {MAX_FLAGGED:.0%} of them",
-        why="All but the last adapt to the run: a blend of sources with different losses is given room, and a rare source is "
-        "not a spike.",
-        knob="`optimizer.lr`: half; or the batches of that step",
+        threshold=f"a spike: above the median of the {CENTER} rows before by each of: {SIGMAS:g} deviations (of second "
+        f"differences), {RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of the "
+        f"improvement, {MIN_RISE} nats (as for all that follows); or flagged between two rows, in one row or "
+        f"at most {MAX_FLAGGED:.0%} of them. A divergence, which is an error, from {MIN_ROWS} rows on: each of "
+        f"the last rows (a quarter, {END_ROWS[0]} to {END_ROWS[1]}) is {DOUBLED:g} times the first; or, from "
+        f"{MANY_ROWS} rows on, their median is {END_RISE:.0%} and {END_SIGMAS:g} deviations above the first, "
+        "and each is nearer to it than to the first. A rise that came back: within the first half, two rows "
+        f"in a row {BUMP:g} times the first, or one {LONE_BUMP:g} times, and {BUMP_SIGMAS:g} deviations above "
+        "it, while the second half is nearer to the first row",
+        why="The distances adapt to the run: a blend of sources with different losses is given room, and a rare "
+        "source is not a spike. The first row is that of the record, after a resume too, and a single one "
+        "that noise or a source may make low: the last rows must agree, and must be far above it. A warm-up "
+        "moves the loss by less, and so does most of a change of shares; one that moves it by more reads as a "
+        "divergence. A first loss of 0 or less has no multiples, and only spikes are looked for.",
+        knob="`optimizer.lr`: half; or, for a spike, the batches of that step",
         severity="warning",
         check=check_loss_spikes,
     ),

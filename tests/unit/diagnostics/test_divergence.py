@@ -1,0 +1,156 @@
+"""A run that diverged without a NaN is an error, one that came back is a warning, and noise is neither."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from trainer.diagnostics.diagnose import diagnose
+from trainer.diagnostics.outcome import Outcome
+from trainer.diagnostics.rules.all_rules import RULES
+from trainer.metrics.payload_contract import Restart
+from trainer.runs.load import RunRecord
+from trainer.runs.table import RowTable
+
+RULE = next(rule for rule in RULES if rule.name == "loss_spikes")
+BEGINNING = [5.65, 1149.66, 1065.48, 839.62, 660.03, 273.9, 250.46, 186.39, 219.65, 241.45, 205.26, 193.46]
+DIVERGED = [*BEGINNING, 175.14, 213.38, 154.48, 188.93, 171.28, 174.89, 130.96, 171.62, 188.84]
+"""A loop with a learning rate of 30, every fifth step."""
+FEW_ROWS = [5.55, 29.51, 63.76, 47.86, 36.63, 22.07, 16.42]
+CAME_BACK = [
+    6.03,
+    28.6,
+    23.6,
+    10.34,
+    5.95,
+    4.55,
+    3.5,
+    3.58,
+    3.5,
+    3.75,
+    3.15,
+    2.86,
+    3.15,
+    2.79,
+    2.71,
+    2.93,
+    2.89,
+    2.4,
+    2.76,
+]
+
+
+def record(losses: Sequence[float], *, restarts: Sequence[int] = ()) -> RunRecord:
+    table = RowTable(merge_same_step=False)
+    for row, loss in enumerate(losses):
+        table.add(1 + 5 * row, 0, ("loss",), [loss])
+    config = {"optimizer": {"lr": 0.5}}
+    return RunRecord(
+        Path("r"), table, RowTable(merge_same_step=True), [Restart(step) for step in restarts], config=config
+    )
+
+
+def judged(losses: Sequence[float]) -> Outcome:
+    return RULE.apply(record(losses))
+
+
+@pytest.mark.parametrize(
+    ("losses", "end"),
+    [(DIVERGED, "171.6"), (DIVERGED[:5], "839.6"), (FEW_ROWS, "22.07"), ([0.7, 0.6, 0.5, 2.0, 2.1, 2.2], "2.1")],
+)
+def test_a_run_that_ends_above_its_first_loss_diverged(losses: list[float], end: str) -> None:
+    found = diagnose(record(losses))
+    ruling = next(each for each in found.findings if each.rule.name == "loss_spikes")
+    assert ruling.severity == "error"
+    assert ruling.outcome.sentence.startswith(f"the loss is {end} at the end (median of the last ")
+    assert ruling.outcome.sentence.endswith(f"rows), {losses[0]:g} at step 1: the run diverged")
+    assert {1, 5 * len(losses) - 4} <= set(ruling.steps)
+    assert ruling.fix == "try optimizer.lr = 0.25 (now 0.5)"
+
+
+def test_a_divergence_late_in_a_long_run_is_an_error_once_the_last_rows_are_high() -> None:
+    fallen = [5.5 / (1 + row / 20) for row in range(400)]
+    assert judged([*fallen, *[7.5 + 0.1 * math.sin(row) for row in range(16)]]).severity == "error"
+
+
+def test_rows_that_are_not_finite_hide_no_divergence() -> None:
+    assert judged([*FEW_ROWS[:3], math.nan, *FEW_ROWS[3:], math.inf]).severity == "error"
+
+
+@pytest.mark.parametrize(
+    "losses", [CAME_BACK, CAME_BACK[:6], [2.0, 3.2, 3.4, 3.3, *[1.9] * 20], [2.0, 6.5, *[1.9] * 4]]
+)
+def test_a_run_that_rose_far_above_its_first_loss_and_came_back_is_a_warning(losses: list[float]) -> None:
+    outcome = judged(losses)
+    assert (outcome.verdict, outcome.severity) == ("finding", "warning")
+    highest = max(losses)
+    assert outcome.sentence == (
+        f"the loss rose to {highest:g} at step {1 + 5 * losses.index(highest)}, {losses[0]:g} at step 1, and came back"
+    )
+
+
+def test_fewer_than_five_rows_are_not_judged() -> None:
+    assert judged(FEW_ROWS[:4]).is_early
+
+
+def test_losses_of_zero_or_less_have_no_multiples() -> None:
+    for first in (0.0, -1.0):
+        assert judged([first, *[first + 2.0] * 30]).severity != "error"
+
+
+def _pretraining(row: float, _: random.Random) -> float:
+    return 1.5 + 4.0 * (1 + 40 * row) ** -0.9
+
+
+def _bump_in_the_warm_up(row: float, _: random.Random) -> float:
+    return (2.5 + 3.0 * math.exp(-4 * row)) * (1 + 0.2 * math.exp(-(((row - 0.1) / 0.05) ** 2)))
+
+
+def _fine_tuning(row: float, _: random.Random) -> float:
+    return 0.4 * (1 + 0.1 * math.exp(-(((row - 0.3) / 0.2) ** 2)) - 0.05 * row)
+
+
+def _mix_with_a_schedule(row: float, _: random.Random) -> float:
+    return 1.5 * (1 + 0.12 * row)
+
+
+def _blend_of_micro_batches(_: float, rng: random.Random) -> float:
+    return sum(1.0 if rng.random() < 0.5 else 2.5 for _ in range(8)) / 8
+
+
+HEALTHY = [_pretraining, _bump_in_the_warm_up, _fine_tuning, _mix_with_a_schedule, _blend_of_micro_batches]
+
+
+@pytest.mark.parametrize("curve", HEALTHY)
+@pytest.mark.parametrize("count", [5, 8, 16, 17, 24, 60, 300])
+def test_noise_bumps_of_some_percent_and_drifts_are_healthy(
+    curve: Callable[[float, random.Random], float], count: int
+) -> None:
+    """40 curves each; the deviation of a row is 2 to 10 %, with tails heavier than a normal distribution's."""
+    for seed in range(40):
+        rng = random.Random(f"{curve.__name__} {count} {seed}")
+        spread = rng.choice((0.02, 0.05, 0.1))
+        losses = [
+            curve(row / count, rng) * math.exp(spread * rng.gauss(0, 1) * rng.choice((1, 1, 1, 1.5)))
+            for row in range(count)
+        ]
+        outcome = judged(losses)
+        assert outcome.severity is None, (seed, outcome.sentence)  # a spike's is the rule's own
+
+
+def test_a_first_row_of_a_source_with_low_losses_is_neither() -> None:
+    """Every seventh batch is of a source with half the loss, for one the first."""
+    losses = [(1.4 if row % 7 == 0 else 2.6) * (1 - 0.001 * row) + 0.01 * math.sin(row * row) for row in range(60)]
+    assert judged(losses).severity is None
+
+
+def test_a_restart_is_no_divergence_and_the_first_row_is_that_of_the_record() -> None:
+    """A run that was resumed at step 101 begins there: its first loss is already low, and its optimizer starts again."""
+    again = [*[5.5 / (1 + row / 5) for row in range(20)], *[1.3 + 0.05 * math.sin(row * row) for row in range(20)]]
+    assert RULE.apply(record(again, restarts=[80])).verdict == "healthy"
+    bumped = [1.3, 1.45, 1.5, 1.42, 1.36, *[1.3 + 0.02 * math.sin(row * row) for row in range(30)]]
+    assert RULE.apply(record(bumped, restarts=[0])).verdict == "healthy"
