@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.in_process import program
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
+from trainer.cli.launch import EXIT_CODE, report_to_launcher
 from trainer.cli.main import app
 from trainer.metrics.payload_contract import validate_stream
 from trainer.runs.status import run_status
@@ -245,6 +249,19 @@ def test_more_ranks_than_cores_are_warned_of(tmp_path, monkeypatch, capsys, num_
     assert found.returncode == 0
     assert ("3 ranks share 1 CPU core:" in found.stderr) == (num_cores == 1)
     assert ("WARNING" in found.stderr) == (num_cores == 1)
+
+
+@pytest.mark.parametrize(("reported", "code"), [("0", 0), ("1", 1), (None, 130)])
+def test_a_launch_that_is_stopped_ends_with_the_code_of_the_run(tmp_path, monkeypatch, capsys, reported, code):
+    def stopped(_: object) -> None:
+        if reported is not None:
+            report_to_launcher(EXIT_CODE, reported, {**os.environ, "RANK": "0"})
+        raise SignalException("stopped", signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.run.run", stopped)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys).returncode == code
 
 
 def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):

@@ -140,7 +140,7 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
         try:
             return _launch(own, nproc, uses_cuda=uses_cuda)
         finally:
-            del os.environ[REPORT_FOLDER]  # of a caller that goes on, whose later runs have no launcher
+            del os.environ[REPORT_FOLDER]  # later runs of the same caller have no launcher
 
 
 def report_to_launcher(what: str, value: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -70,8 +70,8 @@ def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | No
     """How far two calls of the model as it is differ in eval(), 0.0 if by rounding alone, and whether it drew numbers.
 
     Each call is on a copy of its own, so that what a module keeps from call to call is no reason to differ; the generators
-    go on. Calls of one shape give the same bits; where nothing was drawn from torch's generators, a device may add in
-    another order.
+    are not reseeded between the two. Calls of one shape give the same bits; where nothing was drawn from torch's
+    generators, a device may still add in another order.
     """
     live.training = False
     state = None if state is None else state.to(live.ledger_dtype)

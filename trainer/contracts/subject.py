@@ -51,8 +51,8 @@ class Subject:
         model: owned by this object from now on.
         dtype: of parameters and states; also the default dtype during a call.
         autocast: dtype of autocast; None: off.
-        is_live: calls run as they do outside of the checks: the generators go on from call to call, and dropouts are as
-            the model has them.
+        is_live: calls run as they do outside of the checks: the generators are not reseeded, and dropouts are as the
+            model has them.
     """
 
     def __init__(

@@ -70,8 +70,8 @@ def _keys(chart: Chart) -> Html:
 def _value_list(title: str, charts: Sequence[Chart]) -> Html:
     rows = []
     for chart in charts:
-        told = f" {chart.unit} ({_where([line.curve for line in chart.lines])}) "
-        parts = element("span", chart.title), ": ", _values(chart), told, _keys(chart)
+        unit_and_steps = f" {chart.unit} ({_where([line.curve for line in chart.lines])}) "
+        parts = element("span", chart.title), ": ", _values(chart), unit_and_steps, _keys(chart)
         rows.append(element("li", *parts, data_words=words_of(chart)))
     return element("div", element("h3", title), element("ul", *rows), class_="still") if rows else Html("")
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from trainer.errors import UserError
 from trainer.files import write_json
 
+logger = logging.getLogger(__name__)
 STATUS_NAME: Final = "status.json"
 LOCK_NAME: Final = ".lock"
 OWN_LOOP: Final = "own"
@@ -47,13 +49,7 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
         return
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    with (path / LOCK_NAME).open("w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(str(path), "is in use by another run", "name another directory") from None
-        except OSError:
-            pass  # Some network file systems have no locks; training there must be possible.
+    with take_lock(path):
         write_status(path / STATUS_NAME, "running", reason="", step=last_step(path), loop=OWN_LOOP)
         state, reason = "failed", ""
         try:
@@ -64,6 +60,37 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
             raise
         finally:
             write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), loop=OWN_LOOP)
+
+
+def take_lock(directory: Path) -> TextIO:
+    """The lock of a run's directory, held until the file is closed or the process ends, however it ends.
+
+    Raises:
+        UserError: another process holds it; two runs in one record would spoil it.
+        OSError: the file cannot be written.
+    """
+    file = (directory / LOCK_NAME).open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        pid = read_status(directory / STATUS_NAME).get("pid")
+        problem = f"is in use by another run (process {pid} on the machine that wrote status.json)"
+        raise UserError(str(directory), problem, "wait for it, stop it, or name another directory") from None
+    except OSError as error:
+        # Some network file systems have no locks; training there must be possible.
+        text = "%s: its file system cannot lock it (%s); make sure that no other run uses it"
+        logger.warning(text, directory, error.strerror)
+    return file
+
+
+def read_status(file: Path) -> dict[str, Any]:
+    """What status.json says; empty if there is none or it is damaged (it is for people: checkpoints decide)."""
+    try:
+        status = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
 
 
 def write_status(file: Path, state: str, *, reason: str, step: int | None, **more: Any) -> None:

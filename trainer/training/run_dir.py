@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import platform
 import shlex
@@ -24,7 +22,7 @@ from trainer.errors import UserError
 from trainer.files import remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
-from trainer.runs.status import LOCK_NAME, OWN_LOOP, STATUS_NAME, write_status
+from trainer.runs.status import OWN_LOOP, STATUS_NAME, read_status, take_lock, write_status
 from trainer.storage import is_url
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, refuse_absent
 
@@ -122,30 +120,15 @@ class RunDir:
             UserError: another process holds it; two runs in one record would spoil it.
         """
         try:
-            file = (self.path / LOCK_NAME).open("w", encoding="utf-8")
+            file = take_lock(self.path)
         except OSError as error:
             raise self._unwritable(error) from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            pid = self.status().get("pid")
-            problem = f"is in use by another run (process {pid} on the machine that wrote status.json)"
-            raise UserError(str(self.path), problem, "wait for it, stop it, or name another --run-dir") from None
-        except OSError as error:
-            # Some network file systems have no locks; training there must be possible.
-            text = "%s: its file system cannot lock it (%s); make sure that no other run uses it"
-            logger.warning(text, self.path, error.strerror)
         self.is_locked = True
         return file
 
     def status(self) -> dict[str, Any]:
-        """What status.json says; empty if there is none or it is damaged (it is for people: checkpoints decide)."""
-        try:
-            status = json.loads(self.status_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return status if isinstance(status, dict) else {}
+        """What status.json says; see `read_status`."""
+        return read_status(self.status_file)
 
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
         """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""

@@ -87,8 +87,7 @@ def check(
     typer.echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     _print_facts(facts, sources)
     for name, found in eval_sources.items():
-        what = f"{counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB"
-        typer.echo(f"#   eval source {name}: {what if found['streams'] else 'a data set of your own'}")
+        typer.echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
 
 
 def _derived(plan: Plan) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def end_above_first(loss: Series) -> Level | None:
     """The median loss of the last rows (a quarter of all, 3 to 16) if the run ended above its first row; None: it did not.
 
     The first row is a single one, so it may be low by chance: by noise, or by a source with low losses. Every one of the last
-    rows must therefore be twice the first. From `MANY_ROWS` rows on, the noise can be told: a median that is `END_RISE` higher,
-    by `END_SIGMAS` deviations, is enough if every one of the last rows is nearer to it than to the first.
+    rows must therefore be twice the first. From `MANY_ROWS` rows on, the noise can be estimated: a median that is `END_RISE`
+    higher, by `END_SIGMAS` deviations, is enough if every one of the last rows is nearer to it than to the first.
 
     Args:
         loss: finite losses. A first one of 0 or less has no multiples: such losses are not judged.

@@ -18,7 +18,7 @@ from trainer.data.stored.cache import Cache, Snapshot
 from trainer.data.stored.streams import stored_direct, stored_nested
 from trainer.data.streams.layout import Stream, discover_direct, discover_nested
 from trainer.errors import UserError
-from trainer.files import similar_path
+from trainer.files import did_you_mean
 from trainer.storage import is_url
 
 MAX_INCLUDE_DEPTH = 16
@@ -135,7 +135,7 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 
 
 def refuse_missing_roots(config: RunConfig) -> None:
-    """Refuse a root that does not exist: what is mistyped most often, and can be told before ranks are started.
+    """Refuse a root that does not exist, the most common typing mistake, before any rank starts.
 
     Raises:
         UserError: see above.
@@ -172,7 +172,8 @@ def _streams(
             return discover_direct(table.paths, format=table.format), ()
     except UserError as error:
         problem, fix = error.problem if error.key == "paths" else f"{error.key}: {error.problem}", error.fix
-        if _has_no_root(table) and similar_path(str(table.root)) is None:
-            fix = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
+        if _has_no_root(table):
+            made = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
+            fix = did_you_mean(str(table.root)) or made
         raise UserError(key, problem, fix, where=file) from None
     return [], ()
