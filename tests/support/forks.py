@@ -6,6 +6,7 @@ Where the start of a process itself matters, tests start a fresh one.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import multiprocessing
@@ -83,7 +84,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its server has waited for it since
+                os.kill(self.pid, number)
 
 
 def wait_as_torchrun(processes: Sequence[Forked], timeout: float) -> int:
