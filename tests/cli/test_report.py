@@ -445,6 +445,23 @@ def test_compare_as_json_agrees_with_the_records(runs, capsys):
     assert outcome["Held-out loss"] == pytest.approx([record["eval", STEPS]["eval_loss"] for record in records])
 
 
+def test_two_runs_that_may_not_compare_are_told_apart_in_words(runs, tmp_path, capsys):
+    other = shutil.copytree(runs[1], tmp_path / "other")
+    config = other / "config.resolved.toml"
+    config.write_text(re.sub(r"(?m)^batches = \d+$", "batches = 97", config.read_text()))
+    rows = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join(row for row in rows if json.loads(row)["global_step"] < STEPS))
+    done = program(["compare", runs[0], other], capsys)
+    last = read_rows(other / "metrics.jsonl")
+    remarks = [
+        f"not equally long: the longest ended at step {STEPS}, earlier other ({max(step for _, step in last)})",
+        "held-out losses may be of different data: eval.batches differ",
+    ]
+    assert [line for line in done.stdout.splitlines() if line in remarks] == remarks
+    assert json.loads(program(["compare", runs[0], other, "--json"], capsys).stdout)["reservations"] == remarks
+    assert json.loads(program(["compare", *runs, "--json"], capsys).stdout)["reservations"] == []
+
+
 def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("CI", "true")

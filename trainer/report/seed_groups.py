@@ -169,10 +169,11 @@ def _group(diagnoses: Sequence[Diagnosis], settings: Mapping[str, Any], window: 
 
 def reservations(label: str, groups: Sequence[SeedGroup]) -> list[str]:
     """Why the rows may not compare, in words: length, state, data, seeds."""
-    return [*_of_runs(groups), *_of_rows(label, groups)]
+    return [*reservations_of_runs(groups), *_of_rows(label, groups)]
 
 
-def _of_runs(groups: Sequence[SeedGroup]) -> Iterable[str]:
+def reservations_of_runs(groups: Sequence[SeedGroup]) -> Iterable[str]:
+    """Those of them that do not need more than one run in a row."""
     runs = [run for group in groups for run in group.runs]
     states = [(run, str(run.status.get("state", "") or "unknown")) for run in runs]
     unfinished = [f"{run.name} ({state})" for run, state in states if state != "done"]
@@ -183,22 +184,22 @@ def _of_runs(groups: Sequence[SeedGroup]) -> Iterable[str]:
     short = [f"{name} ({step:,.0f})" for name, step in ends.items() if step < last]
     if short:
         yield f"not equally long: the longest ended at step {last:,.0f}, earlier {few(short)}"
-    bare = [run.name for run in runs if not run.config]
-    if bare:
-        yield f"no config.resolved.toml, hence a row of its own: {few(bare)}"
-
-
-def _of_rows(label: str, groups: Sequence[SeedGroup]) -> Iterable[str]:
-    tokens = [statistics.fmean(seen) if (seen := group.values("Tokens seen")) else math.nan for group in groups]
-    most = max((mean for mean in tokens if math.isfinite(mean)), default=0.0)
-    fewer = [f"row {number} ({mean:,.0f})" for number, mean in enumerate(tokens, 1) if mean < (1 - TOKEN_MARGIN) * most]
-    if fewer:
-        yield f"not equally many tokens: up to {most:,.0f} on average of a row, fewer in {few(fewer)}"
     differing = [
         key for key in groups[0].settings if key.startswith(_HELD_OUT_SETTINGS) and not key.endswith(".weight")
     ]
     if differing:
         yield f"held-out losses may be of different data: {few(differing)} differ"
+
+
+def _of_rows(label: str, groups: Sequence[SeedGroup]) -> Iterable[str]:
+    bare = [run.name for group in groups for run in group.runs if not run.config]
+    if bare:
+        yield f"no config.resolved.toml, hence a row of its own: {few(bare)}"
+    tokens = [statistics.fmean(seen) if (seen := group.values("Tokens seen")) else math.nan for group in groups]
+    most = max((mean for mean in tokens if math.isfinite(mean)), default=0.0)
+    fewer = [f"row {number} ({mean:,.0f})" for number, mean in enumerate(tokens, 1) if mean < (1 - TOKEN_MARGIN) * most]
+    if fewer:
+        yield f"not equally many tokens: up to {most:,.0f} on average of a row, fewer in {few(fewer)}"
     for number, group in enumerate(groups, 1):
         repeated = len(group.runs) - len(group.seeds)
         if repeated:

@@ -93,8 +93,8 @@ def test_rows_that_do_not_compare_are_named(make):
     assert remarks == [
         "not done: b (running)",
         "not equally long: the longest ended at step 4, earlier b (2)",
-        "not equally many tokens: up to 40 on average of a row, fewer in row 1 (30)",
         "held-out losses may be of different data: eval.batches differ",
+        "not equally many tokens: up to 40 on average of a row, fewer in row 1 (30)",
         "row 2 has a held-out loss for 1 of 2 seeds",
         "recorded versions or machines differ within row 2: env.packages.torch",
     ]

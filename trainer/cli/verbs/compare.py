@@ -16,6 +16,7 @@ from trainer.cli.options import JsonOption
 from trainer.cli.terminal import COLOURS, output
 from trainer.errors import UserError
 from trainer.fitted_table import folded
+from trainer.wording import printable
 
 _KEY_WIDTH = 26  # of a folded key, so that a row of two runs fits into 80 characters
 _NO_LIMIT = 10_000
@@ -42,6 +43,7 @@ def compare(
     from trainer.diagnostics.diagnose import diagnose
     from trainer.report.names import with_distinct_names
     from trainer.report.run_summary import key_means
+    from trainer.report.seed_groups import reservations_of_runs, seed_groups
     from trainer.runs.load import load_run
 
     if len(paths) < 2:
@@ -58,6 +60,8 @@ def compare(
     console = output()
     for part in (_config_table(runs), _outcome_table(diagnoses, last), _fitted_means(console, runs, means, last)):
         console.print(part)
+    for remark in reservations_of_runs(seed_groups(diagnoses, window=last)[1]):
+        console.print(Text(printable(remark), style=COLOURS["warning"]))
     _print_notes(runs)
 
 
@@ -79,6 +83,7 @@ def _print_notes(runs: Sequence[RunRecord]) -> None:
 
 def _as_json(diagnoses: Sequence[Diagnosis], means: Sequence[KeyMean], window: int | None) -> dict[str, Any]:
     from trainer.report.run_summary import config_differences, end_of, summarize
+    from trainer.report.seed_groups import reservations_of_runs, seed_groups
 
     runs = [diagnosis.run for diagnosis in diagnoses]
     outcomes = [summarize(run, window=window) for run in runs]
@@ -102,6 +107,7 @@ def _as_json(diagnoses: Sequence[Diagnosis], means: Sequence[KeyMean], window: i
         "window": window,
         "ends": [asdict(end_of(run, window)) for run in runs],
         "metrics": [_metric_as_json(row) for row in means],
+        "reservations": list(reservations_of_runs(seed_groups(diagnoses, window=window)[1])),
     }
 
 
