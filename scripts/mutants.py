@@ -394,8 +394,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/setup/open_run.py",
-            "        row_model,\n        token_loss",
-            "        state.model,\n        token_loss",
+            "            row_model,\n            token_loss",
+            "            self.state.model,\n            token_loss",
             "tests/distributed/test_carry_probe.py::test_without_learning_nothing_drifts",
         ),
         Mutant(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
@@ -41,6 +42,7 @@ from trainer.training.setup.plan import Plan, begin_from_weights, make_plan, wid
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.sharding import refuse_bypassed_units, run_mesh
 from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.step.schedule import Length
 from trainer.wording import printable
 
 logger = get_logger(__name__)
@@ -142,36 +144,13 @@ def _train_in_group(
             else:
                 in_flight = plan.facts.groups_in_flight
                 position = restore(*found, state, config, info, device, data, groups_in_flight=in_flight)
-        length = plan.length
-        if not length.is_in_tokens:
-            position.last_step = length.total
-        elif position.reached >= length.total:
-            position.last_step = position.step
-        is_over = position.last_step is not None and position.step >= position.last_step
-        if is_over and not position.evaluation_is_due:
+        if _is_over(position, plan.length):
             text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
-            unit = "tokens" if length.is_in_tokens else "steps"
-            logger.info(text, run_dir.path, position.step, unit, length.total)
+            unit = "tokens" if plan.length.is_in_tokens else "steps"
+            logger.info(text, run_dir.path, position.step, unit, plan.length.total)
             return 0
-        contract: dict[str, Any] | None = None
-        with raise_on_all_ranks(world_size=info.world_size):
-            # The tests prove the built-in model. On a resume too: the code of a model may have changed since.
-            if info.is_main and not plan.has_built_in_model:
-                # Of shards nothing is run on one rank alone: a model of its own is checked.
-                model = state.model if mesh is None else None
-                contract = check_before_run(plan, model, device, step=position.step)
-        with raise_on_all_ranks(world_size=info.world_size):
-            if info.is_main:
-                _make_ready(run_dir, stack)
-                run_dir.create()
-                run_dir.describe(config, config_path, info, state_width=width_of(state.model))
-                checkpoint.discard_staging(run_dir.checkpoints)
-                for path in checkpoint.set_aside_after(run_dir.checkpoints, position.step):
-                    logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
-        # Its name may have changed: see `claim`.
-        run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
-        handler = add_log_file(run_dir.log_file(info.rank))
-        stack.callback(remove_log_file, handler)
+        contract = _checked_contract(plan, state.model if mesh is None else None, info, device, position.step)
+        run_dir = _begin_record(plan, config_path, info, run_dir, stack, position.step, state.model)
         mirror = None
         if claimed is not None:
             mirror = start_mirror(claimed, run_dir, config.checkpoint, position.step, state.tracker.diagnostics)
@@ -197,6 +176,55 @@ def _train_in_group(
         if contract is not None:
             run.event(contract)
         return _run_to_end(run, run_dir)
+
+
+def _is_over(position: Position, length: Length) -> bool:
+    """Whether nothing is left of the run, whose last step is noted where it is known."""
+    if not length.is_in_tokens:
+        position.last_step = length.total
+    elif position.reached >= length.total:
+        position.last_step = position.step
+    has_ended = position.last_step is not None and position.step >= position.last_step
+    return has_ended and not position.evaluation_is_due
+
+
+def _checked_contract(
+    plan: Plan, model: nn.Module | None, info: RankInfo, device: torch.device, step: int
+) -> dict[str, Any] | None:
+    """What the check of a model of the user's own found (rank 0); the tests prove the built-in one.
+
+    On a resume too: the code of a model may have changed since.
+
+    Args:
+        model: the run's; None if it is in shards, of which nothing is run on one rank alone: another one is built.
+    """
+    contract: dict[str, Any] | None = None
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main and not plan.has_built_in_model:
+            contract = check_before_run(plan, model, device, step=step)
+    return contract
+
+
+def _begin_record(
+    plan: Plan, config_path: Path, info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int, model: nn.Module
+) -> RunDir:
+    """Lock and describe the run's directory, clear what is left of work beyond `step`, and open this rank's log in it.
+
+    Returns:
+        The directory: its name may have changed, see `claim`.
+    """
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main:
+            _make_ready(run_dir, stack)
+            run_dir.create()
+            run_dir.describe(plan.config, config_path, info, state_width=width_of(model))
+            checkpoint.discard_staging(run_dir.checkpoints)
+            for path in checkpoint.set_aside_after(run_dir.checkpoints, step):
+                logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
+    run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
+    handler = add_log_file(run_dir.log_file(info.rank))
+    stack.callback(remove_log_file, handler)
+    return run_dir
 
 
 def _place(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from trainer.config.schema import RunConfig
 from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
 from trainer.distributed.agree import most_of_ranks
 from trainer.distributed.env import RankInfo
-from trainer.distributed.watchdog import start_watchdog
+from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.ledger.probe import CarryProbe
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import Reporter
@@ -26,6 +28,7 @@ from trainer.objective.compose import Loss
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.checkpointing.tree import pack
+from trainer.training.evaluation.evaluator import Evaluator
 from trainer.training.evaluation.sampler import Sampler
 from trainer.training.messages import announce
 from trainer.training.progress import Progress
@@ -45,6 +48,7 @@ from trainer.training.signals import StopRequest
 from trainer.training.step.batch_growth import BatchGrowth
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.components import coincidence
+from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.schedule import make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
@@ -87,262 +91,294 @@ def open_run(
         verdict: gives the words on the run's health that stand beside the progress bar.
         on_published: see `Saver`.
     """
-    config = plan.config
+    build = _RunBuilder(plan, state, position, info, device, run_dir, stack, mesh)
+    config, diagnostics = plan.config, state.tracker.diagnostics
     events: EventWriter | None = None
     if info.is_main:
-        events = EventWriter(run_dir.events)
-        stack.callback(state.tracker.diagnostics.best_effort("end of events.jsonl").run, events.close)
-        state.tracker.diagnostics.on_event = events.write
-        wandb_run_id = _open_record(
-            plan,
-            state,
-            position,
-            run_dir,
-            events,
-            stdout=stdout or sys.stdout,
-            source=source,
-            wandb_run_id=wandb_run_id,
-        )
+        events = build.events()
+        wandb_run_id = build.record(events, stdout or sys.stdout, source=source, wandb_run_id=wandb_run_id)
         announce(plan, state, device, run_dir)
     stack.callback(state.tracker.close)
-    diagnostics = state.tracker.diagnostics
     if config.train.compile and mesh is None:
         state.model.compile()
     # What a row is run through; everything that keeps or shows the model has the model itself.
     cell_model, loss = model_and_loss(state.model, config, device)
     row_model = in_cells(cell_model, config)
-    train_step = _train_step(plan, state, row_model, loss, info, device, diagnostics, mesh)
+    train_step = build.train_step(row_model, loss)
     pack(position.data_state, "data")  # one that a checkpoint cannot keep is refused before the first step
-    saver = Saver(
-        directory=run_dir.checkpoints,
-        table=config.checkpoint,
-        info=info,
-        state=state,
-        device=device,
-        shared={
-            "wandb_run_id": wandb_run_id,
-            "config": config.model_dump(mode="json"),
-            "environment": environment(info),
-            FINGERPRINT_KEY: None if fingerprint is None else fingerprint.to_state(),
-        },
-        last_saved=position.step if source is not None else -1,
-        diagnostics=diagnostics,
-        on_published=on_published,
-    )
-    watchdog = start_watchdog(
-        info,
-        timeout_sec=config.distributed.timeout_sec,
-        log=run_dir.log_file(info.rank),
-        on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
-        groups=mesh.get_all_groups() if mesh is not None else (),
-    )
-    if watchdog is not None:
-        stack.callback(watchdog.close)
+    saver = build.saver(fingerprint, wandb_run_id, is_resumed=source is not None, on_published=on_published)
+    watchdog = build.watchdog()
     details = make_details(plan, diagnostics)
-    in_lockstep = mesh is not None
-    probe = _probe(plan, state, row_model, loss, info, device, in_lockstep=in_lockstep)
-    parts: dict[str, Reporter | None] = {
-        "counters": position.unlogged,
-        "step_details": details,
-        "ledger metrics": state.ledger,
-        "carry probe": probe,
-        "gns": state.gns,
-        "per_layer": state.per_layer,
-    }
-    reporters = {name: part for name, part in parts.items() if part is not None}
-    loader = Loader(
-        state.dataset,
-        device=device,
-        prefetch=config.data.prefetch,
-        guard=diagnostics.best_effort("data metrics"),
-    )
-    stack.callback(loader.close)
-    progress = Progress(
-        is_shown=info.is_main and sys.stderr.isatty(),
-        total=plan.length.total,
-        done=position.reached,
-        name=config.run.name,
-        verdict=verdict,
-    )
-    # A guard of its own: a bar that failed is taken off the screen all the same.
-    stack.callback(diagnostics.best_effort("end of the progress bar").run, progress.hide)
+    probe = build.probe(row_model, loss)
+    reporters = build.reporters(details, probe)
     return Run(
         config=config,
         info=info,
         device=device,
         position=position,
-        windows=WindowReader(
-            loader,
-            accepted=accepted_inputs(state.model),
-            data_state=position.data_state,
-            info=info,
-            device=device,
-            is_resumed=source is not None,
-            burns_in=config.ledger.burn_in > 0,
-            on_window=None if config.micro_batches.is_known_ahead else state.dataset.window_begins,
-        ),
+        windows=build.windows(is_resumed=source is not None),
         train_step=train_step,
         length=plan.length,
         micro_batches=config.micro_batches,
         num_micros=config.micro_batches.first,
-        growth=_growth(plan, state, info, diagnostics),
+        growth=build.growth(),
         schedule=make_schedule(config, plan.length),
         details=details,
         probe=probe,
         reporters=reporters,
-        coincidence_at=partial(coincidence, state.dataset, [source.concentration for source in plan.sources])
-        if config.gns.components_every
-        else None,
+        coincidence_at=build.coincidence_at(),
         metric_keys=tuple(key for reporter in reporters.values() for key in reporter.metric_keys),
         diagnostics=diagnostics,
         tracker=state.tracker,
         spikes=state.spikes,
-        evaluator=make_evaluator(
-            plan, state.model, cell_model, loss, info, device, diagnostics, eval_sets, in_lockstep=in_lockstep
-        )
-        if config.eval.every
-        else None,
-        sampler=_sampler(plan, state, device, events) if config.sample.every and (events or in_lockstep) else None,
+        evaluator=build.evaluator(cell_model, loss, eval_sets),
+        sampler=build.sampler(events),
         saver=saver,
         stop=stop,
         watchdog=watchdog,
         events=events,
-        progress=progress,
-        profile=_profile(plan, state, position, device, run_dir, stack)
-        if info.is_main and config.metrics.profile
-        else None,
+        progress=build.progress(verdict),
+        profile=build.profile(),
         status=StatusKeeper(run_dir, wandb_run_id) if info.is_main else None,
     )
 
 
-def _open_record(
-    plan: Plan,
-    state: TrainState,
-    position: Position,
-    run_dir: RunDir,
-    events: EventWriter,
-    *,
-    stdout: Output,
-    source: str | None,
-    wandb_run_id: str | None,
-) -> str | None:
-    """Open the sinks, say in them if the run restarts, and mark it as running (rank 0).
+@dataclass(frozen=True)
+class _RunBuilder:
+    """Makes the parts of a run that take more than one line; a part that is off is None."""
 
-    Returns:
-        The id of the wandb run; None without one.
-    """
-    # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
-    is_restart = run_dir.metrics.exists() or source is not None
-    sinks = make_sinks(
-        plan.config,
-        run_dir,
-        stdout=stdout,
-        wandb_run_id=wandb_run_id,
-        diagnostics=state.tracker.diagnostics,
-        on_event=events.write,
-    )
-    state.tracker.init_backends(sinks)
-    if is_restart:
-        state.tracker.log_restart(position.step, checkpoint=source)
-        events.write({"event": "restart", "global_step": position.step, "checkpoint": source})
-    run_dir.write_status("running", reason="", step=position.step, wandb_run_id=wandb_id(sinks))
-    return wandb_id(sinks)
+    plan: Plan
+    state: TrainState
+    position: Position
+    info: RankInfo
+    device: torch.device
+    run_dir: RunDir
+    stack: ExitStack
+    mesh: DeviceMesh | None
 
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.config
 
-def _train_step(
-    plan: Plan,
-    state: TrainState,
-    row_model: nn.Module,
-    loss: Loss,
-    info: RankInfo,
-    device: torch.device,
-    diagnostics: Diagnostics,
-    mesh: DeviceMesh | None,
-) -> TrainStep:
-    table = plan.config.train
-    model, averaging = average_over_ranks(row_model, state.model, plan.config, info, device, mesh)
-    return TrainStep(
-        model=model,
-        ledger=state.ledger,
-        objective=loss,
-        optimizer=state.optimizer,
-        gns=state.gns,
-        per_layer=state.per_layer,
-        scaler=state.scaler,
-        settings=StepSettings(
-            max_tokens_per_micro=max_tokens_per_micro(plan),
-            clip_grad_norm=table.clip_grad_norm,
-        ),
-        averaging=averaging,
-        world_size=info.world_size,
-        device=device,
-        autocast=autocast_context(plan.config, device),
-        diagnostics=diagnostics,
-    )
+    @property
+    def diagnostics(self) -> Diagnostics:
+        return self.state.tracker.diagnostics
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether a forward of one rank waits for the others, which hold shards of the model."""
+        return self.mesh is not None
 
-def _growth(plan: Plan, state: TrainState, info: RankInfo, diagnostics: Diagnostics) -> BatchGrowth | None:
-    batches = plan.config.micro_batches
-    if batches.is_constant:
-        return None
-    return BatchGrowth(
-        batches,
-        micro_tokens=plan.facts.tokens_per_micro,
-        noise=state.gns,
-        guard=diagnostics.best_effort("gns"),
-        world_size=info.world_size,
-    )
+    def events(self) -> EventWriter:
+        """Of rank 0; what the guards have to say goes there too."""
+        events = EventWriter(self.run_dir.events)
+        self.stack.callback(self.diagnostics.best_effort("end of events.jsonl").run, events.close)
+        self.diagnostics.on_event = events.write
+        return events
 
+    def record(
+        self, events: EventWriter, stdout: Output, *, source: str | None, wandb_run_id: str | None
+    ) -> str | None:
+        """Open the sinks, say in them if the run restarts, and mark it as running (rank 0).
 
-def _probe(
-    plan: Plan,
-    state: TrainState,
-    row_model: nn.Module,
-    loss: Loss,
-    info: RankInfo,
-    device: torch.device,
-    *,
-    in_lockstep: bool,
-) -> StepProbe | None:
-    table = plan.config.ledger
-    if state.ledger is None or not table.probe_every:
-        return None
-    probe = CarryProbe(
-        row_model,
-        token_loss=lambda output, targets: loss(output, targets).token_loss,
-        cells=table.probe_cells,
-        cell_tokens=plan.config.row_tokens,
-        agree=(lambda number: most_of_ranks(number, device=device, world_size=info.world_size)[0])
-        if in_lockstep
-        else None,
-        autocast=autocast_context(plan.config, device),
-    )
-    return StepProbe(probe, ledger=state.ledger, tracker=state.tracker, device=device)
+        Returns:
+            The id of the wandb run; None without one.
+        """
+        # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
+        is_restart = self.run_dir.metrics.exists() or source is not None
+        sinks = make_sinks(
+            self.config,
+            self.run_dir,
+            stdout=stdout,
+            wandb_run_id=wandb_run_id,
+            diagnostics=self.diagnostics,
+            on_event=events.write,
+        )
+        self.state.tracker.init_backends(sinks)
+        step = self.position.step
+        if is_restart:
+            self.state.tracker.log_restart(step, checkpoint=source)
+            events.write({"event": "restart", "global_step": step, "checkpoint": source})
+        self.run_dir.write_status("running", reason="", step=step, wandb_run_id=wandb_id(sinks))
+        return wandb_id(sinks)
 
+    def train_step(self, row_model: nn.Module, loss: Loss) -> TrainStep:
+        state, config = self.state, self.config
+        model, averaging = average_over_ranks(row_model, state.model, config, self.info, self.device, self.mesh)
+        return TrainStep(
+            model=model,
+            ledger=state.ledger,
+            objective=loss,
+            optimizer=state.optimizer,
+            gns=state.gns,
+            per_layer=state.per_layer,
+            scaler=state.scaler,
+            settings=StepSettings(
+                max_tokens_per_micro=max_tokens_per_micro(self.plan),
+                clip_grad_norm=config.train.clip_grad_norm,
+            ),
+            averaging=averaging,
+            world_size=self.info.world_size,
+            device=self.device,
+            autocast=autocast_context(config, self.device),
+            diagnostics=self.diagnostics,
+        )
 
-def _profile(
-    plan: Plan, state: TrainState, position: Position, device: torch.device, run_dir: RunDir, stack: ExitStack
-) -> StepProfile:
-    profile = StepProfile(
-        run_dir.path,
-        num_steps=plan.config.metrics.profile,
-        start=position.step,
-        device=device,
-        tracker=state.tracker,
-        guard=state.tracker.diagnostics.best_effort("profile"),
-    )
-    stack.callback(profile.close)
-    return profile
+    def saver(
+        self,
+        fingerprint: Fingerprint | None,
+        wandb_run_id: str | None,
+        *,
+        is_resumed: bool,
+        on_published: Callable[[Path], None] | None,
+    ) -> Saver:
+        return Saver(
+            directory=self.run_dir.checkpoints,
+            table=self.config.checkpoint,
+            info=self.info,
+            state=self.state,
+            device=self.device,
+            shared={
+                "wandb_run_id": wandb_run_id,
+                "config": self.config.model_dump(mode="json"),
+                "environment": environment(self.info),
+                FINGERPRINT_KEY: None if fingerprint is None else fingerprint.to_state(),
+            },
+            last_saved=self.position.step if is_resumed else -1,
+            diagnostics=self.diagnostics,
+            on_published=on_published,
+        )
 
+    def watchdog(self) -> Watchdog | None:
+        watchdog = start_watchdog(
+            self.info,
+            timeout_sec=self.config.distributed.timeout_sec,
+            log=self.run_dir.log_file(self.info.rank),
+            on_end=lambda reason: self.run_dir.leave_status(
+                self.info, "failed", reason=reason, step=self.position.step
+            ),
+            groups=self.mesh.get_all_groups() if self.mesh is not None else (),
+        )
+        if watchdog is not None:
+            self.stack.callback(watchdog.close)
+        return watchdog
 
-def _sampler(plan: Plan, state: TrainState, device: torch.device, events: EventWriter | None) -> Sampler:
-    return Sampler(
-        model=state.model,
-        tokenizer=plan.tokenizer,
-        table=plan.config.sample,
-        seed=plan.config.run.seed,
-        cell=plan.config.data.seq_len,
-        device=device,
-        autocast=autocast_context(plan.config, device),
-        send=[events.write, state.tracker.log_event] if events is not None else [],
-    )
+    def reporters(self, details: StepDetails, probe: StepProbe | None) -> dict[str, Reporter]:
+        state = self.state
+        parts: dict[str, Reporter | None] = {
+            "counters": self.position.unlogged,
+            "step_details": details,
+            "ledger metrics": state.ledger,
+            "carry probe": probe,
+            "gns": state.gns,
+            "per_layer": state.per_layer,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def windows(self, *, is_resumed: bool) -> WindowReader:
+        loader = Loader(
+            self.state.dataset,
+            device=self.device,
+            prefetch=self.config.data.prefetch,
+            guard=self.diagnostics.best_effort("data metrics"),
+        )
+        self.stack.callback(loader.close)
+        return WindowReader(
+            loader,
+            accepted=accepted_inputs(self.state.model),
+            data_state=self.position.data_state,
+            info=self.info,
+            device=self.device,
+            is_resumed=is_resumed,
+            burns_in=self.config.ledger.burn_in > 0,
+            on_window=None if self.config.micro_batches.is_known_ahead else self.state.dataset.window_begins,
+        )
+
+    def growth(self) -> BatchGrowth | None:
+        batches = self.config.micro_batches
+        if batches.is_constant:
+            return None
+        return BatchGrowth(
+            batches,
+            micro_tokens=self.plan.facts.tokens_per_micro,
+            noise=self.state.gns,
+            guard=self.diagnostics.best_effort("gns"),
+            world_size=self.info.world_size,
+        )
+
+    def probe(self, row_model: nn.Module, loss: Loss) -> StepProbe | None:
+        table = self.config.ledger
+        if self.state.ledger is None or not table.probe_every:
+            return None
+        agree = partial(most_of_ranks, device=self.device, world_size=self.info.world_size)
+        probe = CarryProbe(
+            row_model,
+            token_loss=lambda output, targets: loss(output, targets).token_loss,
+            cells=table.probe_cells,
+            cell_tokens=self.config.row_tokens,
+            agree=(lambda number: agree(number)[0]) if self.in_lockstep else None,
+            autocast=autocast_context(self.config, self.device),
+        )
+        return StepProbe(probe, ledger=self.state.ledger, tracker=self.state.tracker, device=self.device)
+
+    def coincidence_at(self) -> Callable[[int, int], float] | None:
+        if not self.config.gns.components_every:
+            return None
+        return partial(coincidence, self.state.dataset, [source.concentration for source in self.plan.sources])
+
+    def evaluator(self, cell_model: nn.Module, loss: Loss, sets: Sequence[EvalSet]) -> Evaluator | None:
+        if not self.config.eval.every:
+            return None
+        return make_evaluator(
+            self.plan,
+            self.state.model,
+            cell_model,
+            loss,
+            self.info,
+            self.device,
+            self.diagnostics,
+            sets,
+            in_lockstep=self.in_lockstep,
+        )
+
+    def sampler(self, events: EventWriter | None) -> Sampler | None:
+        """Rank 0's; of a model in shards every rank has one, which sends nothing elsewhere."""
+        if not self.config.sample.every or (events is None and not self.in_lockstep):
+            return None
+        return Sampler(
+            model=self.state.model,
+            tokenizer=self.plan.tokenizer,
+            table=self.config.sample,
+            seed=self.config.run.seed,
+            cell=self.config.data.seq_len,
+            device=self.device,
+            autocast=autocast_context(self.config, self.device),
+            send=[events.write, self.state.tracker.log_event] if events is not None else [],
+        )
+
+    def progress(self, verdict: Callable[[], str] | None) -> Progress:
+        progress = Progress(
+            is_shown=self.info.is_main and sys.stderr.isatty(),
+            total=self.plan.length.total,
+            done=self.position.reached,
+            name=self.config.run.name,
+            verdict=verdict,
+        )
+        # A guard of its own: a bar that failed is taken off the screen all the same.
+        self.stack.callback(self.diagnostics.best_effort("end of the progress bar").run, progress.hide)
+        return progress
+
+    def profile(self) -> StepProfile | None:
+        """Rank 0's."""
+        if not (self.info.is_main and self.config.metrics.profile):
+            return None
+        profile = StepProfile(
+            self.run_dir.path,
+            num_steps=self.config.metrics.profile,
+            start=self.position.step,
+            device=self.device,
+            tracker=self.state.tracker,
+            guard=self.diagnostics.best_effort("profile"),
+        )
+        self.stack.callback(profile.close)
+        return profile
