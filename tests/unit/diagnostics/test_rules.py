@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping
@@ -47,6 +48,11 @@ def make_run(columns: Mapping[str, Mapping[int, float] | list[float]], **changes
         table.add(step, 0, tuple(row), row.values())
     settings: dict[str, Any] = {"config": CONFIG, "environment": {"world_size": 1}, **changes}
     return RunRecord(Path("synthetic"), table, RowTable(merge_same_step=True), **settings)
+
+
+def mixed(**changes: Any) -> dict[str, Any]:
+    """The config with other keys of `[data.mixing]`."""
+    return {**CONFIG, "data": {**CONFIG["data"], "mixing": {**MIXING, **changes}}}
 
 
 def check(name: str, run: RunRecord) -> Outcome:
@@ -162,7 +168,9 @@ FAULTY: dict[str, RunRecord] = {
     "model_contract": make_run({"loss": [1.0]}, events=[contract_event("broken"), contract_event("held", step=40)]),
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
     "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
-    "closed_pool_imbalance": make_run(pool_rows(**{f"{POOL}remaining_fraction_min": [1.0] * 30 + [0.2] * 30})),
+    "closed_pool_imbalance": make_run(
+        pool_rows(**{f"{POOL}remaining_fraction_min": [1.0] * 30 + [0.2] * 30}), config=mixed(pick_mode="uniform")
+    ),
     "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
     "masked_ranks": make_run({MASKED: [0.4] * 40}),
@@ -177,6 +185,7 @@ FAULTY: dict[str, RunRecord] = {
     "straggling_rank": make_run(
         {"time/slowest_rank_sec": [0.9] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40},
         environment={"world_size": 2},
+        config=mixed(batching_mode="device_per_stream"),
     ),
     "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[6]),
     "ending": make_run({"loss": [1.0]}, status={"state": "failed", "reason": "a reason", "last_step": 1}),
@@ -318,6 +327,53 @@ def test_the_suggested_stale_threshold_is_that_of_the_source_that_waits_longest(
     assert suggested(data={"mixing": MIXING, "source": [{"include": "x.toml"}, *tables]}) == 4 * 5, "not known"
     beyond = {**config["ledger"], "stale_threshold": 500}
     assert suggested(ledger=beyond) == 2 * 500, "the bound was too low"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_no_fix_is_what_the_run_has_already(name: str) -> None:
+    """Whoever follows the advice, and again until the rule has no other, is never told to set what is set."""
+    run = FAULTY[name]
+    for _ in range(12):
+        knob = check(name, run).knob
+        if knob is None or knob.current is None:
+            break
+        assert knob.suggested != knob.current
+        assert not str(knob.suggested).startswith(f"{knob.current},"), "a condition belongs into `condition`"
+        config = copy.deepcopy(dict(run.config))
+        *path, last = knob.key.split(".")
+        table = config
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = knob.suggested
+        run = replace(run, config=config)
+
+
+def test_what_no_setting_would_mend_gets_no_setting() -> None:
+    times = {"time/slowest_rank_sec": [0.9] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40}
+    found = check("straggling_rank", make_run(times, environment={"world_size": 2}))
+    assert (found.verdict, found.knob) == ("finding", None)
+    assert found.sentence.endswith("look at the machine of the slowest")
+    other = check("straggling_rank", FAULTY["straggling_rank"]).knob
+    assert other is not None
+    assert str(other).startswith("data.mixing.batching_mode = per_stream (now device_per_stream), if ranks read")
+
+    again = make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)] * 3, steps_redone=[1, 1, 1])
+    assert check("restarts", again).knob is None, "every start fails at one step, however many checkpoints there are"
+
+    weighted = replace(FAULTY["closed_pool_imbalance"], config=CONFIG)
+    uneven = check("closed_pool_imbalance", weighted)
+    assert (uneven.verdict, uneven.knob) == ("finding", None)
+    assert "readers report a wrong number" in uneven.sentence
+
+    one = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
+    wasteful = check("batch_size", make_run({**GNS, "gns/b_big": [100.0] * 40}, config=one))
+    assert (wasteful.verdict, wasteful.knob) == ("finding", None)
+
+    still = layer_rows("update_ratio", {**RATIOS, "blocks.1": 1e-7})
+    groups = [{"match": "blocks.*", "weight_decay": 0.0, "lr_scale": 1.0}, {"match": "blocks.1.*", "lr_scale": 1e-6}]
+    cut = check("still_layer", make_run(still, config={**CONFIG, "optimizer": {"group": groups}})).knob
+    assert cut is not None
+    assert cut.key == "model", "the first group that matches counts, and it does not slow the layer down"
 
 
 @pytest.mark.parametrize(("batch", "suggested"), [(100.0, "less"), (16.0, None), (1.0, "more")])

@@ -61,13 +61,16 @@ def _larger(run: RunRecord, scale: NoiseScale) -> Knob:
     return Knob("train.micro_batches", micros, more if _is_constant(run) else f"a schedule that reaches {more}")
 
 
-def _smaller(run: RunRecord, scale: NoiseScale) -> Knob:
+def _smaller(run: RunRecord, scale: NoiseScale) -> Knob | None:
+    """Towards the noise scale; None where a rank has one sequence of one micro-batch."""
     factor = _aim(scale) / scale.batch
     if not _knows_micro_batches(run):
         return _any_micro_batches(scale, factor)
     micros = micro_batches(run, since=scale.step)
     key = "train.micro_batches" if micros > 1 else "data.mixing.batch_size"
     current = micros if micros > 1 else run.setting(key)
+    if current == 1:
+        return None
     suggested = max(round(current * factor), 1) if isinstance(current, int) else "smaller"
     if not _is_constant(run) and micros > 1:
         suggested = f"a schedule that ends at {suggested}"

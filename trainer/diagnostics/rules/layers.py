@@ -98,7 +98,9 @@ def _knob(run: RunRecord, layer: str) -> Knob:
     groups: list[dict[str, Any]] = run.setting("optimizer.group", []) or []
     for group in groups:
         if fnmatchcase(f"{layer}.weight", str(group.get("match", ""))):
-            return Knob("optimizer.group.lr_scale", group.get("lr_scale"), 1.0)
+            if group.get("lr_scale", 1.0) < 1.0:
+                return Knob("optimizer.group.lr_scale", group["lr_scale"], 1.0)
+            break
     return Knob("model", None, f"a model in which the gradient reaches {layer}")
 
 

@@ -121,11 +121,14 @@ def check_closed_pool(run: RunRecord) -> Outcome:
     if not hits:
         return healthy(words)
     mode = run.setting("data.mixing.pick_mode")
-    suggestion = "weighted" if mode != "weighted" else "weighted, with readers that report their remaining picks"
+    words = f"{words}; first exceeded at step {ended.steps[hits[0]]}"
+    is_weighted = mode == "weighted"
     return finding(
-        f"{words}; first exceeded at step {ended.steps[hits[0]]}",
+        f"{words}, although picks are weighted: readers report a wrong number of remaining picks"
+        if is_weighted
+        else words,
         evidence=[low.evidence(hits), high.evidence(hits)],
-        knob=Knob("data.mixing.pick_mode", mode, suggestion),
+        knob=None if is_weighted else Knob("data.mixing.pick_mode", mode, "weighted"),
     )
 
 

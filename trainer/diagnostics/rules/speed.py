@@ -131,10 +131,14 @@ def check_straggler(run: RunRecord) -> Outcome:
         return healthy(words)
     worst = sorted(sorted(range(len(waits)), key=lambda i: -waits[i])[:6])
     mode = run.setting("data.mixing.batching_mode")
+    condition = "if ranks read different data; otherwise look at the machine of the slowest rank"
+    shares_streams = mode == "per_stream"
     return finding(
-        words,
+        f"{words}; they read slices of the same streams: look at the machine of the slowest"
+        if shares_streams
+        else words,
         evidence=[slowest.evidence(worst), fastest.evidence(worst)],
-        knob=Knob("data.mixing.batching_mode", mode, "per_stream, if ranks read different data"),
+        knob=None if shares_streams else Knob("data.mixing.batching_mode", mode, "per_stream", condition),
     )
 
 
