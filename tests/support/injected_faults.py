@@ -347,6 +347,20 @@ FAULTS = (
         350,
     ),
     Fault(
+        "repeated_data",
+        "ranks that all read the same batches",
+        _scenario(world_size=2, micro_batches=4, has_same_data=True),
+        0,
+        20,
+    ),
+    Fault(
+        "repeated_data",
+        "one micro-batch a rank, the same on all of them",
+        _scenario(world_size=2, micro_batches=1, has_same_data=True),
+        0,
+        20,
+    ),
+    Fault(
         "batch_size",
         "a batch of 3 % of the noise scale",
         _scenario(noise_scale=500.0, world_size=1, micro_batches=4),

@@ -64,6 +64,8 @@ class Scenario:
     stale_threshold: int = 0
     wipe_every: int = 0
     noise_scale: float = 8.0
+    has_same_data: bool = False
+    """All ranks read the same batches."""
     first_loss: float = 5.5
     last_loss: float = 1.3
     carry_gain: float = 0.3
@@ -253,6 +255,8 @@ def _noise_window(rng: np.random.Generator, scenario: Scenario, scale: float) ->
     mean = np.full(PARAMETERS, 1.0 / math.sqrt(PARAMETERS))
     sigma = math.sqrt(scale / PARAMETERS / rows)
     grads = mean + sigma * rng.standard_normal((ranks, micros, PARAMETERS))
+    if scenario.has_same_data:
+        grads[:] = grads[0]
     sums = [0.0] * noise_scale.NUM_SUMS
     kappa = 1.0 / micros
     sums[noise_scale.KAPPA] = float(ranks)
@@ -260,6 +264,10 @@ def _noise_window(rng: np.random.Generator, scenario: Scenario, scale: float) ->
     sums[noise_scale.SMALL_NOISE] = kappa * ranks * micros / rows
     sums[noise_scale.BIG_NOISE] = kappa**2 * ranks * micros / rows
     sums[noise_scale.RANKS] = float(ranks)
+    if ranks > 1:
+        sums[noise_scale.MIDDLE_KAPPA] = float(ranks)
+        sums[noise_scale.MIDDLE_SQUARE] = float((grads.mean(axis=1) ** 2).sum())
+        sums[noise_scale.MIDDLE_NOISE] = ranks / rows / micros
     big = grads.mean(axis=(0, 1))
     window = estimate(sums, float(big @ big))
     assert isinstance(window, noise_scale.Window), window

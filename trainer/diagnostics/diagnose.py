@@ -122,7 +122,7 @@ class Diagnosis:
 
     @property
     def coverage(self) -> str:
-        """How many rules judged the run: `14 of 26 rules judged the run, 5 could not yet, 7 had nothing to measure`."""
+        """How many rules judged the run: `14 of 27 rules judged the run, 5 could not yet, 8 had nothing to measure`."""
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
         rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)
         parts = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]

@@ -108,8 +108,8 @@ class RunRecord:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks; None if env.json does not have it."""
-        size = self.environment.get("world_size")
+        """Number of ranks; None if neither env.json nor the status of another loop has it."""
+        size = self.environment.get("world_size", self.status.get("world_size"))
         return size if isinstance(size, int) and size >= 1 else None
 
 
@@ -246,7 +246,9 @@ def _no_rows(metrics: Path) -> UserError:
     if state not in ENDED_STATES:
         return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
     reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
-    problem = f"has no rows: the run {ENDED_STATES[state]} at step {status.get('last_step', '?')}: {reason}"
+    step = status.get("last_step")
+    where = f" at step {step}" if isinstance(step, int) else ""
+    problem = f"has no rows: the run {ENDED_STATES[state]}{where}: {reason}"
     return UserError(str(metrics), problem, "see logs/ in the run directory, or name another run")
 
 

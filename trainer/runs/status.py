@@ -29,7 +29,7 @@ _TAIL_BYTES: Final = 1 << 20
 
 
 @contextmanager
-def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
+def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None = None) -> Iterator[None]:
     """Keep status.json of a loop that is not the trainer's: `running`, and at the end `done`, `stopped` or `failed`, and why.
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a code other than 0 is `failed`.
@@ -39,6 +39,8 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
     Args:
         directory: of the run; it is made.
         rank: other ranks than 0 do nothing.
+        world_size: number of ranks; None: what torchrun says, if it started this process, and otherwise unknown. The diagnosis
+            needs it where keys are sums over ranks.
 
     Raises:
         UserError: another process writes its run there.
@@ -49,8 +51,10 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
         return
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
+    ranks = os.environ.get("WORLD_SIZE", "") if world_size is None else str(world_size)
+    own = {"loop": OWN_LOOP, **({"world_size": int(ranks)} if ranks.isdecimal() else {})}
     with take_lock(path):
-        write_status(path / STATUS_NAME, "running", reason="", step=last_step(path), loop=OWN_LOOP)
+        write_status(path / STATUS_NAME, "running", reason="", step=last_step(path), **own)
         state, reason = "failed", ""
         try:
             yield
@@ -59,7 +63,7 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
             state, reason = _end_of(error)
             raise
         finally:
-            write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), loop=OWN_LOOP)
+            write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), **own)
 
 
 def take_lock(directory: Path) -> TextIO:

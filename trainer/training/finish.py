@@ -43,8 +43,8 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         reject(run, taken, outcome)
     elif outcome.tokens:
         position.skipped_in_a_row = 0
-        position.first_loss = outcome.loss if position.first_loss is None else position.first_loss
-        position.last_loss = outcome.loss
+        position.last_loss = step, outcome.loss
+        position.first_loss = position.first_loss or position.last_loss
         if run.spikes is not None:
             look_for_spike(run, run.spikes, taken, outcome)
     if outcome.has_spike:
@@ -144,7 +144,7 @@ def evaluate(run: Run) -> bool:
     position.evaluation_is_due = found is None
     if found is None:
         return False
-    position.last_eval = found
+    position.last_eval = position.step, found
     with run.paused():
         run.tracker.log_eval(found, position.step)
     return True

@@ -82,10 +82,11 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     lines = [f"{state} at step {position.step}{of}: {reason}"]
     first, last = position.first_loss, position.last_loss
     if first is not None and last is not None:
-        change = f"loss {first:.4f} -> {last:.4f} ({last / first:.0%} of the first)"
-        if position.first_step:
-            change = f"since step {position.first_step}: {change}"
-        lines.append(change + _evaluated(position.last_eval))
+        # Of single steps, which a change of source or a schedule moves: the report has means.
+        losses = [f"{loss:.4f} at step {step}" for step, loss in (first, last)]
+        lines.append(f"loss {losses[0]}, {losses[1]} ({last[1] / first[1]:.0%})")
+    if position.last_eval is not None:
+        lines += _evaluated(*position.last_eval, run.config.eval.batches)
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
@@ -98,13 +99,15 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     sys.stderr.flush()
 
 
-def _evaluated(metrics: Mapping[str, float]) -> str:
-    """The losses of the last evaluation."""
-    losses = {"held out": metrics["eval_loss"]} if "eval_loss" in metrics else {}
+def _evaluated(step: int, metrics: Mapping[str, float], batches: int) -> list[str]:
+    """The losses of the last evaluation, which reads at most so many micro-batches a rank of the held-out documents."""
+    losses = []
+    if "eval_loss" in metrics:
+        losses.append(f"held out {metrics['eval_loss']:.4f} (the first {counted(batches, 'micro-batch')} a rank)")
     for key, value in metrics.items():
         if key.startswith("eval/") and key.endswith("/loss"):
-            losses[key.removeprefix("eval/").removesuffix("/loss")] = value
-    return "".join(f", {name} {loss:.4f}" for name, loss in losses.items())
+            losses.append(f"{key.removeprefix('eval/').removesuffix('/loss')} {value:.4f}")
+    return [f"evaluated at step {step}: {', '.join(losses)}"] if losses else []
 
 
 def _next_command(run: Run, run_dir: RunDir, state: str) -> str:

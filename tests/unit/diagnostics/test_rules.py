@@ -97,6 +97,14 @@ GNS = {
 }
 
 
+def same_data(consistency: float | None, error: float = 0.0005, *, noise: float = 0.4, micro_batches: int = 3) -> Any:
+    """Two ranks; noise between them relative to that within."""
+    values = {"tr_sigma": noise, "grad_sq": 0.05, "b_small": 4.0, "b_big": 8.0 * micro_batches}
+    if consistency is not None:
+        values |= {"consistency": consistency, "consistency_se": error}
+    return {f"gns/{key}": [value] * 40 for key, value in values.items()}
+
+
 def probes(*, gain: float, gap: float, error: float = 0.01, count: int = 20) -> dict[str, dict[int, float]]:
     """A probe at every fifth of the steps, with deterministic noise of its error."""
     steps = [5 * n for n in range(1, count + 1)]
@@ -140,6 +148,7 @@ HEALTHY: dict[str, RunRecord] = {
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.04] * 60})),
     "masked_ranks": make_run({MASKED: [0.0, 0.2] * 20}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.01}}),
+    "repeated_data": make_run(same_data(1.0), environment={"world_size": 2}),
     "batch_size": make_run({**GNS, "gns/b_big": [16.0] * 40}),
     "still_layer": make_run(layer_rows("update_ratio", RATIOS)),
     "dominant_layer": make_run(norm_rows(0.02, 0.01)),
@@ -175,6 +184,7 @@ FAULTY: dict[str, RunRecord] = {
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
     "masked_ranks": make_run({MASKED: [0.4] * 40}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
+    "repeated_data": make_run(same_data(-4e-17), environment={"world_size": 2}),
     "batch_size": make_run({**GNS, "gns/b_big": [100.0] * 40}),
     "still_layer": make_run(layer_rows("update_ratio", {**RATIOS, "blocks.1": 1e-7})),
     "dominant_layer": make_run(norm_rows(0.005, 0.004)),
@@ -348,6 +358,18 @@ def test_no_fix_is_what_the_run_has_already(name: str) -> None:
         run = replace(run, config=config)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "current", "suggested"), [(1, 12, 24), (2, 6, 12), (None, None, "twice as many")]
+)
+def test_the_ledger_of_a_loop_without_a_config_is_suggested_by_rank(world_size, current, suggested) -> None:
+    """Live groups are a sum over ranks; where nobody says how many there are, no number is made up."""
+    rows = {FALSE["lru"]: [0.0, 3.0], "ledger/live_groups": [6.0, 12.0], "ledger/fill_fraction": [0.5, 1.0]}
+    status = {"state": "done", "loop": "own", **({"world_size": world_size} if world_size else {})}
+    knob = check("false_evictions_lru", make_run(rows, config={}, environment={}, status=status)).knob
+    assert knob is not None
+    assert (knob.current, knob.suggested) == (current, suggested)
+
+
 def test_what_no_setting_would_mend_gets_no_setting() -> None:
     times = {"time/slowest_rank_sec": [0.9] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40}
     found = check("straggling_rank", make_run(times, environment={"world_size": 2}))
@@ -374,6 +396,28 @@ def test_what_no_setting_would_mend_gets_no_setting() -> None:
     cut = check("still_layer", make_run(still, config={**CONFIG, "optimizer": {"group": groups}})).knob
     assert cut is not None
     assert cut.key == "model", "the first group that matches counts, and it does not slow the layer down"
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size", "verdict"),
+    [
+        (same_data(0.0), 2, "finding"),
+        (same_data(0.0), 1, "finding"),  # the two halves of a step
+        (same_data(0.0), None, "finding"),
+        (same_data(0.3), 2, "healthy"),  # slices of one stream
+        (same_data(0.0, error=0.05), 2, "healthy"),  # not known well enough
+        (same_data(None), 2, "not_measured"),  # ranks may be equal, or not
+        (same_data(None), 1, "healthy"),
+        (same_data(None, micro_batches=1), 2, "healthy"),
+        (same_data(None, micro_batches=1, noise=1e-9), 2, "finding"),
+        (same_data(None, noise=-1e-9), 1, "finding"),
+        ({**same_data(None, noise=0.0), "gns/grad_sq": [0.0] * 40}, 1, "not_measured"),
+    ],
+)
+def test_the_same_data_on_all_ranks_are_seen_by_the_noise_between_them(rows, world_size, verdict) -> None:
+    run = make_run({**GNS, **rows}, environment={"world_size": world_size})
+    assert check("repeated_data", run).verdict == verdict
+    assert (check("batch_size", run).verdict == "explained") == (verdict == "finding")
 
 
 @pytest.mark.parametrize(("batch", "suggested"), [(100.0, "less"), (16.0, None), (1.0, "more")])

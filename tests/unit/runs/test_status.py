@@ -50,6 +50,18 @@ def test_a_run_is_running_and_then_done_with_the_step_of_its_last_row(tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("said", "environ", "known"), [(None, None, None), (None, "4", 4), (2, "4", 2), (None, "many", None)]
+)
+def test_the_number_of_ranks_is_what_the_loop_or_torchrun_says(tmp_path, monkeypatch, said, environ, known) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if environ is not None:
+        monkeypatch.setenv("WORLD_SIZE", environ)
+    with run_status(tmp_path, world_size=said):
+        write_rows(tmp_path, 1)
+    assert load_run(tmp_path).world_size == known
+
+
+@pytest.mark.parametrize(
     ("error", "state", "reason"),
     [
         (ValueError("bad batch"), "failed", "ValueError: bad batch"),

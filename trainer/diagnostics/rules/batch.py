@@ -1,11 +1,11 @@
-"""The rule about the batch size: compared with the gradient noise scale and its confidence interval."""
+"""Rules about the batch: its size beside the gradient noise scale, and whether its parts are different data at all."""
 
 from __future__ import annotations
 
 from trainer.diagnostics.facts import MICRO_BATCHES, micro_batches
-from trainer.diagnostics.outcome import Knob, Outcome, finding, healthy, not_yet
+from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured, not_yet
 from trainer.diagnostics.rules.rule import Rule
-from trainer.diagnostics.series import Series, series
+from trainer.diagnostics.series import Series, aligned, series
 from trainer.runs.load import RunRecord
 from trainer.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
 from trainer.wording import counted, number_text
@@ -14,16 +14,25 @@ TOO_SMALL = 0.1
 WASTEFUL = 4.0
 MIN_STEPS = 20  # fewer say more about the first steps than about the batch
 CONSISTENCY = "gns/consistency"
+B_SMALL = "gns/b_small"
+DRAWN = "gns/b_drawn"
+TR_SIGMA = "gns/tr_sigma"
+GRAD_SQ = "gns/grad_sq"
 INCONSISTENT = 0.2  # relative error of the noise scale that is worth a word
 SIGMAS = 3.0
 SMALLEST = 0.01  # of a consistency, which may be negative by chance
+SAME_DATA = 0.02  # of a consistency: ranks that read slices of one stream still differ by their rows
+# Of the squared gradient: what rounding leaves of the noise of a step whose micro-batches are equal.
+ROUNDING = 1e-6
 
 
 def check_batch_size(run: RunRecord) -> Outcome:
-    """Whether the batch is too small, about right or wasteful at the end of the run.
+    """Whether the batch is surely too small or surely wasteful at the end of the run.
 
     A lower bound is enough for "too small". The other two verdicts need an upper bound.
     """
+    if all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ)) and check_repeated_data(run).verdict == "finding":
+        return explained("what is the same data on several ranks has no noise scale: see repeated_data")
     scale = noise_scale_of(run)
     if scale is None or not scale.is_known:
         return not_yet(f"the noise scale is {why_unknown(run)}")
@@ -48,7 +57,47 @@ def check_batch_size(run: RunRecord) -> Outcome:
         )
     if scale.high is None:
         return not_yet(f"the noise scale has no upper bound: {words}")
-    return healthy(f"the batch is about right: {words}")
+    ends = number_text(TOO_SMALL * scale.low), number_text(WASTEFUL * scale.high)
+    return healthy(f"the batch is neither too small nor wasteful: {words}; {ends[0]} to {ends[1]} are neither")
+
+
+def check_repeated_data(run: RunRecord) -> Outcome:
+    """Ranks or micro-batches with the same gradients, which come from the same data."""
+    noise, signal, batch = aligned(*(series(run, key) for key in (TR_SIGMA, GRAD_SQ, B_BIG)))
+    if not noise:
+        return not_yet("no row has a noise scale yet")
+    last = noise.steps[-1]
+    if noise.values[-1] == signal.values[-1] == 0.0:
+        return not_measured("the gradient is 0")
+    if abs(noise.values[-1]) <= ROUNDING * batch.values[-1] * abs(signal.values[-1]):
+        return finding(
+            f"all micro-batches of a step have the same gradient (noise {number_text(noise.values[-1])} at step {last:,}): "
+            "they are the same data, and no noise scale can be measured",
+            evidence=[noise.evidence([len(noise) - 1])],
+            knob=_other_data(run),
+        )
+    ratio, error = aligned(series(run, CONSISTENCY), series(run, f"{CONSISTENCY}_se"))
+    if not ratio:
+        per_micro = series(run, B_SMALL).values
+        one_each = run.world_size is not None and per_micro and batch.values[-1] / per_micro[-1] < 1.5 * run.world_size
+        if run.world_size != 1 and not one_each:
+            return not_yet(f"ranks of several micro-batches need {CONSISTENCY}")
+        return healthy(f"the micro-batches of a step differ (noise {number_text(noise.values[-1])} at step {last:,})")
+    value, within = ratio.values[-1], SIGMAS * error.values[-1]
+    parts = "the two halves of each step" if run.world_size == 1 else "ranks"
+    words = f"the noise between {parts} is {number_text(value)} of that within them (step {ratio.steps[-1]:,})"
+    if value + within > SAME_DATA:
+        return healthy(words)
+    return finding(
+        f"{words}: {'they' if run.world_size == 1 else 'all of them'} read the same data, and the noise scale and every mean "
+        "over the step count them as new",
+        evidence=[ratio.evidence([len(ratio) - 1])],
+        knob=_other_data(run),
+    )
+
+
+def _other_data(run: RunRecord) -> Knob:
+    return Knob("data.source", None, "data that every rank reads a part of of its own")
 
 
 def _larger(run: RunRecord, scale: NoiseScale) -> Knob:
@@ -103,7 +152,7 @@ def _row(run: RunRecord, key: str, scale: NoiseScale) -> Series:
 def _doubt(run: RunRecord, scale: NoiseScale) -> str:
     """What is to be said if the rows of a step visibly depend on each other, and the noise scale does not know it."""
     value, error = (_row(run, key, scale).values for key in (CONSISTENCY, f"{CONSISTENCY}_se"))
-    if scale.key == "gns/b_drawn" or not value or not error:
+    if scale.key == DRAWN or not value or not error:
         return ""
     # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise, which is B / batch of the
     # signal in a step's gradient.
@@ -111,13 +160,30 @@ def _doubt(run: RunRecord, scale: NoiseScale) -> str:
     shift = abs(1.0 / max(value[0], SMALLEST) - 1.0) * max(known / scale.batch, 1.0)
     if shift < INCONSISTENT or abs(value[0] - 1.0) < SIGMAS * error[0]:
         return ""
-    return (
-        f", which takes micro-batches for independent, and they are not (consistency {number_text(value[0])})"
-        f"{': gns.components_every measures what that does' if run.config else ''}"
-    )
+    drawn = _row(run, f"{DRAWN}_low", scale).values
+    if drawn:
+        more = f": {DRAWN}, which does not, is at least {number_text(drawn[0])} so far"
+    else:
+        is_off = run.config and not run.setting("gns.components_every")
+        more = ": gns.components_every measures what that does" if is_off else ""
+    return f", which takes micro-batches for independent, and they are not (consistency {number_text(value[0])}){more}"
 
 
 RULES = (
+    Rule(
+        name="repeated_data",
+        needs=(TR_SIGMA, GRAD_SQ, B_BIG),
+        uses=(CONSISTENCY, f"{CONSISTENCY}_se", B_SMALL),
+        hint="that takes gns.enabled = true and at least two micro-batches per step over all ranks",
+        threshold=f"in the last row, gns/consistency with {SIGMAS:g} standard errors is below {SAME_DATA:g}, or the noise is "
+        f"below {ROUNDING:g} of the squared gradient",
+        why="Ranks that forget to read different data (a sampler without the rank, one seed for all) train on a batch that is "
+        "smaller than it seems, by the number of ranks, with nothing else to be seen: losses and throughput look right. Their "
+        "gradients then are equal, and the noise between ranks is 0.",
+        knob="the part of the data that each rank reads: a `DistributedSampler`, the rank in the seed",
+        severity="error",
+        check=check_repeated_data,
+    ),
     Rule(
         name="batch_size",
         needs=(B_BIG,),

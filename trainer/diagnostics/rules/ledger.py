@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 
-from trainer.diagnostics.facts import lower_lr, micro_batches, pools, ranks, readers_of_a_rank, state_bytes
+from trainer.diagnostics.facts import lower_lr, micro_batches, pools, readers_of_a_rank, state_bytes
 from trainer.diagnostics.outcome import Knob, Outcome, explained, finding, healthy, not_measured, not_yet
 from trainer.diagnostics.rules.rule import Rule
 from trainer.diagnostics.series import Series, aligned, series
@@ -55,13 +55,16 @@ def _larger_capacity(run: RunRecord) -> Knob:
 
 
 def _capacity(run: RunRecord) -> int | None:
-    """Rows of the ledger of one rank: as configured, else estimated from the number of live groups and the fill."""
+    """Rows of the ledger of one rank: as configured, else estimated from the number of live groups, which is a sum over ranks,
+    and the fill; None where neither is known."""
     configured = run.setting("ledger.capacity")
     if isinstance(configured, int):
         return configured
+    if run.world_size is None:
+        return None
     live, fill = aligned(series(run, LIVE), series(run, FILL))
     sizes = [groups / share for groups, share in zip(live.values, fill.values, strict=True) if share > 0]
-    return round(median(sizes) / ranks(run)) if sizes else None
+    return round(median(sizes) / run.world_size) if sizes else None
 
 
 def _longer_threshold(run: RunRecord) -> Knob:

@@ -209,9 +209,10 @@ ROWS: tuple[MetricSpec, ...] = (
         name="gns/batch_ratio",
         title="Batch over noise scale",
         description="Sequences of a step divided by gns/b_simple.",
-        band=(0.1, 1.0),
-        healthy="0.1 to 1.",
-        pathological="Far above 1: a smaller batch would learn as much per step.",
+        band=(0.1, 4.0),
+        healthy="0.1 to 4.",
+        pathological="Below 0.1: a larger batch would take fewer steps and hardly more tokens. Above 4: a smaller batch would "
+        "learn nearly as much per step.",
     ),
     _Row(
         name="gns/skipped",

@@ -80,8 +80,8 @@ ROWS: tuple[MetricSpec, ...] = (
         description="Micro-batches of the step on each rank, where train.micro_batches is a schedule or auto; events.jsonl "
         "has the reason of each change.",
         healthy="Changes where it was planned, or doubles as the noise scale grows.",
-        pathological="auto stays at its start although gns/b_simple_low is far above gns/b_big: see events.jsonl for a noise "
-        "scale that failed.",
+        pathological="auto stays at its start although gns/b_now_low is more than twice gns/b_big: see events.jsonl for a "
+        "noise scale that failed.",
     ),
     _Row(
         name="grad_norm",

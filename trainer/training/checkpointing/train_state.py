@@ -109,11 +109,11 @@ class Position:
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
-    first_step: int = 0
-    """The step that this process continued after."""
-    first_loss: float | None = None
-    last_loss: float | None = None
-    last_eval: dict[str, float] = field(default_factory=dict)
+    first_loss: tuple[int, float] | None = None
+    """The first step that this process trained with tokens, and its loss."""
+    last_loss: tuple[int, float] | None = None
+    last_eval: tuple[int, dict[str, float]] | None = None
+    """The step of the last evaluation, and what it found."""
     found_spikes: list[FoundSpike] = field(default_factory=list)
     """Loss spikes that this rank has found and the ranks have not reported yet."""
     recent_batches: dict[int, list[str]] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Position:
     def of(cls, state: TrainState, step: int = 0) -> Self:
         """The position after `step`, of which `state` holds the data set's state."""
         unlogged = WindowAggregator([*state.dataset.metric_keys, *HOST_KEYS])
-        return cls(state.dataset.state_dict(), unlogged, step=step, first_step=step)
+        return cls(state.dataset.state_dict(), unlogged, step=step)
 
     def counts(self, state: TrainState) -> dict[str, Any]:
         """What this rank has counted since the last logged step, for a checkpoint between two of them."""
