@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.fault_record import Injected
 from tests.support.runs import losses, make_corpus, run, write_tiny_config
+from trainer.runs.load import load_run
 
 pytestmark = pytest.mark.distributed
 RUN = "\n[checkpoint]\nevery = 4\n"
@@ -100,6 +101,9 @@ def test_a_change_is_refused_by_name_and_accepted_on_purpose(stopped, resume, tm
     assert accepted.returncode == 0, accepted.stderr
     assert "--accept-data-change: source " in accepted.stderr
     assert "the others continue" in accepted.stderr
+    (event,) = [event for event in load_run(tmp_path / "run").events if event["event"] == "data_changed"]
+    assert event["global_step"] == 4
+    assert event["change"] in refused.stderr
     assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [5, 6, 7, 8]
     # Its checkpoints know the data as it is now.
     again = run("--config", stopped / "tiny.toml", "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", "9")

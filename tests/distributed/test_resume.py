@@ -74,6 +74,7 @@ def test_a_stopped_run_resumes_as_if_it_had_never_stopped(uninterrupted, tmp_pat
         assert (tmp_path / "run" / "checkpoints" / f"step_{status['last_step']:08d}" / "COMPLETE").exists()
     resumed = run("--config", config, "--run-dir", tmp_path / "run", "--resume", "auto", *ARGUMENTS, nproc=2)
     assert resumed.returncode == 0, resumed.stderr
+    assert "the learning rate jumps" not in resumed.stderr
     assert losses(tmp_path / "run" / "metrics.jsonl") == losses(whole / "metrics.jsonl")
     same_numbers(whole / "metrics.jsonl", tmp_path / "run" / "metrics.jsonl")
     for name, tensor in weights(whole).items():
@@ -88,6 +89,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(uninterrupted, tmp_path):
     result = run("--config", config, "--resume", checkpoint, *steps)
     assert result.returncode == 0, result.stderr
     assert "resuming with another config: train.steps: 30 -> 34" in result.stderr
+    then, now = map(float, re.search(r"jumps: at step 30 it was (\S+), by this config it is (\S+) ", result.stderr).groups())
+    assert then == pytest.approx(read_rows(whole / "metrics.jsonl")["train", 30]["lr"], rel=1e-2)
+    assert now > then, "a cosine of 34 steps is not at its end yet"
     assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [31, 32, 33, 34]
 
 

@@ -28,7 +28,7 @@ from trainer.training.checkpointing.saver import SaveError
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.finish import NonFiniteError, write_spikes
 from trainer.training.loop import run_loop
-from trainer.training.messages import summarize
+from trainer.training.messages import say_rate_change, summarize
 from trainer.training.remote.claim import Claimed
 from trainer.training.remote.mirror import start_mirror, wait_for_mirror
 from trainer.training.remote.resume import find_checkpoint
@@ -144,6 +144,7 @@ def _train_in_group(
             else:
                 in_flight = plan.facts.groups_in_flight
                 position = restore(*found, state, config, info, device, data, groups_in_flight=in_flight)
+                say_rate_change(found[1]["config"], plan, position)
         if _is_over(position, plan.length):
             text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
             unit = "tokens" if plan.length.is_in_tokens else "steps"
@@ -175,6 +176,8 @@ def _train_in_group(
         )
         if contract is not None:
             run.event(contract)
+        if data.change:
+            run.event({"event": "data_changed", "global_step": position.step, "change": str(data.change)})
         return _run_to_end(run, run_dir)
 
 

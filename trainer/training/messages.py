@@ -6,24 +6,29 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.config.rules import why_no_noise_scale
+from trainer.config.schema import RunConfig
 from trainer.distributed.strategy import num_parameters
+from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.shards import is_dtensor, own_part
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.train_state import TrainState
+from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import MOMENTS, ledger_bytes
 from trainer.training.setup.sharding import describe_shape
+from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted
 
 logger = get_logger(__name__)
+RATE_MARGIN = 0.01
 
 
 def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
@@ -71,6 +76,29 @@ def _bytes(tensor: Tensor) -> int:
 
 def _own_bytes(tensor: Tensor) -> int:
     return _bytes(own_part(tensor))
+
+
+def say_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position) -> None:
+    """Warn where a resume makes the learning rate jump: a schedule over another length, or another schedule.
+
+    Args:
+        saved: the config of the checkpoint.
+    """
+    try:
+        before = RunConfig.model_validate(saved)
+        length = Length.of(before, plan.facts.tokens_per_micro)
+        former = make_schedule(before, length)
+    except (ValueError, UserError):  # of an earlier version; what differs is said anyway
+        return
+    if length.is_in_tokens != plan.length.is_in_tokens or not position.step:
+        return
+    then, now = (
+        schedule(min(position.reached, each.total))
+        for schedule, each in ((former, length), (make_schedule(plan.config, plan.length), plan.length))
+    )
+    if abs(now - then) > RATE_MARGIN * max(abs(then), abs(now)):
+        text = "the learning rate jumps: at step %d it was %.3g, by this config it is %.3g (the schedule spans the whole run)"
+        logger.warning(text, position.step, then, now)
 
 
 def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
