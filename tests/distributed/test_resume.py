@@ -89,7 +89,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(uninterrupted, tmp_path):
     result = run("--config", config, "--resume", checkpoint, *steps)
     assert result.returncode == 0, result.stderr
     assert "resuming with another config: train.steps: 30 -> 34" in result.stderr
-    then, now = map(float, re.search(r"jumps: at step 30 it was (\S+), by this config it is (\S+) ", result.stderr).groups())
+    then, now = map(
+        float, re.search(r"jumps: at step 30 it was (\S+), by this config it is (\S+) ", result.stderr).groups()
+    )
     assert then == pytest.approx(read_rows(whole / "metrics.jsonl")["train", 30]["lr"], rel=1e-2)
     assert now > then, "a cosine of 34 steps is not at its end yet"
     assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [31, 32, 33, 34]

@@ -177,12 +177,13 @@ def _best_loss(run: RunRecord, window: int | None) -> SummaryRow:
 
 
 def _held_out(run: RunRecord) -> list[SummaryRow]:
-    """The last and the best evaluation."""
-    losses = _finite(run, "eval_loss")
+    """The last and the best evaluation, which read the first micro-batches of the held-out documents."""
+    losses, batches = _finite(run, "eval_loss"), run.setting("eval.batches")
+    part = f", the first {counted(batches, 'micro-batch')} a rank" if isinstance(batches, int) else ""
     best = {step: losses[step] for step in [min(losses, key=losses.__getitem__)]} if losses else {}
     return [
-        _last_row("Held-out loss", losses, "nats/token", f"last of {counted(len(losses), 'evaluation')}, "),
-        _last_row("Best held-out loss", best, "nats/token", f"best of {counted(len(losses), 'evaluation')}, "),
+        _last_row("Held-out loss", losses, "nats/token", f"last of {counted(len(losses), 'evaluation')}{part}, "),
+        _last_row("Best held-out loss", best, "nats/token", f"best of {counted(len(losses), 'evaluation')}{part}, "),
     ]
 
 

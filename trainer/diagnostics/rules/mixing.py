@@ -78,7 +78,10 @@ def check_uneven_slices(run: RunRecord) -> Outcome:
         for low, high, share in zip(least.values, most.values, fraction.values, strict=True)
     ]
     hits = [index for index, ratio in enumerate(ratios) if ratio > UNEVEN_RATIO]
-    words = f"one slice has at least {number_text(max(ratios))} times as many picks as another"
+    words = (
+        f"one slice has at least {number_text(max(ratios))} times as many picks as another, the limit is "
+        f"{UNEVEN_RATIO:g} in {UNEVEN_SHARE:.0%} of the rows"
+    )
     if len(hits) < max(UNEVEN_ROWS, UNEVEN_SHARE * len(least)):
         return healthy(words if max(ratios) > 1 else "all slices have about the same number of picks")
     waits = series(run, WAIT)
