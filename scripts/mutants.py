@@ -2265,6 +2265,42 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "diagnostics": [
         Mutant(
+            "trainer/diagnostics/rules/batch.py",
+            "if value + within > SAME_DATA:",
+            "if value > SAME_DATA:",
+            "tests/unit/diagnostics/test_rules.py::test_the_same_data_on_all_ranks_are_seen_by_the_noise_between_them",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/batch.py",
+            "if abs(noise.values[-1]) <= ROUNDING",
+            "if abs(noise.values[-1]) < 0.0 * ROUNDING",
+            "tests/unit/diagnostics/test_rules.py::test_the_same_data_on_all_ranks_are_seen_by_the_noise_between_them",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/batch.py",
+            "if run.world_size != 1 and not one_each:",
+            "if False:",
+            "tests/unit/diagnostics/test_rules.py::test_the_same_data_on_all_ranks_are_seen_by_the_noise_between_them",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/batch.py",
+            "    if current == 1:\n        return None\n",
+            "",
+            "tests/unit/diagnostics/test_rules.py::test_what_no_setting_would_mend_gets_no_setting",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/ledger.py",
+            "median(sizes) / run.world_size",
+            "median(sizes)",
+            "tests/unit/diagnostics/test_rules.py::test_the_ledger_of_a_loop_without_a_config_is_suggested_by_rank",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/record.py",
+            "lost > LOST_SHARE * total and suggested != every",
+            "True",
+            "tests/unit/diagnostics/test_rules.py::test_what_no_setting_would_mend_gets_no_setting",
+        ),
+        Mutant(
             "trainer/diagnostics/rules/rule.py",
             "if not missing:",
             "if len(missing) < 2:",
