@@ -57,7 +57,7 @@ def check_batch_size(run: RunRecord) -> Outcome:
         )
     if scale.high is None:
         return not_yet(f"the noise scale has no upper bound: {words}")
-    ends = number_text(TOO_SMALL * scale.low), number_text(WASTEFUL * scale.high)
+    ends = number_text(TOO_SMALL * scale.low, 3), number_text(WASTEFUL * scale.high, 3)
     return healthy(f"the batch is neither too small nor wasteful: {words}; {ends[0]} to {ends[1]} are neither")
 
 
@@ -85,7 +85,7 @@ def check_repeated_data(run: RunRecord) -> Outcome:
         return healthy(f"the micro-batches of a step differ (noise {number_text(noise.values[-1])} at step {last:,})")
     value, within = ratio.values[-1], SIGMAS * error.values[-1]
     parts = "the two halves of each step" if run.world_size == 1 else "ranks"
-    words = f"the noise between {parts} is {number_text(value)} of that within them (step {ratio.steps[-1]:,})"
+    words = f"the noise between {parts} is {number_text(max(value, 0.0), 3)} of that within them (step {ratio.steps[-1]:,})"
     if value + within > SAME_DATA:
         return healthy(words)
     return finding(
@@ -97,7 +97,7 @@ def check_repeated_data(run: RunRecord) -> Outcome:
 
 
 def _other_data(run: RunRecord) -> Knob:
-    return Knob("data.source", None, "data that every rank reads a part of of its own")
+    return Knob("data.source", None, "a part of its own for every rank")
 
 
 def _larger(run: RunRecord, scale: NoiseScale) -> Knob:
