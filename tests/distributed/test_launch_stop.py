@@ -28,6 +28,7 @@ def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(tmp_path)
     finally:
         process.kill()
     assert process.returncode == 0, stderr
+    assert "torch" not in stderr, "the ranks and the launcher have said it in their own words"
     ended = status(run_dir)
     assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGINT")
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()

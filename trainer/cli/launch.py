@@ -172,13 +172,15 @@ def _leave_status(reason: str) -> None:
 
 
 class _HeldBack(logging.Filter):
-    """Holds back what torch's launcher logs while it ends the ranks: after a refusal the one message is the rank's own."""
+    """Holds back what torch's launcher logs while it ends the ranks: after a refusal or a stop the ranks say it themselves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+        parts = ("agent.server.api", "multiprocessing.api")
+        self._loggers = [logging.getLogger(f"torch.distributed.elastic.{part}") for part in parts]
         self._records: list[logging.LogRecord] = []
-        self._logger.addFilter(self)
+        for logger in self._loggers:
+            logger.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep the record."""
@@ -187,9 +189,10 @@ class _HeldBack(logging.Filter):
 
     def release(self) -> None:
         """Log what was held back, and hold back nothing more."""
-        self._logger.removeFilter(self)
+        for logger in self._loggers:
+            logger.removeFilter(self)
         for record in self._records:
-            self._logger.handle(record)
+            logging.getLogger(record.name).handle(record)
 
 
 def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
@@ -226,9 +229,11 @@ def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
             _leave_status(f"rank {rank} was ended by {signal.Signals(number).name}{hint}")
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
-        held_back.release()
+        own_code = _reported(EXIT_CODE)
+        if own_code is None:
+            held_back.release()
         _say(f"train: stopped by {error.sigval.name}")
-        return int(_reported(EXIT_CODE) or 128 + error.sigval)
+        return int(own_code or 128 + error.sigval)
     return 0
 
 
