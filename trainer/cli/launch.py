@@ -134,8 +134,9 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
-    own = ["--standalone", f"--nproc-per-node={nproc}", "-m", "trainer", *arguments]
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        # torchrun never removes the directory of its logs, which stays empty here.
+        own = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}", "-m", "trainer", *arguments]
         os.environ[REPORT_FOLDER] = folder
         try:
             return _launch(own, nproc, uses_cuda=uses_cuda)
