@@ -81,7 +81,8 @@ def check_repeated_data(run: RunRecord) -> Outcome:
         per_micro = series(run, B_SMALL).values
         one_each = run.world_size is not None and per_micro and batch.values[-1] / per_micro[-1] < 1.5 * run.world_size
         if run.world_size != 1 and not one_each:
-            return not_yet(f"ranks of several micro-batches need {CONSISTENCY}")
+            judged = not_yet if last < MIN_STEPS else not_measured  # sharded ranks and burn-in never have it
+            return judged(f"ranks of several micro-batches need {CONSISTENCY}")
         return healthy(f"the micro-batches of a step differ (noise {number_text(noise.values[-1])} at step {last:,})")
     value, within = ratio.values[-1], SIGMAS * error.values[-1]
     parts = "the two halves of each step" if run.world_size == 1 else "ranks"
