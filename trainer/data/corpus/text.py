@@ -16,7 +16,7 @@ from trainer.data.corpus.selection import MIN_STREAM_BYTES, Streams, group_by_di
 from trainer.data.corpus.writer import write_corpus
 from trainer.data.formats.registry import FORMATS, index_suffixes, suffixes
 from trainer.data.streams.globs import find_files
-from trainer.data.streams.layout import COMPRESSED
+from trainer.data.streams.unread import COMPRESSED
 from trainer.errors import UserError
 from trainer.wording import EXAMPLES, counted, printable
 
