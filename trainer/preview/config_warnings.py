@@ -58,8 +58,9 @@ class ConfigWarning:
 
 
 def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
-    """All warnings about a run, in the order of the tables of its config."""
-    found = [*_data_warnings(plan, preview)]
+    """All warnings about a run: the doubts of its plan, then those of the forecast in the order of the config's tables."""
+    found = [ConfigWarning(doubt.key, doubt.problem, doubt.fix, settable=False) for doubt in plan.doubts]
+    found += _data_warnings(plan, preview)
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
     return [*found, *mix_warnings(plan, preview), *growth_warnings(plan), *_run_warnings(plan.config)]
