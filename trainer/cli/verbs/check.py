@@ -49,7 +49,7 @@ def check(
 
         from trainer.config.load import load_config, located, to_toml
         from trainer.metrics.logger import get_logger
-        from trainer.preview.config_warnings import growth_warnings, mix_warnings
+        from trainer.preview.config_warnings import growth_warnings, mix_warnings, rank_warnings
         from trainer.training.setup.contract import check_here, refuse_breaches
         from trainer.training.setup.plan import make_plan
 
@@ -62,7 +62,8 @@ def check(
     for unmet in plan.unmet_needs(device):
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     preview = _preview(plan)
-    for warning in [*growth_warnings(plan), *(mix_warnings(plan, preview) if preview is not None else ())]:
+    counted_ones = () if preview is None else (*mix_warnings(plan, preview), *rank_warnings(plan, preview))
+    for warning in [*growth_warnings(plan), *counted_ones]:
         get_logger("check").warning("%s", warning.message)
     facts = _derived(plan)
     facts.update(_memory(plan, device))
@@ -82,6 +83,7 @@ def check(
         content = {"config": resolved.model_dump(mode="json"), "facts": facts}
         typer.echo(json.dumps(content, indent=2))
         return
+    facts["tokens_in_run"] = _tokens_in_run(plan, preview)
     # The values are comments, so that the output is itself a config.
     typer.echo(to_toml(resolved))
     typer.echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
@@ -113,6 +115,17 @@ def _derived(plan: Plan) -> dict[str, Any]:
         facts["state_width"] = plan.state_width()
         facts["ledger_megabytes"] = round(ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1)
     return {**facts, **costs_of_carry(config)}
+
+
+def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
+    """The number in words: what full batches would hold, and what the forecast finds in them."""
+    most = plan.facts.tokens_in_run
+    if plan.config.train.tokens or plan.config.micro_batches.auto is not None:
+        return most
+    drawn = [source.tokens for source in preview.sources] if preview is not None else [None]
+    known = [tokens for tokens in drawn if tokens is not None]
+    forecast = f", about {sum(known):,.0f} as forecast" if len(known) == len(drawn) else ""
+    return f"at most {most:,} (with full batches{forecast})"
 
 
 def _preview(plan: Plan) -> Preview | None:
