@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,23 @@ def test_ranks_that_never_read_a_source_are_a_warning(config, capsys):
         said = " ".join((ended.stderr + ended.stdout).split())
         assert said.count(told) == 2
         assert 'source first: mixing.batching_mode: "per_stream" leaves ranks without rows in ' in said
+
+
+def test_a_terminal_shows_the_keys_that_are_set_and_a_pipe_all_of_them(config, capsys, monkeypatch):
+    arguments = ("check", "--config", config, "--no-contract")
+    piped = program(arguments, capsys).stdout
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.stdout, "isatty", lambda: True)
+        shown = program((*arguments, "--set", "optimizer.betas=[0.8, 0.9]"), capsys).stdout
+        whole = program((*arguments, "--defaults"), capsys).stdout
+    assert tomllib.loads(whole) == tomllib.loads(piped)
+    given = tomllib.loads(shown)
+    assert given["optimizer"] == {"betas": [0.8, 0.9]}
+    assert given["train"] == tomllib.loads(config.read_text())["train"]
+    assert "# All other keys have their defaults; --defaults prints them." in shown
+    assert "weight_decay" in tomllib.loads(piped)["optimizer"]
+    assert "is valid. Derived values for 1 rank" in shown
+    again = config.with_name("again.toml")
+    again.write_text(shown)
+    kept = program(("config", "diff", again, config, "--json"), capsys).stdout
+    assert list(json.loads(kept)) == ["optimizer.betas"]

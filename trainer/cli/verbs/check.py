@@ -37,11 +37,15 @@ def check(
     no_contract: Annotated[
         bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
     ] = False,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="On a terminal too, print keys that are not set, with their defaults.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a config; print it with all defaults, and the values derived from it."""
+    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it."""
     config_path = require_config(config, "train check")
     import json
+    import sys
     from pathlib import Path
 
     with uncollected():
@@ -85,7 +89,10 @@ def check(
         return
     facts["tokens_in_run"] = _tokens_in_run(plan, preview)
     # The values are comments, so that the output is itself a config.
-    typer.echo(to_toml(resolved))
+    with_defaults = defaults or not sys.stdout.isatty()
+    typer.echo(to_toml(resolved, with_defaults=with_defaults))
+    if not with_defaults:
+        typer.echo("# All other keys have their defaults; --defaults prints them.")
     typer.echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     _print_facts(facts, sources)
     for name, found in eval_sources.items():
