@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,47 @@ def test_validation_sets_are_listed_with_their_streams_and_size(tmp_path, capsys
     assert "#   eval source unseen: 2 streams, 0.4 MB\n" in ended.stdout
     found = program(["check", "--config", config, "--json"], capsys).stdout
     assert json.loads(found)["facts"]["eval_sources"] == {"unseen": {"streams": 2, "bytes": 440_000}}
+
+
+def test_tokens_of_the_run_are_an_upper_bound_beside_the_forecast(config, capsys):
+    facts = json.loads(program(["check", "--config", config, "--json"], capsys).stdout)["facts"]
+    forecast = json.loads(program(["preview", "--config", config, "--json"], capsys).stdout)["sources"]
+    drawn = sum(source["tokens"] for source in forecast)
+    assert 0 < drawn < facts["tokens_in_run"]
+    line = (
+        f"#   tokens_in_run = at most {facts['tokens_in_run']:,} (with full batches, about {drawn:,.0f} as forecast)\n"
+    )
+    assert line in checked(config, capsys).stdout
+    by_tokens = ("train.steps=0", "train.tokens=2000", "scheduler.warmup_steps=0")
+    assert "#   tokens_in_run = 2,000\n" in checked(config, capsys, *by_tokens, BY_BATCH).stdout
+
+
+def test_ranks_that_never_read_a_source_are_a_warning(config, capsys):
+    told = "ranks never read it), because streams have too few groups for 64 slices"
+    assert "never read it" not in program(["check", "--config", config], capsys).stderr
+    for verb in ("check", "preview"):
+        ended = program([verb, "--config", config, "--nproc", 64], capsys)
+        assert ended.returncode == 0, ended.stderr
+        said = " ".join((ended.stderr + ended.stdout).split())
+        assert said.count(told) == 2
+        assert 'source first: mixing.batching_mode: "per_stream" leaves ranks without rows in ' in said
+
+
+def test_a_terminal_shows_the_keys_that_are_set_and_a_pipe_all_of_them(config, capsys, monkeypatch):
+    arguments = ("check", "--config", config, "--no-contract")
+    piped = program(arguments, capsys).stdout
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.stdout, "isatty", lambda: True)
+        shown = program((*arguments, "--set", "optimizer.betas=[0.8, 0.9]"), capsys).stdout
+        whole = program((*arguments, "--defaults"), capsys).stdout
+    assert tomllib.loads(whole) == tomllib.loads(piped)
+    given = tomllib.loads(shown)
+    assert given["optimizer"] == {"betas": [0.8, 0.9]}
+    assert given["train"] == tomllib.loads(config.read_text())["train"]
+    assert "# All other keys have their defaults; --defaults prints them." in shown
+    assert "weight_decay" in tomllib.loads(piped)["optimizer"]
+    assert "is valid. Derived values for 1 rank" in shown
+    again = config.with_name("again.toml")
+    again.write_text(shown)
+    kept = program(("config", "diff", again, config, "--json"), capsys).stdout
+    assert list(json.loads(kept)) == ["optimizer.betas"]

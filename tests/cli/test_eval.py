@@ -129,6 +129,44 @@ def test_without_a_set_all_held_out_documents_are_read(config, capsys):
     assert evaluated(run_dir, capsys) == pytest.approx(logged, rel=1e-6)
 
 
+def test_held_out_documents_are_read_whole_although_the_config_has_sets(config, capsys):
+    run_dir = trained(config, "--set", "eval.holdout_fraction=0.3", "--set", "eval.batches=1000")
+    logged = read_rows(run_dir / "metrics.jsonl")["eval", 6]
+    assert {"eval_loss", "eval/near/loss"} <= logged.keys()
+    assert "eval_loss" not in evaluated(run_dir, capsys)
+    found = evaluated(run_dir, capsys, "--held-out")
+    assert found == pytest.approx({key: value for key, value in logged.items() if key.startswith("eval_")}, rel=1e-6)
+    assert evaluated(run_dir, capsys, "--held-out", "--batches", 1)["eval_loss"] != found["eval_loss"]
+    both = program(["eval", run_dir, "--held-out", "--source", f"a={config.parent}/near"], capsys)
+    assert both.returncode == 2
+    assert "--held-out: cannot be combined with --source" in both.stderr
+
+
+def test_sets_of_the_config_whose_files_are_not_there_are_left_out_beside_others(config, capsys):
+    run_dir, near, far = trained(config), config.parent / "near", config.parent / "far"
+    near.rename(config.parent / "moved")
+    alone = program(["eval", run_dir], capsys)
+    assert alone.returncode == 2
+    said = f"eval source near: paths: {near}/*.jsonl: names no stream file (a set of the config of {run_dir};"
+    assert alone.stderr.startswith(said)
+    assert alone.stderr.rstrip().endswith("go there, or name sets with --source NAME=PATH")
+    new = program(["eval", run_dir, "--json", "--source", f"new={config.parent}/moved"], capsys)
+    assert new.returncode == 0, new.stderr
+    assert {key.split("/")[1] for key in json.loads(new.stdout)["metrics"]} == {"far", "new"}
+    assert (
+        new.stderr.count(f"leaves out 1 eval.source of its config, whose files cannot be read here: {said[:22]}") == 1
+    )
+    same = program(["eval", run_dir, "--json", "--source", f"near={config.parent}/moved"], capsys)
+    assert "leaves out" not in same.stderr
+    found = json.loads(same.stdout)["metrics"]
+    assert found["eval/near/loss"] == json.loads(new.stdout)["metrics"]["eval/new/loss"]
+    shutil.rmtree(far)
+    wrong = program(["eval", run_dir, "--source", f"near={config.parent}/moved/*.txt"], capsys)
+    assert wrong.returncode == 2
+    assert "--source near: paths: " in wrong.stderr
+    assert "leaves out 1 eval.source of its config, whose files cannot be read here: eval source far" in wrong.stderr
+
+
 def test_evaluations_change_nothing_of_the_training(config, tmp_path):
     (tmp_path / "my_task.py").write_text(TASK)
     plain = trained(config, "--set", "eval.source=[]", "--set", "eval.every=0")
@@ -214,6 +252,7 @@ def bare(tmp_path_factory) -> Path:
         (["--source", "a b=x"], "--source: 'a b=x' is not NAME=PATH"),
         (["--source", "a=no/such/file"], "no such file or directory"),
         (["--source", "a={data}", "--source", "a={data}"], "two sets are named a"),
+        (["--held-out"], "holds out no documents: eval.holdout_fraction is 0; name a set with --source NAME=PATH"),
         (["--source", "a={data}", "--step", "5"], "has no checkpoint after step 5"),
         (["--source", "a={data}", "--device", "tpu"], "--device: must be one of auto, cpu, cuda"),
     ],

@@ -186,6 +186,12 @@ def test_text_files_that_are_not_text_are_noted(tmp_path, capsys, monkeypatch):
     assert "1 of 7 files is not UTF-8 text: data/latin.txt (not UTF-8: byte 0xe9 at offset" in words
 
 
+def test_a_single_long_document_is_noted_in_the_singular(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text(TEXT * (1 + 200_000 // len(TEXT)))
+    words = " ".join(program(["init", tmp_path / "x.txt", "--minutes", "0"], capsys).stdout.split())
+    assert "1 of 1 document is longer than max_group_cells and is cut into groups" in words
+
+
 def test_what_lies_beside_the_modalities_is_named(tmp_path, capsys):
     make_corpus(tmp_path / "data")
     (tmp_path / "data" / "notes.txt").write_text("left out")

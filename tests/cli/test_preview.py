@@ -178,3 +178,19 @@ def test_no_number_is_cut_on_a_narrow_screen(config: Path, width: int) -> None:
         for view in source.modalities:
             assert f" {view.picks:,.0f} " in shown
             assert f" {view.longest_wait_steps:,} steps " in shown
+
+
+def test_all_warnings_are_shown_once_and_counted(config: Path, previewed: Previewed) -> None:
+    settings = ("--config", config, "--set", "data.source.second.mixing.num_streams_mixed=5")
+    usual = json.loads(previewed("--config", config, "--json").stdout)["warnings"]
+    found = json.loads(previewed(*settings, "--json").stdout)["warnings"]
+    key = "source second: mixing.num_streams_mixed"
+    assert [each["key"] for each in found].count(key) == [each["key"] for each in usual].count(key) + 1
+    shown = previewed(*settings)
+    assert "5 readers, but the source has 4 streams" not in shown.stderr
+    assert " ".join(shown.stdout.split()).count("warning: source second: mixing.num_streams_mixed: 5 readers") == 1
+    assert shown.stdout.splitlines()[-1] == f"{len(found)} warning{'s' if len(found) > 1 else ''}"
+    (config.parent / "corpus" / "a" / "x.csv").write_text("a,b")
+    beside = previewed(*settings)
+    assert "does not read 1 file (.csv): a/x.csv" in beside.stderr
+    assert beside.stdout.splitlines()[-1] == f"{len(found) + 1} warnings, 1 of them above the tables"

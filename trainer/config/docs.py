@@ -12,11 +12,12 @@ _INTRODUCTION = """\
 <!-- Generated from trainer/config by `make docs`. -->
 # Configuration
 
-A run is one TOML file. `train check --config x.toml` prints it with all defaults filled in, and the numbers that follow from
-it. Refused, with file, line, key and fix: unknown keys, values of the wrong type (nothing is converted: not `"5"`, not
-`2.9` for an integer), NaN and infinity. `--set table.key=value` changes a value on the command line; an element of
-`data.source` is named by its index or its name (`--set data.source.python.weight=2`). Paths of data and runs are relative
-to the working directory; the path of an included dataset file is relative to the file that includes it.
+A run is one TOML file. `train check --config x.toml --defaults` prints it with all defaults filled in, and the numbers
+that follow from it. Refused, with file, line, key and fix: unknown keys, values of the wrong type (nothing is
+converted: not `"5"`, not `2.9` for an integer), NaN and infinity. `--set table.key=value` changes a value on the
+command line; an element of `data.source` is named by its index or its name (`--set data.source.python.weight=2`). Paths
+of data and runs are relative to the working directory; the path of an included dataset file is relative to the file
+that includes it.
 
 Editors complete and check a file that starts with `#:schema ../docs/config.schema.json`.
 """

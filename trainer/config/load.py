@@ -42,9 +42,13 @@ def load_dataset_file(path: str | Path) -> DatasetFile:
     return _load(DatasetFile, path)
 
 
-def to_toml(config: BaseModel) -> str:
-    """The config with every default filled in, as TOML from which `load_config` gives the same config."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+def to_toml(config: BaseModel, *, with_defaults: bool = True) -> str:
+    """The config as TOML from which `load_config` gives the same config.
+
+    Args:
+        with_defaults: every default filled in; otherwise the keys alone that were given.
+    """
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=not with_defaults))
 
 
 def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -> Model:

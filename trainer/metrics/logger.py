@@ -7,7 +7,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -110,6 +111,29 @@ def remove_log_file(handler: logging.Handler) -> None:
     """End what `add_log_file` began."""
     logging.getLogger(ROOT).removeHandler(handler)
     handler.close()
+
+
+class WarningCount(logging.Handler):
+    """How many warnings were logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count it."""
+        self.count += 1
+
+
+@contextmanager
+def counted_warnings() -> Iterator[WarningCount]:
+    """Count the warnings that are logged within the block."""
+    handler = WarningCount()
+    logging.getLogger(ROOT).addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logging.getLogger(ROOT).removeHandler(handler)
 
 
 def _format_int(value: int) -> str:

@@ -58,8 +58,9 @@ class ConfigWarning:
 
 
 def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
-    """All warnings about a run, in the order of the tables of its config."""
-    found = [*_data_warnings(plan, preview)]
+    """All warnings about a run: the doubts of its plan, then those of the forecast in the order of the config's tables."""
+    found = [ConfigWarning(doubt.key, doubt.problem, doubt.fix, settable=False) for doubt in plan.doubts]
+    found += _data_warnings(plan, preview)
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
     return [*found, *mix_warnings(plan, preview), *growth_warnings(plan), *_run_warnings(plan.config)]
@@ -89,6 +90,13 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
     else:
         fix = "give each modality a source of its own, with a weight (train init writes that), or train longer"
     yield ConfigWarning("data.source.weight", "; ".join(skewed), fix, settable=False)
+
+
+def rank_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
+    """About ranks that get no rows of a source, or far fewer tokens than others."""
+    for view in preview.sources:
+        if view.rank_token_shares:
+            yield from _rank_warnings(view, plan.config.data.max_group_cells)
 
 
 def growth_warnings(plan: Plan) -> Iterator[ConfigWarning]:
@@ -166,11 +174,13 @@ def _rank_warnings(view: SourceView, max_group_cells: int) -> Iterator[ConfigWar
     is_even = most <= UNEVEN_RANKS * least
     smaller = f"lower data.max_group_cells ({max_group_cells}), " if max_group_cells > 1 else ""
     fix = f"{smaller}merge files into longer streams, or use fewer ranks"
-    if view.idle_share > IDLE:
+    num_idle = sum(not share for share in view.rank_token_shares)
+    if view.idle_share > IDLE or num_idle:
+        worst = f"{view.masked_share[view.batching_mode]:.0%} on the worst rank"
+        never = f"; {num_idle:,} of {counted(len(view.rank_token_shares), 'rank')} never read it" if num_idle else ""
         problem = (
             f'"{view.batching_mode}" leaves ranks without rows in {view.idle_share:.0%} of their micro-batches '
-            f"({view.masked_share[view.batching_mode]:.0%} on the worst rank), because streams have too few groups for "
-            f"{len(view.rank_token_shares)} slices"
+            f"({worst}{never}), because streams have too few groups for {len(view.rank_token_shares)} slices"
         )
         if is_even and view.masked_share["device_per_stream"] < view.idle_share / 2:
             fix = f'set it to "device_per_stream" (then {view.masked_share["device_per_stream"]:.0%}), or {fix}'

@@ -25,8 +25,14 @@ HINT = "; --json has all"
 MAX_LINES = 8  # sources in the plot, those with most batches; the table lists all
 
 
-def print_preview(preview: Preview, warnings: Sequence[ConfigWarning], console: Console) -> None:
-    """Print tables, plots and warnings."""
+def print_preview(
+    preview: Preview, warnings: Sequence[ConfigWarning], console: Console, *, num_logged: int = 0
+) -> None:
+    """Print tables, plots and warnings.
+
+    Args:
+        num_logged: further warnings, which were logged before.
+    """
     width = min(console.width, MAX_WIDTH)
     parts: list[RenderableType] = [Text(_headline(preview))]
     if len(preview.sources) > 1:
@@ -38,7 +44,8 @@ def print_preview(preview: Preview, warnings: Sequence[ConfigWarning], console: 
         parts.append(_ledger_table(preview.ledger))
     parts.append(Text(_plot(preview.curves.steps, {"": preview.curves.lr}, "learning rate by step", width)))
     parts += [Text(f"warning: {warning.message}") for warning in warnings]
-    parts.append(Text(counted(len(warnings), "warning") if warnings else "no warnings"))
+    count = counted(len(warnings) + num_logged, "warning") if warnings or num_logged else "no warnings"
+    parts.append(Text(f"{count}, {num_logged:,} of them above the tables" if num_logged else count))
     console.print(Group(*parts), highlight=False)
 
 

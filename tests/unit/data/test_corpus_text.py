@@ -134,9 +134,49 @@ def test_a_glob_without_a_file_is_named(files: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_usable_is_an_error_with_the_first_reason(tmp_path: Path) -> None:
-    (tmp_path / "x.bin").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"none of the 1 files can be used: m/x\.bin: not UTF-8"):
-        build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.bin"]})
+    (tmp_path / "x.dat").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"nothing in 1 file can be used: m/x\.dat: not UTF-8"):
+        build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.dat"]})
+
+
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path: Path) -> None:
+    lines = [f'{{"text": "number {n} é", "other": {n}}}' for n in range(11)]
+    (tmp_path / "x.jsonl").write_text("\n\n".join([*lines, lines[0], '{"text": " "}']), encoding="utf-8")
+    (tmp_path / "y.txt").write_text("plain")
+    manifest = build_text(tmp_path / "out", {"m": [f"{tmp_path}/*"]}, max_file_bytes=60)
+    rows = rows_of(tmp_path / "out", "m/misc.jsonl")
+    assert [row["text"] for row in rows] == [*(f"number {n} é" for n in range(11)), "plain"]
+    assert rows[10]["source"] == "x.jsonl:21"
+    assert {item.source: item.reason for item in manifest.skipped} == {
+        "m/x.jsonl:23": "the same text as x.jsonl:01",
+        "m/x.jsonl:25": "empty",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"text": "broken', r"x\.jsonl: line 2: is not JSON"),
+        ('{"tokens": [700]}', r"x\.jsonl: line 2: holds token ids, not text"),
+        ('{"words": "x"}', r"x\.jsonl: line 2: has neither text nor tokens"),
+    ],
+)
+def test_a_damaged_line_is_refused_as_in_a_run(line: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
+    with pytest.raises(UserError, match=problem):
+        build_text(tmp_path / "out", {"m": [f"{tmp_path}/x.jsonl"]})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".parquet", ".npy", ".bin", ".idx", ".jsonl.gz", ".CSV"])
+def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"x{suffix}").write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match=r"nothing in 1 file can be used: m/x.*(no plain text|compressed): "):
+        build_text(tmp_path / "out", {"m": [f"{tmp_path}/x*"]})
+    (tmp_path / "y.txt").write_text("plain")
+    manifest = build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.*"]})
+    assert manifest.totals()["documents"] == 1
+    assert [item.source for item in manifest.skipped] == [f"m/x{suffix}"]
 
 
 @pytest.mark.parametrize("modalities", [{}, {"m": []}])

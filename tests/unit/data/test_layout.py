@@ -10,7 +10,8 @@ import pytest
 
 from trainer.data.streams.groups import build_groups, group_ids
 from trainer.data.streams.holdout import check_split, documents_of, held_out
-from trainer.data.streams.layout import discover_direct, discover_nested
+from trainer.data.streams.layout import discover, discover_direct, discover_nested
+from trainer.data.streams.unread import UnreadParts, unread_parts
 from trainer.errors import UserError
 
 
@@ -56,6 +57,7 @@ def test_what_is_not_there_is_refused(root: Path) -> None:
 
 
 def test_data_whose_name_begins_with_an_underscore_does_not_vanish_silently(root: Path, caplog) -> None:
+    (root / "a" / "x.cpp").unlink()
     for number in range(5):
         (root / "b" / f"_part{number}.txt").write_text("text")
     (root / "_c").mkdir()
@@ -152,14 +154,55 @@ def test_nested_streams_behind_links_are_read_once(root: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("layout", ["nested", "direct"])
-def test_compressed_files_and_suffixes_in_capitals_do_not_vanish_silently(root: Path, caplog, layout: str) -> None:
-    for name in ("x.jsonl.gz", "y.txt.zst", "z.TXT", "notes.pdf", "_part.jsonl.gz", "w.tar.gz"):
+def test_files_that_no_format_reads_do_not_vanish_silently(root: Path, caplog, layout: str) -> None:
+    (root / "a" / "x.cpp").unlink()
+    no_data = ("_part.jsonl.gz", ".x.csv", "README.rst", "LICENSE", "tokenizer.json", "manifest.json", "y.idx", "x.pyc")
+    for name in ("x.csv", "y.txt.zst", "z.TXT", "noname", *no_data):
         (root / "b" / name).write_bytes(b"x")
+    for name in (".git/objects/abc", "__pycache__/x.o"):
+        (root / "a" / name).parent.mkdir(parents=True)
+        (root / "a" / name).write_bytes(b"x")
     streams = discover_nested(root) if layout == "nested" else discover_direct([str(root / "b" / "*")])
     assert {Path(stream.path).name for stream in streams} >= {"z.txt"}
-    assert "does not read 3 files named like data: " in caplog.text
-    assert all(name in caplog.text for name in ("x.jsonl.gz", "y.txt.zst", "z.TXT"))
-    assert "pdf" not in caplog.text
+    (said,) = (record.getMessage() for record in caplog.records if "does not read" in record.getMessage())
+    b = "b" if layout == "nested" else root / "b"
+    files = f"{b}/noname, {b}/x.csv, {b}/y.txt.zst and 1 more"
+    where = root if layout == "nested" else "paths"
+    assert said.startswith(f"{where}: does not read 4 files (.TXT, .csv, .zst and 1 more): {files}; unpack or convert")
     caplog.clear()
     discover_direct([str(root / "b" / "z.txt"), str(root / "b" / "z.TXT")])
     assert caplog.text == ""
+
+
+def test_a_root_without_streams_names_what_lies_in_it(root: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    (flat / "x.csv").write_text("a,b")
+    with pytest.raises(UserError, match=r"flat: has no stream files \(it does not read 1 file \(.csv\): x.csv\); put"):
+        discover([str(flat)])
+    (flat / "y.txt").write_text("text")
+    with pytest.raises(
+        UserError, match=r'read those that lie in it \(y.txt\) with paths = \[".*flat/\*"\] instead of root'
+    ):
+        discover_nested(flat)
+    with pytest.raises(UserError, match=r"names no stream file \(it does not read 1 file \(.csv\): "):
+        discover_direct([str(flat / "*.csv")])
+    (root / "c").mkdir()
+    (root / "c" / "x.csv").write_text("a,b")
+    with pytest.raises(UserError, match=r"root/c: has no stream files \(it does not read 1 file \(.csv\): c/x.csv\)"):
+        discover_nested(root, ["c"])
+
+
+def test_a_directory_in_a_list_of_files_is_refused_as_one(root: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"root: is a directory, and only files and globs can be listed; write '.*/\*\*/\*'"
+    ):
+        discover([str(root), str(root / "b" / "z.txt")])
+
+
+def test_what_no_source_reads_of_a_root_is_named(root: Path) -> None:
+    for name in ("es/deep/x.txt", "tab/x.csv", "empty/README.md", "_out/x.txt", "README.md", "x.csv"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("text")
+    assert unread_parts(root, ["a", "b"], "auto") == UnreadParts(["es", "tab"], ["loose.txt", "x.csv"])
+    assert unread_parts(root, None, "auto").modalities == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.support.runs import make_corpus, run, write_tiny_config
 from trainer.config.load import load_config
 from trainer.diagnostics.rules.all_rules import RULES
-from trainer.preview.config_warnings import ConfigWarning, find_warnings
+from trainer.preview.config_warnings import ConfigWarning, find_warnings, rank_warnings
 from trainer.preview.summary import Preview, make_preview
 from trainer.runs.load import load_run
 from trainer.training.setup.plan import make_plan
@@ -37,6 +38,17 @@ def preview_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Pr
     plan = make_plan(load_config(config_path, overrides), config_path, world_size)
     preview = make_preview(plan, world_size)
     return preview, find_warnings(plan, preview)
+
+
+def test_one_of_many_ranks_that_never_reads_a_source_is_a_warning(tmp_path: Path) -> None:
+    preview, _ = preview_of(tmp_path)
+    config_path = tmp_path / "tiny.toml"
+    plan = make_plan(load_config(config_path), config_path, 2)
+    few = replace(preview.sources[0], idle_share=0.02, rank_token_shares=(0.3, 0.3, 0.4))
+    assert not list(rank_warnings(plan, replace(preview, sources=(few,))))
+    never = replace(few, rank_token_shares=(0.5, 0.5, 0.0))
+    (warning,) = rank_warnings(plan, replace(preview, sources=(never,)))
+    assert "1 of 3 ranks never read it" in warning.problem
 
 
 def source(corpus: Path, rest: str, modalities: str = '["a", "b"]') -> str:

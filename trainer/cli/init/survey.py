@@ -171,10 +171,12 @@ def _notes(at: Discovery, seen: Look, kind: Guess, share: float, sizes: Sizes) -
     lengths = np.concatenate(seen.lengths)
     num_cut = int((lengths > sizes.seq_len * sizes.max_group_cells).sum())
     if num_cut:
+        verb = "is" if num_cut == 1 else "are"
+        documents = counted(len(lengths), "document")
         notes.append(
-            f"{num_cut:,} of {counted(len(lengths), 'document')} are longer than max_group_cells and are cut into groups, so "
-            f"that each stream fills the {counted(sizes.batch_size, 'row')} of a batch; a group starts without state. To carry "
-            "it further, raise max_group_cells, and lower batch_size unless there are many documents"
+            f"{num_cut:,} of {documents} {verb} longer than max_group_cells and {verb} cut into groups, so that "
+            f"each stream fills the {counted(sizes.batch_size, 'row')} of a batch; a group starts without state. To carry it "
+            "further, raise max_group_cells, and lower batch_size unless there are many documents"
         )
     return notes
 

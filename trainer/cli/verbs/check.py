@@ -37,11 +37,15 @@ def check(
     no_contract: Annotated[
         bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
     ] = False,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="On a terminal too, print keys that are not set, with their defaults.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a config; print it with all defaults, and the values derived from it."""
+    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it."""
     config_path = require_config(config, "train check")
     import json
+    import sys
     from pathlib import Path
 
     with uncollected():
@@ -49,7 +53,7 @@ def check(
 
         from trainer.config.load import load_config, located, to_toml
         from trainer.metrics.logger import get_logger
-        from trainer.preview.config_warnings import growth_warnings, mix_warnings
+        from trainer.preview.config_warnings import growth_warnings, mix_warnings, rank_warnings
         from trainer.training.setup.contract import check_here, refuse_breaches
         from trainer.training.setup.plan import make_plan
 
@@ -62,7 +66,8 @@ def check(
     for unmet in plan.unmet_needs(device):
         get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     preview = _preview(plan)
-    for warning in [*growth_warnings(plan), *(mix_warnings(plan, preview) if preview is not None else ())]:
+    counted_ones = () if preview is None else (*mix_warnings(plan, preview), *rank_warnings(plan, preview))
+    for warning in [*growth_warnings(plan), *counted_ones]:
         get_logger("check").warning("%s", warning.message)
     facts = _derived(plan)
     facts.update(_memory(plan, device))
@@ -82,8 +87,12 @@ def check(
         content = {"config": resolved.model_dump(mode="json"), "facts": facts}
         typer.echo(json.dumps(content, indent=2))
         return
+    facts["tokens_in_run"] = _tokens_in_run(plan, preview)
     # The values are comments, so that the output is itself a config.
-    typer.echo(to_toml(resolved))
+    with_defaults = defaults or not sys.stdout.isatty()
+    typer.echo(to_toml(resolved, with_defaults=with_defaults))
+    if not with_defaults:
+        typer.echo("# All other keys have their defaults; --defaults prints them.")
     typer.echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     _print_facts(facts, sources)
     for name, found in eval_sources.items():
@@ -113,6 +122,17 @@ def _derived(plan: Plan) -> dict[str, Any]:
         facts["state_width"] = plan.state_width()
         facts["ledger_megabytes"] = round(ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1)
     return {**facts, **costs_of_carry(config)}
+
+
+def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
+    """The number in words: what full batches would hold, and what the forecast finds in them."""
+    most = plan.facts.tokens_in_run
+    if plan.config.train.tokens or plan.config.micro_batches.auto is not None:
+        return most
+    drawn = [source.tokens for source in preview.sources] if preview is not None else [None]
+    known = [tokens for tokens in drawn if tokens is not None]
+    forecast = f", about {sum(known):,.0f} as forecast" if len(known) == len(drawn) else ""
+    return f"at most {most:,} (with full batches{forecast})"
 
 
 def _preview(plan: Plan) -> Preview | None:

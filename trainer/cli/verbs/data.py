@@ -64,7 +64,7 @@ def text(
     modality: Annotated[list[str], typer.Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
     force: ForceOption = False,
 ) -> None:
-    """Build a corpus of your own text files, one document per file."""
+    """Build a corpus of your own text: one document per file, or per line of a .jsonl file."""
     from trainer.data.corpus.text import build_text
 
     globs: dict[str, list[str]] = {}

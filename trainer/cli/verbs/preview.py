@@ -24,6 +24,7 @@ def preview(
     from pathlib import Path
 
     from trainer.config.load import load_config, located
+    from trainer.metrics.logger import counted_warnings
     from trainer.pictures import check_picture
     from trainer.preview.config_warnings import find_warnings
     from trainer.preview.picture import draw
@@ -33,8 +34,8 @@ def preview(
     if out is not None:
         check_picture(out, example="preview.png")
     resolved = load_config(config_path, overrides or [])
-    with located(config_path, overrides or []):
-        plan = make_plan(resolved, Path(config_path), world_size)
+    with counted_warnings() as logged, located(config_path, overrides or []):
+        plan = make_plan(resolved, Path(config_path), world_size, logs_doubts=False)
         forecast = make_preview(plan, world_size)
     warnings = find_warnings(plan, forecast)
     if out is not None:
@@ -47,4 +48,4 @@ def preview(
         return
     from trainer.preview.terminal import print_preview  # needs plotext, which JSON does not
 
-    print_preview(forecast, warnings, output())
+    print_preview(forecast, warnings, output(), num_logged=logged.count)

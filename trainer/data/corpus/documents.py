@@ -6,21 +6,52 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from trainer.data.corpus.manifest import SAME_TEXT, Skipped
+from trainer.data.formats.jsonl import text_of
 
 ReportProgress = Callable[[int, int, str], None]
 """Called with (done, total, what is being done)."""
 
 
 @dataclass(frozen=True)
+class Line:
+    """A line of a JSON lines file, left on disk: such files may be larger than memory.
+
+    Args:
+        number: of the line, from 1.
+        start, num_bytes: where it lies in the file.
+    """
+
+    path: Path
+    number: int
+    start: int
+    num_bytes: int
+
+    def text(self) -> str:
+        """Its field `text`.
+
+        Raises:
+            UserError: it is not such a line.
+            OSError: the file cannot be read.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return text_of(file.read(self.num_bytes), f"{self.path}: line {self.number}")
+
+
+Origin: TypeAlias = Path | Line | str
+"""A file, a line of one, or the text itself."""
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A potential document: a file, or a text."""
+    """A potential document."""
 
     source: str
     """Its origin relative to its package or root, with forward slashes; the directory determines the stream."""
-    origin: Path | str
-    """A file, or the text itself."""
+    origin: Origin
 
 
 @dataclass(frozen=True)
@@ -28,7 +59,7 @@ class Document:
     """A candidate that passed: size and digest of its text as UTF-8."""
 
     source: str
-    origin: Path | str
+    origin: Origin
     num_bytes: int
     digest: str
 
@@ -37,8 +68,16 @@ class Document:
         return _raw(self.origin).decode("utf-8-sig")
 
 
-def _raw(origin: Path | str) -> bytes:
-    return origin.encode("utf-8", "surrogatepass") if isinstance(origin, str) else origin.read_bytes()
+def _raw(origin: Origin) -> bytes:
+    if isinstance(origin, Path):
+        return origin.read_bytes()
+    return (origin if isinstance(origin, str) else origin.text()).encode("utf-8", "surrogatepass")
+
+
+def _size(origin: Origin) -> int:
+    if isinstance(origin, Path):
+        return origin.stat().st_size
+    return len(origin) if isinstance(origin, str) else origin.num_bytes
 
 
 def check(candidate: Candidate, *, max_bytes: int, forbidden: Iterable[str] = ()) -> Document | Skipped:
@@ -46,11 +85,14 @@ def check(candidate: Candidate, *, max_bytes: int, forbidden: Iterable[str] = ()
 
     Args:
         candidate: what to read.
-        max_bytes: a larger file is skipped unread.
+        max_bytes: a larger file or line is skipped unread.
         forbidden: strings that must not enter the corpus, such as absolute paths of this machine.
+
+    Raises:
+        UserError: a line of a JSON lines file is damaged.
     """
     try:
-        size = len(candidate.origin) if isinstance(candidate.origin, str) else candidate.origin.stat().st_size
+        size = _size(candidate.origin)
         if size > max_bytes:
             return Skipped(candidate.source, f"{size} bytes, more than the limit of {max_bytes}")
         text = _raw(candidate.origin).decode("utf-8-sig")

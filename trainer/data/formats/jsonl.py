@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data.formats.documents import Kind, ReadOptions, Span, TokenArray, TokenTable, table_from_pieces
-from trainer.data.tokenizer import Tokenizer, encode_all
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 
 BATCH = 1 << 20  # bytes of lines that are tokenized together
@@ -46,6 +46,20 @@ def _document(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> str |
         problem = f"token id {wrong} is outside the vocabulary of {tokenizer.vocab_size} ids ({tokenizer.name})"
         raise UserError(where, problem, "use the tokenizer that made the file")
     return np.array(ids, dtype=np.int64)
+
+
+def text_of(line: bytes, where: str) -> str:
+    """The text of one line.
+
+    Raises:
+        UserError: it is not an object with the field `text`, and without `tokens`.
+    """
+    record = _parse(line, where)
+    if "tokens" in record and "text" not in record:
+        raise UserError(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
+    text = _document(record, BytesTokenizer(), where)
+    assert isinstance(text, str)
+    return text
 
 
 def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:

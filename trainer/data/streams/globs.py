@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 
 def find_files(pattern: str) -> list[str]:
@@ -49,3 +50,9 @@ def directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
         for entry in entries:
             if (enters_hidden or not entry.name.startswith(".")) and entry.is_dir():
                 (links if entry.is_symlink() else own).append(entry.path)
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """What lies in a directory and in those below it, also behind links, as in a glob: each directory is entered once."""
+    for below in directories(str(directory), enters_hidden=True):
+        yield from Path(below).iterdir()

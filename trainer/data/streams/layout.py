@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import glob
-import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from trainer.data.formats.registry import check_format, index_suffixes, suffixes
-from trainer.data.streams.globs import directories, find_files
+from trainer.data.streams.globs import files_below, find_files
+from trainer.data.streams.unread import (
+    IGNORED,
+    ignored,
+    is_data_file,
+    is_stream_file,
+    is_unread,
+    loose_files,
+    unread,
+    warn,
+)
 from trainer.errors import UserError
 from trainer.files import did_you_mean
-from trainer.wording import counted, few, printable
-
-IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
-logger = logging.getLogger("trainer.data")
+from trainer.wording import few, printable
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,6 @@ class Stream:
     modality: str
 
 
-def _is_stream_file(path: Path, format: str) -> bool:
-    return not path.name.startswith(IGNORED) and _is_data_file(path, format)
-
-
-def _is_data_file(path: Path, format: str) -> bool:
-    """Whether a file is one of documents, but for the beginning of its name."""
-    if path.name == "manifest.json" or path.suffix in index_suffixes():
-        return False
-    return format != "auto" or path.suffix in suffixes()
-
-
 def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
     """Of names below a root, those that a layout reads and the index files beside them.
 
@@ -58,8 +52,8 @@ def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]
     """
     listed = [(name, Path(name)) for name in names]
     if where is not None:
-        _warn_unread(where, [name for name, path in listed if _looks_like_data(path, format)])
-    return [n for n, path in listed if _is_stream_file(path, format) or path.suffix in index_suffixes()]
+        warn(where, unknown=[name for name, path in listed if is_unread(path, format)])
+    return [n for n, path in listed if is_stream_file(path, format) or path.suffix in index_suffixes()]
 
 
 def refuse_empty(streams: Sequence[Stream]) -> None:
@@ -85,34 +79,9 @@ def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
     raise UserError(few(empty), problem, fix)
 
 
-def _ignored(names: Sequence[str]) -> str:
-    """What to say of files and directories that are left out because of their names; empty if there are none."""
-    marked = sorted(name for name in names if os.path.basename(name).startswith("_"))  # hidden files mean nothing here
-    return f"skips {len(marked):,} whose names begin with _: {few(marked)}" if marked else ""
-
-
-def _warn_ignored(where: object, names: Sequence[str]) -> None:
-    if ignored := _ignored(names):
-        logger.warning("%s: %s; rename those that are data", printable(str(where)), ignored)
-
-
-def _looks_like_data(path: Path, format: str) -> bool:
-    """Whether a file that is not read has documents, as far as its name says: a compressed one, or a suffix in capitals."""
-    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
-    is_known = inner.suffix.lower() in suffixes() and path.suffix not in suffixes()
-    return format == "auto" and is_known and not path.name.startswith(IGNORED)
-
-
-def _warn_unread(where: object, names: Sequence[str]) -> None:
-    if names:
-        text = "%s: does not read %s named like data: %s; unpack them, or rename them to a known extension (%s)"
-        known = " ".join(suffixes())
-        logger.warning(text, printable(str(where)), counted(len(names), "file"), few(sorted(names)), known)
-
-
-def _none(problem: str, names: Sequence[str]) -> str:
-    ignored = _ignored(names)
-    return f"{problem} (it {ignored})" if ignored else problem
+def _none(problem: str, skipped: Sequence[str], unknown: Sequence[str]) -> str:
+    said = ", and ".join(part for part in (ignored(skipped), unread(unknown)) if part)
+    return f"{problem} (it {said})" if said else problem
 
 
 def _numbered(found: list[tuple[str, str, str]]) -> list[Stream]:
@@ -143,35 +112,40 @@ def discover_nested(
         raise UserError(str(root), "no such directory", fix)
     modality_paths = {printable(d.name): d for d in sorted(base.iterdir()) if d.is_dir()}
     present = [name for name in modality_paths if not name.startswith(IGNORED)]
-    left_out = [name for name in modality_paths if modalities is None and name not in present]
+    skipped = [name for name in modality_paths if modalities is None and name not in present]
     found: list[tuple[str, str, str]] = []
-    unread: list[str] = []
+    unknown: list[str] = []
     for modality in present if modalities is None else sorted(set(modalities)):
         if modality not in present:
             problem = f"ignores {modality!r}" if modality in modality_paths else f"has no modality {modality!r}"
             raise UserError(str(root), problem, f"it has: {', '.join(present) or 'none'}")
-        all_files = [path for path in _files_below(modality_paths[modality]) if path.is_file()]
-        files = [path for path in all_files if _is_data_file(path, format)]
-        unread += [path.relative_to(base).as_posix() for path in all_files if _looks_like_data(path, format)]
-        ignored = [path.relative_to(base).as_posix() for path in files if path.name.startswith(IGNORED)]
-        if len(files) == len(ignored) and modalities is not None:
-            problem = _none("has no stream files", ignored)
+        all_files = [path for path in files_below(modality_paths[modality]) if path.is_file()]
+        files = [path for path in all_files if is_data_file(path, format)]
+        unknown_here = [below for path in all_files if is_unread(below := path.relative_to(base), format)]
+        marked = [path.relative_to(base).as_posix() for path in files if path.name.startswith(IGNORED)]
+        unknown += [path.as_posix() for path in unknown_here]
+        if len(files) == len(marked) and modalities is not None:
+            problem = _none("has no stream files", marked, [path.as_posix() for path in unknown_here])
             raise UserError(str(base / modality), problem, f"known extensions: {' '.join(suffixes())}")
-        left_out += ignored
+        skipped += marked
         kept = [path for path in files if not path.name.startswith(IGNORED)]
         found += [(path.relative_to(base).as_posix(), str(path), modality) for path in kept]
     if not found:
-        fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
-        raise UserError(str(root), _none("has no stream files", left_out), fix)
-    _warn_ignored(root, left_out)
-    _warn_unread(root, unread)
+        raise _no_stream(base, format, skipped, unknown)
+    warn(root, skipped=skipped, unknown=unknown)
     return _numbered(found)
 
 
-def _files_below(directory: Path) -> Iterator[Path]:
-    """What lies in a directory and in those below it, also behind links, as in a glob: each directory is entered once."""
-    for below in directories(str(directory), enters_hidden=True):
-        yield from Path(below).iterdir()
+def _no_stream(base: Path, format: str, skipped: Sequence[str], unknown: Sequence[str]) -> UserError:
+    """What to say of a root without streams: files may lie in it directly, or have other extensions."""
+    loose = loose_files(base, format)
+    read = [name for name in loose if is_stream_file(Path(name), format)]
+    problem = _none("has no stream files", skipped, [*unknown, *(name for name in loose if name not in read)])
+    fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
+    if read:
+        pattern = os.path.join(glob.escape(str(base)), "*")
+        fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
+    return UserError(str(base), problem, fix)
 
 
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
@@ -185,31 +159,40 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     """
     check_format(format)
     found: dict[str, tuple[str, str, str]] = {}
-    left_out: list[str] = []
-    unread: list[str] = []
+    skipped: list[str] = []
+    unknown: list[str] = []
     for given in paths:
         text = os.path.normpath(str(given))
         if os.path.isfile(text):
             matches = [text]
         else:
             named = find_files(text)
-            data = [m for m in named if _is_data_file(Path(m), format)]
-            unread += [m for m in named if _looks_like_data(Path(m), format)]
+            data = [m for m in named if is_data_file(Path(m), format)]
+            others = [m for m in named if is_unread(Path(os.path.basename(m)), format)]
             matches = [m for m in data if not os.path.basename(m).startswith(IGNORED)]
-            left_out += [m for m in data if os.path.basename(m).startswith(IGNORED)]
-        if not matches and not glob.has_magic(text) and not os.path.exists(text):
-            raise UserError(str(given), "no such file or directory", did_you_mean(text) or "check the path")
+            skipped += [m for m in data if os.path.basename(m).startswith(IGNORED)]
+            unknown += others
         if not matches:
-            problem = _none("names no stream file", left_out)
-            raise UserError(str(given), problem, f"known extensions: {' '.join(suffixes())}")
+            raise _nothing_named(str(given), text, skipped, unknown)
         for match in matches:
             label = printable(os.path.basename(os.path.dirname(os.path.abspath(match))))
             found[match] = (Path(match).as_posix(), match, label)
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
-    _warn_ignored("paths", [name for name in left_out if name not in found])
-    _warn_unread("paths", [name for name in unread if name not in found])
+    left_out, not_read = ([name for name in names if name not in found] for names in (skipped, unknown))
+    warn("paths", skipped=left_out, unknown=not_read)
     return _numbered(list(found.values()))
+
+
+def _nothing_named(given: str, text: str, skipped: Sequence[str], unknown: Sequence[str]) -> UserError:
+    """What to say of a path or glob that names no stream file."""
+    if os.path.isdir(text):
+        fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source of its own)"
+        return UserError(given, "is a directory, and only files and globs can be listed", fix)
+    if not glob.has_magic(text) and not os.path.exists(text):
+        return UserError(given, "no such file or directory", did_you_mean(text) or "check the path")
+    problem = _none("names no stream file", skipped, unknown)
+    return UserError(given, problem, f"known extensions: {' '.join(suffixes())}")
 
 
 @dataclass(frozen=True)
@@ -221,7 +204,7 @@ class Discovery:
     root: str | None = None
     paths: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Files with a known extension in the root itself, which NESTED does not read."""
+    """Files in the root itself, which NESTED does not read."""
     copies: tuple[object, ...] = ()
     """Local copies of what URLs name; they stay while this exists."""
 
@@ -235,11 +218,11 @@ def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
     directory = Path(paths[0])
     if len(paths) > 1 or not directory.is_dir():
         return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
-    own = tuple(sorted(p.name for p in directory.iterdir() if p.is_file() and _is_stream_file(p, format)))
     try:
-        return Discovery("nested", discover_nested(directory, format=format), root=paths[0], left_out=own)
+        streams = discover_nested(directory, format=format)
+        return Discovery("nested", streams, root=paths[0], left_out=tuple(loose_files(directory, format)))
     except UserError:
-        if not own:
+        if not any(path.is_file() and is_stream_file(path, format) for path in directory.iterdir()):
             raise
         pattern = os.path.join(glob.escape(paths[0]), "*")
         return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))

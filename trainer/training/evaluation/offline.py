@@ -24,8 +24,8 @@ from trainer.training.setup.evaluation import make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.plausible import trained_on
-from trainer.training.setup.sources import resolve_sources
-from trainer.wording import counted
+from trainer.training.setup.sources import resolve_eval_sources, resolve_sources
+from trainer.wording import counted, few
 
 logger = get_logger(__name__)
 ALL = 2**62  # micro-batches
@@ -51,15 +51,18 @@ def evaluate_checkpoint(
     *,
     step: int | None,
     batches: int | None = None,
+    held_out: bool = False,
     device: torch.device,
     tokenizer: str | None = None,
 ) -> Evaluated:
     """Evaluate the model of a run, or an exported one, in one process.
 
-    With `sources` or `[[eval.source]]` in its config those are read, otherwise all of its held-out documents. A task of the
-    user's own (`[eval] target`) is called as in the run.
+    With `sources` or `[[eval.source]]` in its config those are read, otherwise all of its held-out documents. Of two sets of
+    one name that of `sources` is read; if `sources` are given, sets of the config whose files are not there are left out. A
+    task of the user's own (`[eval] target`) is called as in the run.
 
     Args:
+        held_out: read the held-out documents although the config has sets.
         step: of the checkpoint; None: the latest.
         batches: of each set at most; None: all, or as many as its config says.
         tokenizer: path of the tokenizer.json, if it has moved.
@@ -68,6 +71,8 @@ def evaluate_checkpoint(
         UserError: there is no such model, nothing to evaluate on, or the data cannot be read.
     """
     saved = load_model(directory, step=step, device=device, tokenizer=tokenizer)
+    if held_out:
+        saved = _without_sets(saved, sources, directory)
     plan = _plan(saved, sources, Path(directory), batches)
     info, diagnostics = RankInfo(), Diagnostics()
     cell_model, loss = model_and_loss(saved.model, plan.config, device)
@@ -105,8 +110,56 @@ def _warn_if_trained_on(config: RunConfig, plan: Plan, path: Path) -> None:
             logger.warning("%s", doubt.message)
 
 
+def _without_sets(saved: SavedModel, given: Sequence[EvalSourceTable], directory: str | Path) -> SavedModel:
+    """The model with a config that evaluates its held-out documents alone.
+
+    Raises:
+        UserError: it holds out none, or sets are given too.
+    """
+    if given:
+        raise UserError("--held-out", "cannot be combined with --source", "evaluate the two one after the other")
+    if not saved.config.eval.holdout_fraction:
+        problem = f"the config of {directory} holds out no documents: eval.holdout_fraction is 0"
+        raise UserError("--held-out", problem, "name a set with --source NAME=PATH")
+    return replace(saved, config=_changed(saved.config, {}, source=[], target=None))
+
+
+def _missing(config: RunConfig) -> dict[str, UserError]:
+    """Why sets of the config cannot be read, by name."""
+    found = {}
+    for each in config.eval.source:
+        try:
+            resolve_eval_sources(_changed(config, {}, source=[each]))
+        except UserError as error:
+            found[each.name] = error
+    return found
+
+
+def _without_missing(
+    saved: SavedModel, missing: Mapping[str, UserError], directory: Path, *, is_given: bool
+) -> SavedModel:
+    """The model with a config without the sets that cannot be read, which a warning names.
+
+    Args:
+        is_given: whether there are others to evaluate on.
+
+    Raises:
+        UserError: there are not.
+    """
+    first = next(iter(missing.values()))
+    if not is_given:
+        problem = f"{first.problem} (a set of the config of {directory}; paths are relative to the working directory)"
+        raise UserError(first.key, problem, "go there, or name sets with --source NAME=PATH")
+    text = "%s: leaves out %s of its config, whose files cannot be read here: %s"
+    logger.warning(text, directory, counted(len(missing), "eval.source"), few([e.message for e in missing.values()]))
+    left = [each for each in saved.config.eval.source if each.name not in missing]
+    return replace(saved, config=_changed(saved.config, {}, source=left))
+
+
 def _plan(saved: SavedModel, given: Sequence[EvalSourceTable], directory: Path, batches: int | None) -> Plan:
-    config, named = saved.config, [*saved.config.eval.source, *given]
+    new = {each.name for each in given}
+    config = _changed(saved.config, {}, source=[each for each in saved.config.eval.source if each.name not in new])
+    named = [*config.eval.source, *given]
     if batches is not None:
         named = [each.model_copy(update={"batches": batches}) for each in named]
     names = [each.name for each in named]
@@ -130,7 +183,10 @@ def _plan(saved: SavedModel, given: Sequence[EvalSourceTable], directory: Path, 
     try:
         plan = make_plan(without, path, 1)
     except UserError as error:
-        raise UserError(error.key.replace("source ", "--source "), error.problem, error.fix) from None
+        missing = _missing(config)
+        if not missing:
+            raise UserError(error.key.replace("source ", "--source "), error.problem, error.fix) from None
+        return _plan(_without_missing(saved, missing, directory, is_given=bool(given)), given, directory, batches)
     data = data.model_copy(update={"mixing": config.data.mixing})
     config = _changed(plan.config, {"data": data}, source=named, target=config.eval.target, every=1)
     plan = replace(plan, config=config, eval_sources=plan.sources)

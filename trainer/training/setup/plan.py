@@ -49,6 +49,8 @@ class Plan:
     facts: Facts
     eval_sources: Sequence[Source] = ()
     """Validation sets of the user's own."""
+    doubts: Sequence[UserError] = ()
+    """Settings that cannot be meant."""
 
     @property
     def vocab_size(self) -> int:
@@ -157,8 +159,11 @@ def width_of(model: nn.Module) -> int:
     return width
 
 
-def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
+def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_doubts: bool = True) -> Plan:
     """Check all that can be checked now, and warn about settings that cannot be meant.
+
+    Args:
+        logs_doubts: False: the caller shows `Plan.doubts`.
 
     Raises:
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
@@ -183,9 +188,10 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int) -> Plan:
     eval_sources = resolve_eval_sources(config)
     if config.eval.target is not None:
         resolve_target(config.eval.target, "eval.target")
-    for doubt in doubts(config, sources, eval_sources):
+    found = list(doubts(config, sources, eval_sources))
+    for doubt in found if logs_doubts else ():
         logger.warning("%s", doubt.message)
-    return Plan(config, sources, tokenizer, facts, eval_sources)
+    return Plan(config, sources, tokenizer, facts, eval_sources, found)
 
 
 def begin_from_weights(plan: Plan, model: nn.Module) -> None:

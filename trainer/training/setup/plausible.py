@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from trainer.config.data_tables import SourceTable
 from trainer.config.rules import largest_batch, mixing_of
 from trainer.config.schema import LedgerTable, RunConfig
+from trainer.data.streams.unread import unread_parts
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError, UserErrors
+from trainer.storage import is_url
 from trainer.training.setup.sharding import mesh_shape
 from trainer.training.setup.sources import Source
 from trainer.training.step_profile import FIRST_PROFILED
-from trainer.wording import counted, printable
+from trainer.wording import counted, few, printable
 
 MOST_LAYERS = 2_000  # a layer takes about 6 ms to build, on the meta device too
 MOST_HELD_OUT = 0.5
@@ -40,6 +44,7 @@ def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Sour
         problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
         yield UserError("eval.every", problem, "set it to the number of steps between evaluations")
     yield from trained_on(sources, eval_sources)
+    yield from _unread(sources, eval_sources)
     held_out = config.eval.holdout_fraction
     if held_out > MOST_HELD_OUT:
         problem = f"holds out {held_out:.0%} of the documents: the run trains on the few that are left"
@@ -77,6 +82,28 @@ def _endless_warmup(config: RunConfig) -> Iterator[UserError]:
             problem += f"at {length / warmup:.2g} of optimizer.lr"
             fix = f"set it to at most {max(length // 10, 1):,}, unless this is a short trial"
             yield UserError(f"scheduler.warmup_{unit}", problem, fix)
+
+
+def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[UserError]:
+    """Modalities of a root that no source reads, which may have been added since, and files in no modality's directory."""
+    readers: dict[str, list[SourceTable]] = {}
+    for source in (*sources, *eval_sources):
+        if source.table.root is not None and not is_url(source.table.root):
+            readers.setdefault(os.path.realpath(source.table.root), []).append(source.table)
+    for tables in readers.values():
+        root = str(tables[0].root)
+        chosen = [table.modalities for table in tables]
+        is_whole = any(each is None for each in chosen)
+        read = None if is_whole else {name for each in chosen for name in each or ()}
+        left = unread_parts(Path(root), read, tables[0].format)
+        if left.modalities:
+            problem = f"has modalities that no source reads: {few(left.modalities)}"
+            fix = "add them to modalities of a source, or give them sources of their own"
+            yield UserError(f"root {root}", problem, fix)
+        if left.files:
+            problem = f"has {counted(len(left.files), 'file')} in no modality's directory, which no source reads: "
+            fix = f"move those that are data into {root}/<modality>/"
+            yield UserError(f"root {root}", f"{problem}{few(left.files)}", fix)
 
 
 def _leaks(sources: list[Source]) -> Iterator[UserError]:

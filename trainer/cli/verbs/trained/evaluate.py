@@ -34,6 +34,9 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Micro-batches of each set at most; default: all of --source and held-out."),
     ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")
+    ] = False,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the latest.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Path of the tokenizer.json if it moved.", metavar="PATH")
@@ -51,7 +54,13 @@ def evaluate(
         from trainer.training.evaluation.offline import evaluate_checkpoint
 
     found = evaluate_checkpoint(
-        run_dir, sources, step=step, batches=batches, device=pick_device(device), tokenizer=tokenizer
+        run_dir,
+        sources,
+        step=step,
+        batches=batches,
+        held_out=held_out,
+        device=pick_device(device),
+        tokenizer=tokenizer,
     )
     if as_json:
         typer.echo(json.dumps({"run": run_dir, "step": found.step, "metrics": found.metrics}, indent=2))
