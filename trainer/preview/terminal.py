@@ -197,11 +197,11 @@ def _ledger_table(ledger: LedgerView) -> Table:
     if ledger.stale_threshold is not None:
         beyond = f"{ledger.waits_beyond_threshold:,} waits are longer"
         table.add_row("stale threshold", f"{ledger.stale_threshold:,} steps; {beyond}")
-    waits = f"{ledger.counted_wait_steps:,} steps counted; 2 K n is {ledger.wait_bound_steps:,}"
+    waits = f"{ledger.counted_wait_steps:,} steps counted; the bound for other seeds, 2 K n, is {ledger.wait_bound_steps:,}"
     table.add_row("longest wait", waits)
     if ledger.probes is not None:
         table.add_row("probes of carry", _probes(ledger.probes))
-        if ledger.probes.reach is not None:
+        if ledger.probes.count and ledger.probes.reach is not None:
             near = f"of the cells that continue a group: those up to {ledger.probes.cells:,} cells from its start"
             table.add_row("they measure", f"{ledger.probes.reach:.0%} {near}")
     return table
