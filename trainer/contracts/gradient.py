@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.contracts.report import Verdict
+from trainer.contracts.report import NO_STATE, Verdict
 from trainer.contracts.subject import CallFailed, Subject, one_line
 from trainer.contracts.trial import NotTestable, Trial
 
@@ -16,7 +16,7 @@ from trainer.contracts.trial import NotTestable, Trial
 def check_gradient(trial: Trial) -> Verdict:
     """The last cell's gradient with respect to parameters and incoming state, against the uncut row's."""
     if not trial.width:
-        return Verdict("gradient", "not testable here", "the model has no state (state_width = 0)")
+        return Verdict("gradient", "not testable here", NO_STATE)
     with trial.in_mode(trial.modes[0]):
         try:
             return _judge(trial)
