@@ -452,7 +452,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "noise of numpy in eval": (NoiseOfNumpy, "purity", "random"),
     "recomputation advances a state": (Advances, "checkpointing", "recomput"),
     "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
-    "gradient partly detached": (Detached, "gradient", "differs"),
+    "gradient partly detached": (Detached, "gradient", "Remove what detaches the state"),
     "state detached": (DetachedState, "gradient", "detached"),
     "drops the state in bf16": (LowPrecisionDrop, "autocast", "bf16"),
 }
