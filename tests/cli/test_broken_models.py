@@ -223,9 +223,7 @@ def test_a_model_that_takes_a_state_and_returns_none_is_refused_with_the_remedy(
     ended = check(RETURNS_NONE)
     assert ended.returncode == 2
     assert "broken_model:build: breaks carry: forward takes a state and returns none" in ended.stderr
-    assert "return ModelOutput(..., state=...); a model without state says so by its attribute state_width = 0" in (
-        ended.stderr
-    )
+    assert "return ModelOutput(..., state=...), or set state_width = 0 on a model without a state" in ended.stderr
     assert ended.stderr.count("\n") == 1
     assert check(RETURNS_NONE, 'model.trust=["carry"]').returncode == 0
     on_purpose = check(RETURNS_NONE.replace("        self.calls = 0", "        self.calls = self.state_width = 0"))

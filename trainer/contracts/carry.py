@@ -77,8 +77,6 @@ def _judge(trial: Trial, sample: int, notes: list[str]) -> Verdict:
         try:
             cells = run_cells(subject, tokens[: cut.rows], cut.lengths, subject.zeros(cut.rows)).logits
         except CallFailed as error:
-            if set(cut.lengths) == {trial.cell}:  # rows of that length were taken before
-                raise
             if cut.is_needed:
                 raise NotTestable(str(error)) from error
             notes.append(f"{cut.words}: not testable here: {error}")

@@ -118,9 +118,9 @@ def _judge_exactly(
 
 def _judge(trial: Trial, working: Subject, live: Subject, deadline: float, verdicts: dict[str, Verdict]) -> str:
     """Make every check but `forward`; returns the circumstances."""
-    if (endless := _not_finite(trial)) is not None:
-        verdicts["carry"] = endless
-        raise NotTestable("the state is not finite")
+    if (nan := _nan_state(trial)) is not None:
+        verdicts["carry"] = nan
+        raise NotTestable("the state is NaN")
     verdicts["purity"], trial = check_purity(trial, live)
     if "random" in trial.facts:
         raise NotTestable("the model is random in eval() too")
@@ -163,14 +163,15 @@ def _judge(trial: Trial, working: Subject, live: Subject, deadline: float, verdi
     return f"judged in {precision}, rows of {trial.length} tokens in cells of {trial.cell}, on {trial.subject.device}"
 
 
-def _not_finite(trial: Trial) -> Verdict | None:
-    """A verdict on states that are not finite, which no other check could compare."""
+def _nan_state(trial: Trial) -> Verdict | None:
+    """A verdict on states of NaN, which no other check could compare. Infinities may mean something, as in log space."""
     for training in (True, False):
         with trial.in_mode(training):
             state = trial.start_state()
-        if state is not None and not state.isfinite().all():
-            found = "NaN" if state.isnan().any() else "infinity"
-            text = f"the returned state holds {found} in {'train' if training else 'eval'}(), from which the next cell starts"
+        if state is not None and state.isnan().any():
+            text = (
+                f"the returned state holds NaN in {'train' if training else 'eval'}(), and the next cell starts from it"
+            )
             return Verdict("carry", "broken", text)
     return None
 

@@ -92,10 +92,10 @@ def why_no_state(subject: Subject, length: int) -> str:
         raise CallFailed(f"forward fails with tokens {list(tokens.shape)}: {one_line(error)}") from error
     if in_training.state is not None:
         return "forward returns a state in train() and none in eval(): return it in both"
-    text = (
-        "forward takes a state and returns none, so that every cell starts anew: return ModelOutput(..., state=...); a "
+    return (
+        "forward takes a state and returns none, so every cell starts from zero: return ModelOutput(..., state=...), or set "
+        "state_width = 0 on a model without a state"
     )
-    return f"{text}model without state says so by its attribute state_width = 0"
 
 
 def place_of_forward(model: nn.Module) -> str:
