@@ -55,6 +55,7 @@ def check_model(
         try:
             how = _check(model, vocab_size, (seq_len, *pieces), autocast, started + max_seconds, verdicts)
         except (CallFailed, NotTestable) as error:
+            how = "nothing else was run" if verdicts else how
             _fill(verdicts, str(error))
     ordered = tuple(verdicts[check] for check in CHECKS)
     return Report(ordered, how, time.perf_counter() - started)
@@ -110,6 +111,7 @@ def _judge_exactly(
             return _judge(trial, working, live, deadline, found)
         except CallFailed:  # some of its operators may lack float64
             found = dict(verdicts)
+            working.is_pure, working.training = False, True
             trial = make_trial(working, **options)
         finally:
             verdicts.update(found)
