@@ -289,6 +289,86 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "contract": [
         Mutant(
+            "trainer/contracts/forward.py",
+            """if not hasattr(model, "state_layout") or""",
+            """if hasattr(model, "state_layout") or""",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/forward.py",
+            """hasattr(model, "state_layout") or "state" not in inspect.signature(model.forward).parameters:""",
+            """hasattr(model, "state_layout"):""",
+            "tests/unit/contracts/test_check_model.py::test_a_model_that_returns_no_state_on_purpose_is_not_convicted",
+        ),
+        Mutant(
+            "trainer/contracts/forward.py",
+            "if in_training.state is not None:",
+            "if False:",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/forward.py",
+            "for training in (True, False):",
+            "for training in (True,):",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/carry.py",
+            """    if size <= limit:
+        return None""",
+            """    if size >= 0:
+        return None""",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/rows.py",
+            "state = state + change",
+            "state = state + 0 * change",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/check.py",
+            "trial = make_trial(working, **options)",
+            "raise",
+            "tests/unit/contracts/test_check_model.py::test_a_forward_that_lacks_float64_is_not_taken_for_one_that_fails",
+        ),
+        Mutant(
+            "trainer/contracts/check.py",
+            """verdicts["carry"] = nan""",
+            """nan = None""",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/check.py",
+            """if check != "resets" or trial.subject is not working:""",
+            "if True:",
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/contracts/check.py",
+            'raise NotTestable("forward fails") from error',
+            'del verdicts["forward"]',
+            "tests/unit/contracts/test_check_model.py::test_a_mutant_is_convicted_by_the_check_meant_for_it",
+        ),
+        Mutant(
+            "trainer/cli/verbs/doctor.py",
+            "if report.breaches or _is_unchecked(report):",
+            "if report.breaches:",
+            "tests/cli/test_broken_models.py::test_the_doctor_does_not_call_a_model_sound_that_it_could_not_check",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/model.py",
+            """== "resets" and run.setting("data.pack", None) is False:""",
+            """== "resets":""",
+            "tests/unit/diagnostics/test_rules.py::test_broken_resets_matter_with_packed_rows_alone",
+        ),
+        Mutant(
+            "trainer/diagnostics/rules/model.py",
+            """if verdicts and causality.get("status") != "not testable here":""",
+            "if verdicts:",
+            "tests/unit/diagnostics/test_rules.py::test_a_model_of_which_nothing_could_be_judged_is_not_called_healthy",
+        ),
+        Mutant(
             "trainer/contracts/check.py",
             "live = Subject(drawn,",
             "live = Subject(working.model,",

@@ -195,6 +195,64 @@ def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
     assert check(PEEKS).stderr.startswith(f"{place}breaks causality: ")
 
 
+NESTED = """
+import torch
+from torch import nn
+from trainer.model.protocol import ModelOutput
+
+class Model(nn.Module):
+    def __init__(self, vocab_size, dim, num_layers):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
+        self.rnn = nn.LSTM(dim, dim, batch_first=True)
+        self.calls = 0
+
+    def forward(self, tokens, state=None):
+        self.calls += 1
+        given = None if state is None else tuple(part[None].contiguous() for part in state)
+        hidden, (h, c) = self.rnn(self.embedding(tokens), given)
+        return ModelOutput(self.head(hidden), (h[0], c[0]))
+
+build = Model
+"""
+RETURNS_NONE = NESTED.replace("(h[0], c[0])", "None")
+
+
+def test_a_model_that_takes_a_state_and_returns_none_is_refused_with_the_remedy(check):
+    assert check(NESTED).returncode == 0
+    ended = check(RETURNS_NONE)
+    assert ended.returncode == 2
+    assert "broken_model:build: breaks carry: forward takes a state and returns none" in ended.stderr
+    assert "return ModelOutput(..., state=...), or set state_width = 0 on a model without a state" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert check(RETURNS_NONE, 'model.trust=["carry"]').returncode == 0
+    on_purpose = check(RETURNS_NONE.replace("        self.calls = 0", "        self.calls = self.state_width = 0"))
+    assert (on_purpose.returncode, on_purpose.stderr) == (0, "")
+
+
+def test_a_forward_that_fails_after_its_first_calls_is_refused_with_its_place(check):
+    ended = check(NESTED.replace("        given", "        assert self.calls < 8, 'boom'\n        given"))
+    assert ended.returncode == 2
+    assert "broken_model:build: forward fails with tokens [" in ended.stderr
+    assert "AssertionError: boom (broken_model.py:15), after it ran with tokens [1, 16]" in ended.stderr
+    assert 'set model.trust = ["forward"]' in ended.stderr
+    assert "make it forward(tokens" not in ended.stderr
+
+
+def test_what_could_not_be_checked_is_a_warning(check):
+    ended = check(NESTED.replace("self.head(hidden)", "self.head(hidden) * 0"))
+    assert ended.returncode == 0
+    assert "model: causality could not be checked: the logits are the same at every position" in ended.stderr
+
+
+def test_a_model_of_one_length_alone_can_be_checked_at_that_length(check):
+    fixed = NESTED.replace("        given", "        assert tokens.shape[1] == 16, 'another length'\n        given")
+    ended = check(fixed)
+    assert ended.returncode == 0, ended.stderr
+    assert "model: carry could not be checked: the model takes rows of 16 tokens and no longer ones" in ended.stderr
+    assert "#   state_width = 32" in ended.stdout
+
+
 def test_the_cause_is_named_before_what_follows_from_it(check):
     rolled = model(GOOD).replace("hidden[:, -1])", "hidden[:, -1].roll(1, 0))")
     ended = check(rolled)
@@ -307,6 +365,23 @@ def test_the_doctor_prints_a_table_and_exits_with_3_on_a_breach(tmp_path, capsys
     assert ended.returncode == 2
     assert "--args: must be a TOML table" in ended.stderr
     sys.modules.pop("doctored", None)
+
+
+def test_the_doctor_does_not_call_a_model_sound_that_it_could_not_check(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "constant.py").write_text(NESTED.replace("self.head(hidden)", "self.head(hidden) * 0"))
+    ended = program(["doctor", "--model", "constant:build"], capsys)
+    assert ended.returncode == 3
+    assert "constant:build was not checked: the logits are the same" in ended.stdout
+    (tmp_path / "fixed.py").write_text(
+        NESTED.replace("        given", "        assert tokens.shape[1] == 64\n        given")
+    )
+    ended = program(["doctor", "--model", "fixed:build"], capsys)
+    assert ended.returncode == 0, ended.stderr
+    assert "fixed:build keeps the contract, except that carry could not be checked; " in ended.stdout
+    for name in ("constant", "fixed"):
+        sys.modules.pop(name, None)
 
 
 def test_the_doctor_takes_a_family_by_its_name(capsys):

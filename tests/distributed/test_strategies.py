@@ -462,7 +462,7 @@ class Units(nn.Module):
 
     def __init__(self, vocab_size, dim, num_layers, how="called"):
         super().__init__()
-        self.how = how
+        self.how, self.state_width = how, 0
         self.emb, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
         self.layers = nn.ModuleList(Layer(dim) for _ in range(num_layers))
         if how in ("twice", "list", "property"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,6 +68,21 @@ class Lstm(Language):
         h, c = state.to(x.dtype).view(-1, 2, 2, DIM).permute(1, 2, 0, 3).contiguous()
         x, (h, c) = self.rnn(x, (h, c))
         return x, torch.stack([h, c]).permute(2, 0, 1, 3).flatten(1)
+
+
+class NestedLstm(nn.Module):
+    """Without `state_width`: a state in a nest of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.rnn = nn.LSTM(DIM, DIM, batch_first=True)
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens: Tensor, state: Any = None) -> Any:
+        given = None if state is None else tuple(state[name][None].contiguous() for name in ("h", "c"))
+        x, (h, c) = self.rnn(self.embedding(tokens), given)
+        return SimpleNamespace(logits=self.head(x), state={"h": h[0], "c": c[0]})
 
 
 class Convolution(Language):
@@ -175,7 +191,7 @@ class Ema(Language):
 
 
 class LearnedStart(Language):
-    """An LSTM-like cell whose state is an offset from a learned initial state, so that zeros mean the learned one."""
+    """A cell whose state is an offset from a learned initial state, so that zeros mean the learned one."""
 
     def __init__(self) -> None:
         super().__init__(DIM)
@@ -187,14 +203,13 @@ class LearnedStart(Language):
         return x, h[0] - self.initial
 
 
-class LearnedStartOfNone(LearnedStart):
-    """The learned state for `None` alone, zeros meaning zeros."""
+class LearnedStartOfZeros(LearnedStart):
+    """The learned state where a row of the state is all zeros."""
 
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        if state is None:
-            state = self.initial.expand(tokens.shape[0], -1)
-        x, h = self.rnn(self.embedding(tokens), state[None].to(self.embedding.weight.dtype).contiguous())
-        return ModelOutput(self.head(x), h[0])
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.where(state.any(1, keepdim=True), state, self.initial)
+        x, h = self.rnn(x, state[None].to(x.dtype).contiguous())
+        return x, h[0]
 
 
 class Transformer(Language):
@@ -411,6 +426,7 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "stacked gru": lambda: Gru(3),
     "rnn": Rnn,
     "lstm": Lstm,
+    "lstm with a nest": NestedLstm,
     "convolutions": Convolution,
     "sliding window": SlidingWindow,
     "linear attention": LinearAttention,
@@ -419,7 +435,7 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "ema": Ema,
     "rg-lru": rg_lru,
     "learned start": LearnedStart,
-    "learned start of none": LearnedStartOfNone,
+    "learned start of zeros": LearnedStartOfZeros,
     "transformer": Transformer,
     "transformer of a fixed length": FixedLength,
     "transformer with dropout": lambda: Transformer(dropout=0.2),

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.honest_models import DIM, Convolution, DeltaRule, Ema, Gru, Language, Transformer
+from tests.support.honest_models import (
+    DIM,
+    Convolution,
+    DeltaRule,
+    Ema,
+    Gru,
+    Language,
+    LearnedStart,
+    NestedLstm,
+    Transformer,
+)
 from trainer.model.blocks import Block
 from trainer.model.encoder import RecurrentEncoder
 from trainer.model.protocol import ModelOutput
@@ -18,6 +31,92 @@ from trainer.model.protocol import ModelOutput
 class DropState(Gru):
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return super().mix(x, torch.zeros_like(state))
+
+
+class LearnedStartOfNone(LearnedStart):
+    """The learned state for `None` alone, zeros meaning zeros."""
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        if state is None:
+            state = self.initial.expand(tokens.shape[0], -1)
+        x, h = self.rnn(self.embedding(tokens), state[None].to(self.embedding.weight.dtype).contiguous())
+        return ModelOutput(self.head(x), h[0])
+
+
+class ReturnNone(NestedLstm):
+    """Takes a state, and returns none; `mode` is the one in which it does return one."""
+
+    def __init__(self, mode: bool | None = None) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, tokens: Tensor, state: Any = None) -> Any:
+        output = super().forward(tokens, state)
+        return SimpleNamespace(logits=output.logits, state=output.state if self.training is self.mode else None)
+
+
+class ReturnNoneWhenGiven(NestedLstm):
+    def forward(self, tokens: Tensor, state: Any = None) -> Any:
+        output = super().forward(tokens, state)
+        return SimpleNamespace(logits=output.logits, state=output.state if state is None else None)
+
+
+class ReturnNoneInEval(Gru):
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        output = super().forward(tokens, state)
+        return output if self.training else output._replace(state=None)
+
+
+class DropPartOfNest(NestedLstm):
+    def forward(self, tokens: Tensor, state: Any = None) -> Any:
+        return super().forward(tokens, state and {**state, "c": torch.zeros_like(state["c"])})
+
+
+class ReadOtherStates(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x, state.roll(1, 0))
+
+
+class RoundGiven(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().mix(x, state.bfloat16().to(state.dtype))
+
+
+class NanState(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(x, state)
+        return x, end * math.nan
+
+
+class RaisesLater(Gru):
+    """Takes a few calls, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        self.calls += 1
+        if self.calls > 4:
+            raise RuntimeError("boom in my model")
+        return super().forward(tokens, state)
+
+
+class RaisesOnStates(Gru):
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if state.any():
+            raise RuntimeError("boom on a state")
+        return super().mix(x, state)
+
+
+class RaisesOnResets(RecurrentEncoder):
+    def __init__(self) -> None:
+        super().__init__(vocab_size=37, dim=DIM, num_layers=2, hidden=2 * DIM, tie_embeddings=False)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
+        if resets is not None and resets.any():
+            raise RuntimeError("boom on a reset")
+        return super().forward(tokens, state, resets)
 
 
 class ReturnZeros(Gru):
@@ -308,6 +407,19 @@ class LateReset(RecurrentEncoder):
 MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     # name: (model, the check meant for it, a word of its verdict)
     "drops the state": (DropState, "carry", "start from zero"),
+    "learned start of None alone": (LearnedStartOfNone, "carry", "is never used and never trained"),
+    "returns none": (ReturnNone, "carry", "takes a state and returns none"),
+    "returns a state in training alone": (lambda: ReturnNone(True), "carry", "a state in train() and none in eval()"),
+    "returns a state in eval alone": (lambda: ReturnNone(False), "forward", "returns no state in train()"),
+    "returns none in eval": (ReturnNoneInEval, "forward", "in eval() a state NoneType"),
+    "returns none when given a state": (ReturnNoneWhenGiven, "forward", "returns no state in train(), when given a"),
+    "drops a part of a nest": (DropPartOfNest, "carry", "numbers 16 to 31 of its 32"),
+    "returns a state of nan": (NanState, "carry", "holds NaN"),
+    "rounds the state": (RoundGiven, "carry", "rounded to bfloat16"),
+    "raises later": (RaisesLater, "forward", "boom in my model (tests/support/mutant_models.py:"),
+    "raises on a state": (RaisesOnStates, "forward", "boom on a state"),
+    "raises on a reset": (RaisesOnResets, "resets", "boom on a reset"),
+    "reads the states of other rows": (ReadOtherStates, "isolation", "reads their states"),
     "returns zeros": (ReturnZeros, "carry", "start from zero"),
     "drops the convolution's state": (DropConvolution, "carry", "state"),
     "drops one convolution of two": (ForgetConvolution, "carry", "numbers 48 to 95"),
@@ -340,7 +452,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "noise of numpy in eval": (NoiseOfNumpy, "purity", "random"),
     "recomputation advances a state": (Advances, "checkpointing", "recomput"),
     "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
-    "gradient partly detached": (Detached, "gradient", "differs"),
+    "gradient partly detached": (Detached, "gradient", "Remove what detaches the state"),
     "state detached": (DetachedState, "gradient", "detached"),
     "drops the state in bf16": (LowPrecisionDrop, "autocast", "bf16"),
 }

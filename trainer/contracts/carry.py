@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.contracts.report import Verdict
+from trainer.contracts.forward import why_no_state
+from trainer.contracts.report import NO_STATE, Verdict
 from trainer.contracts.subject import CallFailed
 from trainer.contracts.trial import CELLS, ROWS, TESTABLE, NotTestable, Trial, judge_samples, run_cells
 
@@ -27,7 +28,11 @@ class _Cut:
 def check_carry(trial: Trial) -> Verdict:
     """Judge carry in the modes of the trial."""
     if not trial.width:
-        return Verdict("carry", "not testable here", "the model has no state (state_width = 0)")
+        problem = why_no_state(trial.subject, trial.cell)
+        return Verdict("carry", "broken", problem) if problem else Verdict("carry", "not testable here", NO_STATE)
+    if not trial.takes_cells:
+        text = f"the model takes rows of {trial.cell} tokens and no longer ones, which its cells could be compared with"
+        return Verdict("carry", "not testable here", text)
     notes: list[str] = []
     largest = 0.0
     for training in trial.modes:
@@ -84,7 +89,25 @@ def _judge(trial: Trial, sample: int, notes: list[str]) -> Verdict:
             why = _explain(trial, tokens, whole, errors, limit, cut)
             text = f"{why}: {cut.words} differ from the uncut row from position {position} on, by {size:.1e} of the "
             return Verdict("carry", "broken", f"{text}logits' spread (rounding: {trial.noise:.0e})", size, position)
-    return Verdict("carry", "held", "", largest)
+    return _compare_none(trial, tokens, whole, limit, notes) or Verdict("carry", "held", "", largest)
+
+
+def _compare_none(trial: Trial, tokens: Tensor, whole: Tensor, limit: float, notes: list[str]) -> Verdict | None:
+    """The row from `None` instead of zeros; a verdict if it differs."""
+    try:
+        errors = trial.errors(trial.subject(tokens, None).logits, whole).amax(0)  # [T]
+    except CallFailed as error:
+        notes.append(f"state = None: not testable here: {error}")
+        return None
+    size = float(errors.max())
+    if size <= limit:
+        return None
+    text = (
+        f"state=None and zeros give other logits, by {size:.1e} of their spread. The trainer begins every group with zeros: "
+        "a start that None alone has, such as a learned one, is never used and never trained. Take it where a row of the "
+        "state is all zeros: torch.where(state.any(-1, keepdim=True), state, start)"
+    )
+    return Verdict("carry", "broken", text, size, int((errors > limit).nonzero()[0]))
 
 
 def _effect(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
@@ -209,7 +232,7 @@ def _is_same(trial: Trial, found: Tensor, wanted: Tensor, limit: float) -> bool:
 def check_state_used(trial: Trial) -> Verdict:
     """Whether another incoming state changes the logits."""
     if not trial.width:
-        return Verdict("state_used", "not testable here", "the model has no state (state_width = 0)")
+        return Verdict("state_used", "not testable here", NO_STATE)
     subject, tokens = trial.subject, trial.tokens(length=trial.cell)
     state = trial.start_state(ROWS)
     with_state = subject(tokens, state).logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 import time
@@ -11,19 +10,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.contracts.carry import check_carry, check_state_used
+from trainer.contracts.forward import check_forward, find_state, takes_resets
 from trainer.contracts.gradient import check_checkpointing, check_gradient
 from trainer.contracts.precision import check_precision
 from trainer.contracts.purity import check_purity
-from trainer.contracts.report import CHECKS, Report, Verdict
+from trainer.contracts.report import CHECKS, FAILED_LATER, Report, Verdict
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
 from trainer.contracts.subject import CallFailed, Subject, private_copy, uncompiled, without_dropout
 from trainer.contracts.trial import NotTestable, Trial, make_trial
-from trainer.import_path import format_error, shown_path
 
-KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
 DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -42,7 +40,8 @@ def check_model(
     under `torch.compile` run uncompiled.
 
     Args:
-        model: `forward(tokens, state)` returns an object with `.logits` and `.state`; `state_width` is its attribute.
+        model: `forward(tokens, state)` returns an object with `.logits` and `.state`. Without an attribute `state_width` its
+            state may be any nest of tensors [B, ...], whose layout is found as `trainer.model.state_layout` finds it.
         vocab_size: token ids are below it.
         seq_len: tokens of a cell in training. Only `forward` and models that take no other length use rows of it.
         pieces: other lengths of rows that training has (burn-in), for `forward`.
@@ -56,6 +55,7 @@ def check_model(
         try:
             how = _check(model, vocab_size, (seq_len, *pieces), autocast, started + max_seconds, verdicts)
         except (CallFailed, NotTestable) as error:
+            how = "nothing else was run" if verdicts else how
             _fill(verdicts, str(error))
     ordered = tuple(verdicts[check] for check in CHECKS)
     return Report(ordered, how, time.perf_counter() - started)
@@ -71,39 +71,77 @@ def _check(
 ) -> str:
     """Fill in the verdicts; returns the circumstances."""
     model = uncompiled(model)
-    takes_resets = _takes_resets(model)
+    with_resets = takes_resets(model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
     drawn = private_copy(model)
     given = next((p.dtype for p in drawn.parameters() if p.is_floating_point()), torch.float32)
+    if (problem := find_state(drawn, lengths[0])) is not None:
+        verdicts["forward"] = problem
+        raise NotTestable("forward fails")
     working = Subject(without_dropout(drawn), dtype=given)
     live = Subject(drawn, dtype=given, autocast=autocast, is_live=True)
     for length in dict.fromkeys(lengths):
-        verdicts["forward"] = check_forward(working.with_autocast(autocast), vocab_size, length, takes_resets)
+        verdicts["forward"] = check_forward(working.with_autocast(autocast), vocab_size, length, with_resets)
         if verdicts["forward"].status != "held":
             raise NotTestable("forward fails")
     if vocab_size < 2:
         raise NotTestable("a vocabulary of one token says nothing")
-    trial = _exact_trial(working, vocab_size, lengths[0], takes_resets)
+    options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": lengths[0], "takes_resets": with_resets}
+    try:
+        return _judge_exactly(working, live, options, deadline, verdicts)
+    except CallFailed as error:
+        text = f"{error}{FAILED_LATER} with tokens {[1, lengths[0]]}"
+        verdicts["forward"] = Verdict("forward", "broken", text)
+        raise NotTestable("forward fails") from error
+
+
+def _judge_exactly(
+    working: Subject, live: Subject, options: dict[str, Any], deadline: float, verdicts: dict[str, Verdict]
+) -> str:
+    """Judge in float64 if the model runs in it, in its own dtype otherwise; returns the circumstances.
+
+    Raises:
+        CallFailed: it fails in its own dtype, on rows like those that it took before.
+    """
+    trial = _exact_trial(working, **options)
+    if trial.subject is not working:
+        found = dict(verdicts)
+        try:
+            return _judge(trial, working, live, deadline, found)
+        except CallFailed:  # some of its operators may lack float64
+            found = dict(verdicts)
+            working.is_pure, working.training = False, True
+            trial = make_trial(working, **options)
+        finally:
+            verdicts.update(found)
+    return _judge(trial, working, live, deadline, verdicts)
+
+
+def _judge(trial: Trial, working: Subject, live: Subject, deadline: float, verdicts: dict[str, Verdict]) -> str:
+    """Make every check but `forward`; returns the circumstances."""
+    if (nan := _nan_state(trial)) is not None:
+        verdicts["carry"] = nan
+        raise NotTestable("the state is NaN")
     verdicts["purity"], trial = check_purity(trial, live)
     if "random" in trial.facts:
         raise NotTestable("the model is random in eval() too")
-    is_exact = trial.subject is not working
+    has_state, own = trial.width > 0, DTYPE_NAMES.get(working.dtype, str(working.dtype))
+    low = working.with_autocast(torch.bfloat16)
 
     def second(check: str, subject: Subject, name: str) -> Verdict:
         return check_precision(trial, subject, check=check, name=name)
 
-    low = working.with_autocast(torch.bfloat16)
     checks: dict[str, Callable[[], Verdict]] = {
         "causality": lambda: check_causality(trial),
         "isolation": lambda: check_isolation(trial),
         "carry": lambda: check_carry(trial),
         "state_used": lambda: check_state_used(trial),
         "resets": lambda: check_resets(trial),
-        "gradient": lambda: _after_carry(verdicts, lambda: check_gradient(trial), has_state=trial.width > 0),
+        "gradient": lambda: _after_carry(verdicts, lambda: check_gradient(trial), has_state=has_state),
         "checkpointing": lambda: check_checkpointing(trial),
         "autocast": lambda: _after_carry(
-            verdicts, lambda: second("autocast", low, "bf16 autocast"), has_state=trial.width > 0, check="autocast"
+            verdicts, lambda: second("autocast", low, "bf16 autocast"), has_state=has_state, check="autocast"
         ),
     }
     for check, judge in checks.items():
@@ -112,15 +150,32 @@ def _check(
             break
         try:
             verdicts[check] = judge()
-        except (CallFailed, NotTestable) as error:
+        except NotTestable as error:
             verdicts[check] = Verdict(check, "not testable here", str(error))
+        except CallFailed as error:
+            if check != "resets" or trial.subject is not working:
+                raise
+            verdicts[check] = Verdict(check, "broken", f"{error}, with a reset inside a row")
         trial.facts[check] = verdicts[check].status
-        if check == "carry" and is_exact and verdicts[check].status == "held":
-            found = second("carry", working, DTYPE_NAMES.get(given, str(given)))
+        if check == "carry" and trial.subject is not working and verdicts[check].status == "held":
+            found = second("carry", working, own)
             if found.status == "broken":
                 verdicts[check] = found
     precision = DTYPE_NAMES.get(trial.subject.dtype, str(trial.subject.dtype))
     return f"judged in {precision}, rows of {trial.length} tokens in cells of {trial.cell}, on {trial.subject.device}"
+
+
+def _nan_state(trial: Trial) -> Verdict | None:
+    """A verdict on states of NaN, which no other check could compare. Infinities may mean something, as in log space."""
+    for training in (True, False):
+        with trial.in_mode(training):
+            state = trial.start_state()
+        if state is not None and state.isnan().any():
+            text = (
+                f"the returned state holds NaN in {'train' if training else 'eval'}(), and the next cell starts from it"
+            )
+            return Verdict("carry", "broken", text)
+    return None
 
 
 def _after_carry(
@@ -147,65 +202,6 @@ def _exact_trial(working: Subject, vocab_size: int, seq_len: int, takes_resets: 
 def _fill(verdicts: dict[str, Verdict], why: str) -> None:
     for check in CHECKS:
         verdicts.setdefault(check, Verdict(check, "not testable here", why))
-
-
-def check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets: bool) -> Verdict:
-    """One row of the training length, and the shapes that come back."""
-    width: int = subject.model.state_width  # type: ignore[assignment]
-    tokens = (torch.arange(seq_len) % vocab_size)[None]
-    resets = torch.zeros(1, seq_len, dtype=torch.bool) if takes_resets else None
-    shape = "None" if not width else [1, width]
-    model = subject.fresh().train(subject.training)
-    try:
-        given: dict[str, Any] = {"tokens": tokens.to(subject.device), "state": subject.zeros(1)}
-        if resets is not None:
-            given["resets"] = resets.to(subject.device)
-        output = subject.forward(model, given, with_grad=False)
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
-        text = format_error(error, otherwise=place_of_forward(model))
-        text = f"its forward fails with tokens {list(tokens.shape)} and state {shape}: {text}"
-        return Verdict("forward", "broken", text)
-    problem = _mismatch(output, seq_len, vocab_size, width)
-    if problem:
-        return Verdict("forward", "broken", f"{problem}{place_of_forward(model)}")
-    return Verdict("forward", "held", f"ran with tokens {list(tokens.shape)}")
-
-
-def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
-    """What is wrong with a forward's output for one row; empty if nothing is."""
-    if not hasattr(output, "logits") or not hasattr(output, "state"):
-        return f"its forward returns a {type(output).__name__} without .logits and .state"
-    logits, state = output.logits, output.state
-    wanted = [1, length, vocab_size]
-    shape = list(logits.shape) if isinstance(logits, Tensor) else None
-    # More columns than ids do no harm: some pad the vocabulary.
-    if shape is None or shape[:2] != wanted[:2] or len(shape) != len(wanted) or shape[2] < vocab_size:
-        text = type(logits).__name__ if shape is None else shape
-        return f"its forward returns logits {text} for tokens [1, {length}], not {wanted}"
-    found = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
-    if width and found != [1, width]:
-        return f"its forward returns a state {found} for one row, not [1, {width}], its state_width"
-    return ""
-
-
-def place_of_forward(model: nn.Module) -> str:
-    """` (FILE:LINE)` of the model's `forward`; empty if it has none in Python."""
-    code = getattr(inspect.unwrap(model.forward), "__code__", None)
-    return "" if code is None else f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
-
-
-def _takes_resets(model: nn.Module) -> bool:
-    """Whether `forward` takes `resets`.
-
-    Raises:
-        NotTestable: it needs inputs that are not known here.
-    """
-    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    parameters = inspect.signature(model.forward).parameters
-    required = {p.name for p in parameters.values() if p.default is inspect.Parameter.empty and p.kind not in skipped}
-    if unknown := sorted(required - KNOWN_INPUTS):
-        raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
-    return "resets" in parameters
 
 
 def _run_eagerly() -> AbstractContextManager[Any]:

@@ -8,15 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.contracts.report import Verdict
+from trainer.contracts.report import NO_STATE, Verdict
 from trainer.contracts.subject import CallFailed, Subject, one_line
 from trainer.contracts.trial import NotTestable, Trial
+
+REMEDY = (
+    "Remove what detaches the state inside forward (detach(), .data, torch.no_grad(), a backward of its own that skips it): "
+    "the trainer itself detaches it between cells"
+)
 
 
 def check_gradient(trial: Trial) -> Verdict:
     """The last cell's gradient with respect to parameters and incoming state, against the uncut row's."""
     if not trial.width:
-        return Verdict("gradient", "not testable here", "the model has no state (state_width = 0)")
+        return Verdict("gradient", "not testable here", NO_STATE)
     with trial.in_mode(trial.modes[0]):
         try:
             return _judge(trial)
@@ -110,10 +115,15 @@ def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def _words(cut: list[Tensor], whole: list[Tensor]) -> str:
-    if float(cut[0].abs().max()) == 0.0 and float(whole[0].abs().max()) > 0.0:
-        return ": none reaches the state before the cut, part of it is detached"
-    ours, theirs = (math.sqrt(sum(float(g.double().square().sum()) for g in each[:1])) for each in (cut, whole))
-    return f": of the gradient of the first state, {ours / theirs:.0%} of the norm arrives" if theirs else ""
+    """What arrives at the first state, and the usual cause."""
+    ours, theirs = (float(each[0].double().norm()) for each in (cut, whole))
+    if theirs == 0.0:
+        text = "none reaches the incoming state at all"
+    elif ours == 0.0:
+        text = "none reaches the state before the cut"
+    else:
+        text = f"of the gradient of the first state, {ours / theirs:.0%} of the norm arrives"
+    return f": {text}. {REMEDY}"
 
 
 def check_checkpointing(trial: Trial) -> Verdict:

@@ -88,12 +88,25 @@ def _judge_carry(
         text = (
             f"in {name} cells differ from the exact row by {size:.1e} of the logits' spread, the uncut row by {own:.1e}"
         )
+        if check == "carry":
+            text += _words_of_rounding(subject, tokens[:, :n], tokens[:, n : 2 * n])
         return Verdict(check, "broken", text, size, position)
     if effect < ALLOWED * rounding:
         text = f"rounding in {name} ({rounding:.0e}) hides what a lost state would change ({effect:.0e})"
         return Verdict(check, "not testable here", text, size)
     text = f"in {name} cells are as exact as the uncut row ({size:.1e}, {own:.1e})"
     return Verdict(check, "held", text, size)
+
+
+def _words_of_rounding(subject: Subject, first: Tensor, second: Tensor) -> str:
+    """Which dtype the state is rounded to, on the way in or out: rounding it once more changes not one bit."""
+    state = subject.carried(subject(first, subject.zeros(ROWS)).state)
+    assert state is not None
+    given = subject(second, state).logits
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        if torch.equal(subject(second, state.to(dtype).to(state.dtype)).logits, given):
+            return f": the state is rounded to {name}, which loses what the recurrence has added up; keep it in float32"
+    return ""
 
 
 def _rounding_of_states(trial: Trial, subject: Subject, tokens: Tensor) -> float:

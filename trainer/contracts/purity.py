@@ -127,6 +127,6 @@ def _difference(trial: Trial, found: Result, wanted: Result) -> float:
     size = float(trial.errors(found.logits, wanted.logits).max())
     if found.state is not None and wanted.state is not None:
         states = found.state.double(), wanted.state.double()
-        unit = float(states[1].square().mean().sqrt()) or 1.0
+        unit = float(states[1].nan_to_num(0, 0, 0).square().mean().sqrt()) or 1.0
         size = max(size, float(relative(*states, unit).max()))
     return size

@@ -21,6 +21,11 @@ CHECKS: Final = {
 }
 """Every check and what it asserts, in the order in which they are reported."""
 
+FAILED_LATER: Final = ", after it ran"
+"""In the text of `forward` where it kept its interface, and raised in one of the other checks."""
+NO_STATE: Final = "the model has no state (state_width = 0)"
+"""Why nothing about a state is tested."""
+
 
 class ContractError(AssertionError):
     """A model breaks the contract; see `Report.raise_if_broken`."""
@@ -67,6 +72,12 @@ class Report:
     def warnings(self) -> list[Verdict]:
         """The verdicts `warning`."""
         return [verdict for verdict in self.verdicts if verdict.status == "warning"]
+
+    @property
+    def unchecked(self) -> list[Verdict]:
+        """`causality` and `carry` where they could not be judged, though every model has the one, and this model the other."""
+        main = (self["causality"], self["carry"])
+        return [v for v in main if v.status == "not testable here" and v.text != NO_STATE]
 
     def __getitem__(self, check: str) -> Verdict:
         return next(verdict for verdict in self.verdicts if verdict.check == check)

@@ -132,13 +132,20 @@ def _judge_others(
     if size <= limit:
         return Verdict("isolation", "held", "", size), limit
     # What changed tokens do to their own row, the state being the same.
-    own = float(trial.errors(trial.subject(changed, state).logits, before.logits)[others].amax(1).min())
+    read = trial.subject(changed, state)
+    own = float(trial.errors(read.logits, before.logits)[others].amax(1).min())
     if own > limit and _is_discrete(trial, tokens, state, before, limit, row):
         return Verdict("isolation", "not testable here", DISCRETE, size, position), limit
     text = (
         f"changing the other rows moves the logits or the state of row {row} by {size:.1e}, from position {position} on"
     )
-    return Verdict("isolation", "broken", f"{text}: {_words_of_mixing(trial, own, limit)}", size, position), limit
+    by_tokens, _ = _deviation(trial, read, before, limit, row=row)
+    words = (
+        _words_of_mixing(trial, own, limit)
+        if by_tokens > limit
+        else "it reads their states, as if rows had been swapped"
+    )
+    return Verdict("isolation", "broken", f"{text}: {words}", size, position), limit
 
 
 def _words_of_mixing(trial: Trial, own: float, limit: float) -> str:
@@ -162,7 +169,7 @@ def _deviation(trial: Trial, found: Result, wanted: Result, limit: float, *, row
 
 
 def _is_discrete(trial: Trial, tokens: Tensor, state: Tensor | None, before: Result, limit: float, row: int) -> bool:
-    """Whether a small change of the other rows' embeddings leaves a row alone: then only a choice couples them."""
+    """Whether a small change of the other rows' embeddings and states leaves a row alone: then only a choice couples them."""
     step = 1e-3 * limit if limit < 1e-3 else 1e-6
     step = max(step, 1e4 * trial.noise)
     subject = trial.subject
@@ -178,6 +185,10 @@ def _is_discrete(trial: Trial, tokens: Tensor, state: Tensor | None, before: Res
         change[row] = 0.0
         return embedded + change
 
+    if state is not None:
+        change = step * state.std() * torch.randn_like(state)
+        change[row] = 0.0
+        state = state + change
     handles = [m.register_forward_hook(nudge) for m in model.modules() if isinstance(m, nn.Embedding)]
     try:
         after = subject(tokens, state, on=model)
@@ -195,7 +206,7 @@ def _is_discrete(trial: Trial, tokens: Tensor, state: Tensor | None, before: Res
 def _judge_resets(trial: Trial, sample: int) -> Verdict:
     subject, tokens = trial.subject, trial.tokens(sample=sample)
     state = trial.start_state(ROWS, sample=sample)
-    at = [trial.cell + 1 + row for row in range(ROWS)]  # one reset a row, each at another position
+    at = [trial.length // 3 + 1 + row for row in range(ROWS)]  # one reset a row, each at another position
     resets = torch.zeros(ROWS, trial.length, dtype=torch.bool)
     for row, position in enumerate(at):
         resets[row, position] = True

@@ -36,7 +36,7 @@ class Trial:
         vocab_size: token ids to draw from.
         width: `state_width`.
         cell: tokens of a cell; a whole row has `CELLS` of them.
-        takes_cells: rows may be longer than a cell; not so for a model of a fixed length, which must have no state.
+        takes_cells: rows may be longer than a cell; not so for a model of a fixed length.
         noise: relative error of logits that rounding explains.
         unit: the spread of the logits over positions, which errors are relative to.
         varies: the columns of the logits that are compared, bool [V]: those of a padded vocabulary are constant.
@@ -156,7 +156,7 @@ def _with_cell_length(trial: Trial, seq_len: int) -> Trial:
     """The first length of which the model takes a cell and a whole row; models may need a multiple of a chunk."""
     failure: CallFailed | None = None
     for length in [*(each for each in CELL_LENGTHS if each < max(seq_len, 7)), seq_len]:
-        for takes_cells in (True, False) if length == seq_len and not trial.width else (True,):
+        for takes_cells in (True, False) if length == seq_len else (True,):
             tried = replace(trial, cell=length, takes_cells=takes_cells)
             try:
                 for size in dict.fromkeys((length, tried.length)):

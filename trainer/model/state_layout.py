@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 from trainer.errors import UserError
 from trainer.model.protocol import ModelOutput
 
-TRIED_TOKENS = 8  # of the forward that shows what a model's state looks like
+TRIED_TOKENS = (8, 16, 32, 64, 128, 256)  # of the forward that shows what a model's state looks like
 TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
 
 
@@ -100,32 +101,29 @@ class StateLayout:
         return shown + (f" and {len(self.leaves) - 4} more" if len(self.leaves) > 4 else "")
 
 
-def find_layout(model: nn.Module) -> StateLayout | None:
-    """The layout of a model's state, from forwards without gradient; None if it returns none.
+def find_layout(model: nn.Module, *, lengths: Sequence[int] = ()) -> StateLayout | None:
+    """The layout of a model's state, from forwards without gradient in `eval()`; None if it returns none.
+
+    Args:
+        lengths: tokens of the rows that the model is for; tried after `TRIED_TOKENS`.
 
     Raises:
         UserError: the state's tensors do not have the batch first.
-        Exception: whatever the forward raises.
+        Exception: what the forward raises, where it takes none of the lengths.
     """
-    parameter = next(model.parameters(), None)
-    device = parameter.device if parameter is not None else torch.device("cpu")
     was_training = model.training
     model.eval()
-    layouts = []
     try:
-        with torch.no_grad():
-            for rows in TRIED_ROWS:
-                tokens = torch.zeros(rows, TRIED_TOKENS, dtype=torch.long, device=device)
-                state = model(tokens=tokens, state=None).state
-                if state is None:
-                    return None
-                layouts.append(StateLayout(state))
+        states = _first_states(model, lengths)
+    finally:
+        model.train(was_training)
+    if any(state is None for state in states):
+        return None
+    try:
+        first, second = (StateLayout(state) for state in states)
     except ValueError as error:
         fix = "return floating-point tensors [B, ...], in any nest of tuples, lists and dicts"
         raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
-    finally:
-        model.train(was_training)
-    first, second = layouts
     for one, other in zip(first.leaves, second.leaves, strict=True):
         if one.shape != other.shape:
             problem = f"its state cannot be kept: {one.path} has the batch in another dimension than the first"
@@ -133,20 +131,38 @@ def find_layout(model: nn.Module) -> StateLayout | None:
     return first
 
 
-def carry_flat(model: nn.Module) -> nn.Module:
+def _first_states(model: nn.Module, lengths: Sequence[int]) -> list[Any]:
+    """The states after rows of the first length that the model takes, one for each number of `TRIED_ROWS`."""
+    parameter = next(model.parameters(), None)
+    device = parameter.device if parameter is not None else torch.device("cpu")
+    errors: dict[int, Exception] = {}
+    for length in (*TRIED_TOKENS, *lengths):
+        try:
+            with torch.no_grad():
+                tried = [torch.zeros(rows, length, dtype=torch.long, device=device) for rows in TRIED_ROWS]
+                return [model(tokens=tokens, state=None).state for tokens in tried]
+        except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+            errors[length] = error
+    raise errors[lengths[0] if lengths else TRIED_TOKENS[0]]
+
+
+def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
     """Let a model with a structured state take and return it as rows [B, state_width], by hooks of its own forward.
 
     The module stays what it is, its parameters keep their names. `model.state_layout` and `model.state_width` are set.
 
+    Args:
+        lengths: as `find_layout`.
+
     Raises:
         UserError: as `find_layout`.
     """
-    layout = find_layout(model)
+    layout = find_layout(model, lengths=lengths)
     attributes: Any = model
     attributes.state_layout, attributes.state_width = layout, 0 if layout is None else layout.width
     if layout is not None:
         model.register_forward_pre_hook(_take_rows, with_kwargs=True)
-        model.register_forward_hook(_return_rows)
+        model.register_forward_hook(_return_rows, with_kwargs=True)
     return model
 
 
@@ -159,6 +175,10 @@ def _take_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args, kwargs
 
 
-def _return_rows(model: nn.Module, args: tuple[Any, ...], output: Any) -> ModelOutput:
+def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> ModelOutput:
     layout: Any = model.state_layout
+    if output.state is None:
+        given = args[1] if len(args) > 1 else kwargs.get("state")
+        when = f"in {'train' if model.training else 'eval'}(), {'from no' if given is None else 'when given a'} state"
+        raise ValueError(f"it returns no state {when}; in eval(), from none, it returns {layout}")
     return ModelOutput(output.logits, layout.flatten(output.state))

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Transformer
+from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, NestedLstm, Transformer
 from tests.support.mutant_models import MUTANTS, DropState, PeekAhead
 from trainer.contracts import CHECKS, ContractError, check_model
+from trainer.contracts.report import NO_STATE
 from trainer.model.build import build
+from trainer.model.encoder import RecurrentEncoder
 
 ON = {"fp32": None, "bf16": torch.bfloat16}
 UNTESTABLE_ISOLATION = ("experts with capacity", "experts with a low capacity")
@@ -50,7 +53,7 @@ def test_an_honest_model_is_not_convicted(name, dtype):
     wanted = "not testable here" if name in UNTESTABLE_ISOLATION else "held"
     assert report["isolation"].status == wanted, report
     # Where there is a state, not testing it would be a way to acquit.
-    if model.state_width and name not in UNTESTABLE_ISOLATION:
+    if getattr(model, "state_width", 1) and name not in UNTESTABLE_ISOLATION:
         assert report["carry"].status == "held", report
         assert report["gradient"].status == "held", report
 
@@ -79,6 +82,109 @@ def test_an_honest_model_is_not_convicted_without_float64_either(name, monkeypat
 
     monkeypatch.setattr("trainer.contracts.subject.Subject.in_float64", refuse)
     assert (report := check_model(made(HONEST[name]), vocab_size=VOCAB, seq_len=16)).breaches == [], report
+
+
+class NoStateInFloat64(Gru):
+    """A kernel for one dtype, which is called with a state alone."""
+
+    def mix(self, x, state):
+        if state.any() and x.dtype == torch.float64:
+            raise RuntimeError('"kernel" not implemented for Double')
+        return super().mix(x, state)
+
+
+def test_a_forward_that_lacks_float64_is_not_taken_for_one_that_fails():
+    report = check_model(made(NoStateInFloat64), vocab_size=VOCAB)
+    assert not report.breaches, report
+    assert report["carry"].status == "held"
+    assert "judged in float32" in report.how
+
+
+def test_a_forward_that_fails_after_its_first_calls_is_told_from_a_wrong_interface():
+    report = check_model(made(MUTANTS["raises later"][0]), vocab_size=VOCAB)
+    assert report["forward"].text.endswith("after it ran with tokens [1, 64]"), report
+    assert report["carry"].text == "forward fails"
+
+
+@pytest.mark.parametrize("attribute", [False, True])
+def test_a_model_that_returns_no_state_on_purpose_is_not_convicted(attribute):
+    """It says so itself, or takes none."""
+
+    class Declared(NestedLstm):
+        def forward(self, tokens, state=None):
+            return SimpleNamespace(logits=super().forward(tokens).logits, state=None)
+
+    class TakesNone(Declared):
+        def forward(self, tokens, **_):
+            return super().forward(tokens)
+
+    model = made(Declared if attribute else TakesNone)
+    if attribute:
+        model.state_width = 0
+    report = check_model(model, vocab_size=VOCAB)
+    assert not report.breaches, report
+    assert report["carry"].text == NO_STATE
+    assert report.unchecked == []
+
+
+def test_a_model_without_state_width_is_left_without_it():
+    model = made(NestedLstm)
+    assert check_model(model, vocab_size=VOCAB)["carry"].status == "held"
+    assert not hasattr(model, "state_width")
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("batch_last", "why"), [(True, "its state cannot be kept: "), (False, "no state: RuntimeError: no")]
+)
+def test_a_state_whose_layout_cannot_be_found_is_a_wrong_interface(batch_last, why):
+    class Odd(NestedLstm):
+        def forward(self, tokens, state=None):
+            if not batch_last:
+                raise RuntimeError("no")
+            output = super().forward(tokens, state)
+            return SimpleNamespace(logits=output.logits, state=output.state["h"].t())
+
+    verdict = check_model(made(Odd), vocab_size=VOCAB)["forward"]
+    assert verdict.status == "broken"
+    assert why in verdict.text
+
+
+class Only(NestedLstm):
+    """Takes rows of one length alone."""
+
+    length = 48
+
+    def forward(self, tokens, state=None):
+        assert tokens.shape[1] == self.length, "another length"
+        return super().forward(tokens, state)
+
+
+def test_a_stateful_model_of_one_length_is_judged_as_far_as_that_goes():
+    report = check_model(made(Only), vocab_size=VOCAB, seq_len=48)
+    assert not report.breaches, report
+    held = {"forward", "causality", "isolation", "purity", "state_used"}
+    assert {verdict.check for verdict in report.verdicts if verdict.status == "held"} >= held, report
+    assert "rows of 48 tokens and no longer ones" in report["carry"].text
+    assert [verdict.check for verdict in report.unchecked] == ["carry"]
+
+    class Peeks(Only):
+        def forward(self, tokens, state=None):
+            output = super().forward(tokens, state)
+            return SimpleNamespace(logits=output.logits + output.logits.roll(-1, 1), state=output.state)
+
+    assert check_model(made(Peeks), vocab_size=VOCAB, seq_len=48)["causality"].status == "broken"
+
+
+def test_a_model_of_one_length_that_takes_resets_is_judged_for_them():
+    class OnlyWithResets(RecurrentEncoder):
+        def forward(self, tokens, state=None, resets=None):
+            assert tokens.shape[1] == 48, "another length"
+            return super().forward(tokens, state, resets)
+
+    model = OnlyWithResets(vocab_size=VOCAB, dim=DIM, num_layers=2, hidden=2 * DIM, tie_embeddings=False)
+    assert check_model(model, vocab_size=VOCAB, seq_len=48)["resets"].status == "held"
 
 
 def test_a_model_that_does_not_run_in_float64_is_judged_in_its_own_dtype():
@@ -161,6 +267,7 @@ def test_what_cannot_be_judged_is_said_to_be_untestable_with_the_reason(make, wh
     assert report.breaches == []
     assert report["carry"].status == "not testable here"
     assert why in report["carry"].text
+    assert report.unchecked[0].check == "causality"
 
 
 def test_a_model_without_state_is_judged_for_causality_and_isolation():

@@ -770,6 +770,41 @@ def test_a_model_that_could_not_be_tried_is_not_called_healthy() -> None:
     assert check("model_contract", make_run({"loss": [1.0]})).verdict == "healthy"  # the built-in model
 
 
+def contract_run(*verdicts: tuple[str, str, str], trust: tuple[str, ...] = (), pack: bool = False) -> RunRecord:
+    """A run of one start with these verdicts: (check, status, text)."""
+    found = [dict(zip(("check", "status", "text"), verdict, strict=True)) for verdict in verdicts]
+    event = {"event": "contract", "global_step": 0, "trusted": list(trust), "verdicts": found}
+    config = {"model": {"target": "mine:build", "trust": list(trust)}, "data": {"pack": pack}}
+    return make_run({"loss": [1.0]}, events=[event], config=config)
+
+
+def test_a_breach_that_nothing_trusts_suggests_no_setting() -> None:
+    broken = ("gradient", "broken", "half of it arrives")
+    outcome = check("model_contract", contract_run(broken))
+    assert (outcome.verdict, outcome.knob) == ("finding", None)
+    assert outcome.sentence == "the model breaks gradient: half of it arrives; fix the model (docs/contracts.md)"
+    assert check("model_contract", contract_run(broken, trust=("carry",))).knob is None
+    knob = check("model_contract", contract_run(broken, ("carry", "broken", "x"), trust=("carry",))).knob
+    assert str(knob) == "model.trust = [] (now ['carry']), with a model that keeps it"
+
+
+def test_broken_resets_matter_with_packed_rows_alone() -> None:
+    held, broken = ("causality", "held", ""), ("resets", "broken", "the reset does nothing")
+    outcome = check("model_contract", contract_run(held, broken))
+    assert outcome.verdict == "healthy"
+    assert "it breaks resets (the reset does nothing) has no effect with data.pack = false" in outcome.sentence
+    assert check("model_contract", contract_run(held, broken, pack=True)).verdict == "finding"
+    both = check("model_contract", contract_run(broken, ("gradient", "broken", "none arrives")))
+    assert (both.verdict, "resets" in both.sentence) == ("finding", False)
+
+
+def test_a_model_of_which_nothing_could_be_judged_is_not_called_healthy() -> None:
+    verdicts = ("forward", "held", ""), ("causality", "not testable here", "the logits are not finite")
+    outcome = check("model_contract", contract_run(*verdicts))
+    assert outcome.verdict == "not_measured"
+    assert outcome.sentence == "the model was not checked: the logits are not finite"
+
+
 def test_a_gap_of_states_that_were_lost_is_explained() -> None:
     rows = probes(gain=0.5, gap=-0.2)
     assert check("stale_states", make_run({**rows, "ledger/cold_starts": {5: 3.0, 80: 0.0}})).verdict == "finding"

@@ -89,6 +89,36 @@ def test_a_module_with_a_nest_carries_rows_and_stays_what_it_was():
     assert float(model(tokens=tokens).state.abs().sum()) > 0.0
 
 
+class Takes48(Stateful):
+    def forward(self, tokens: torch.Tensor, state: Any = None) -> ModelOutput:
+        if tokens.shape[1] != 48:
+            raise RuntimeError(f"wants 48 tokens, got {tokens.shape[1]}")
+        return super().forward(tokens, state)
+
+
+def test_the_layout_is_found_at_a_length_that_the_model_takes():
+    def make() -> nn.Module:
+        return Takes48(lambda end: {"sum": end})
+
+    assert carry_flat(make(), lengths=(48,)).state_width == 5
+    with pytest.raises(RuntimeError, match="got 50"):  # the error is that of the length that a run has
+        carry_flat(make(), lengths=(50,))
+    with pytest.raises(RuntimeError, match="got 8"):
+        carry_flat(make())
+
+
+def test_a_state_that_is_missing_later_is_told_as_missing():
+    model = carry_flat(Stateful(lambda end: {"sum": end}))
+    model.make = lambda end: None
+    rows = torch.zeros(2, 5)
+    with pytest.raises(
+        ValueError, match=r"it returns no state in train\(\), when given a state; .* state\['sum'\] \[5\]"
+    ):
+        model(tokens=torch.zeros(2, 4, dtype=torch.long), state=rows)
+    with pytest.raises(ValueError, match=r"it returns no state in eval\(\), from no state"):
+        model.eval()(tokens=torch.zeros(2, 4, dtype=torch.long))
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [

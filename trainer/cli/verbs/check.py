@@ -54,7 +54,7 @@ def check(
         from trainer.config.load import load_config, located, to_toml
         from trainer.metrics.logger import get_logger
         from trainer.preview.config_warnings import growth_warnings, mix_warnings, rank_warnings
-        from trainer.training.setup.contract import check_here, refuse_breaches
+        from trainer.training.setup.contract import check_here, refuse_breaches, remarks
         from trainer.training.setup.plan import make_plan
 
     overrides = [*(overrides or []), *_overrides(strategy, replicas)]
@@ -77,8 +77,8 @@ def check(
     else:
         with located(config_path, overrides):
             refuse_breaches(plan, report)
-        for verdict in [*report.breaches, *report.warnings]:
-            get_logger("check").warning("model: %s: %s", verdict.check, verdict.text)
+        for line in remarks(report):
+            get_logger("check").warning("model: %s", line)
         facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
         facts["contract"] = report.to_json() if as_json else report.summary()
     sources, eval_sources = _sources(plan, preview), _eval_sources(plan)

@@ -31,7 +31,8 @@ def doctor(
     device: Annotated[str, typer.Option(help="cpu or cuda.", metavar="DEVICE")] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not."""
+    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
+    nothing could be checked."""
     import torch
 
     from trainer.config.overrides import parse_value
@@ -47,14 +48,19 @@ def doctor(
     named = {"target": model} if ":" in model else {"family": model}
     settings: dict[str, Any] = {**named, "dim": dim, "num_layers": num_layers, "args": given}
     table = ModelTable.model_construct(**settings)
-    built = build_model(table, vocab_size).to(device)
+    built = build_model(table, vocab_size, seq_len=seq_len).to(device)
     report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
     if as_json:
         typer.echo(json.dumps({"model": model, "args": given, **report.to_json()}, indent=2))
     else:
         _print(model, report)
-    if report.breaches:
+    if report.breaches or _is_unchecked(report):
         raise typer.Exit(EXIT_BREACH)
+
+
+def _is_unchecked(report: Report) -> bool:
+    """Whether nothing could be judged: a model without a state is still judged for causality."""
+    return report["causality"] in report.unchecked
 
 
 def _print(model: str, report: Report) -> None:
@@ -69,7 +75,14 @@ def _print(model: str, report: Report) -> None:
     console = output()
     console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
     breaches = ", ".join(verdict.check for verdict in report.breaches)
-    summary = coloured("findings", f"breaks {breaches}") if breaches else coloured("healthy", "keeps the contract")
+    if breaches:
+        summary = coloured("findings", f"breaks {breaches}")
+    elif _is_unchecked(report):
+        summary = coloured("findings", "was not checked") + f": {escape(report['causality'].text)}"
+    elif report.unchecked:
+        summary = coloured("warning", "keeps the contract, except that carry could not be checked")
+    else:
+        summary = coloured("healthy", "keeps the contract")
     untested = sum(verdict.status == "not testable here" for verdict in verdicts)
     tail = f"; {untested} of {len(verdicts)} checks could not be made" if untested else ""
     console.print(f"{escape(model)} {summary}{tail} ({report.how}; {report.seconds:.1f} s)", highlight=False)

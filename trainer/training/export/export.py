@@ -74,7 +74,7 @@ def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face:
 
 
 def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -> None:
-    model = build_model(saved.config.model, vocab_size)
+    model = build_model(saved.config.model, vocab_size, seq_len=saved.config.data.seq_len)
     save = getattr(model, "save_pretrained", None)
     if save is None:
         table = saved.config.model

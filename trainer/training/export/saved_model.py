@@ -102,13 +102,13 @@ def load_model(
         config = load_config(Path(directory) / CONFIG_FILE)
         own = Path(directory) / "tokenizer.json"
         words = _tokenizer(config, tokenizer or (str(own) if own.is_file() else None))
-        model = build_model(config.model, words.vocab_size)
+        model = build_model(config.model, words.vocab_size, seq_len=config.data.seq_len)
         metadata = load_weights(model, directory, key=str(directory))
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
         return SavedModel(model.to(device).eval(), words, config, found)
     saved = read_checkpoint(directory, step)
     words = _tokenizer(saved.config, tokenizer)
-    model = build_model(saved.config.model, words.vocab_size)
+    model = build_model(saved.config.model, words.vocab_size, seq_len=saved.config.data.seq_len)
     try:
         model.load_state_dict(saved.weights)
     except RuntimeError as error:

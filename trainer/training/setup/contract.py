@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.config.schema import ModelTable
 from trainer.contracts import Report, Verdict, check_model
+from trainer.contracts.report import FAILED_LATER
 from trainer.errors import UserError
 from trainer.metrics.batch_extras import check_inputs
 from trainer.metrics.logger import get_logger
@@ -124,12 +125,20 @@ def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, 
             logger.warning("the model was not checked against its contract: %s", found)
         return {**event, "not_tried": found}
     refuse_breaches(plan, found)
-    for verdict in [*found.breaches, *found.warnings]:
-        logger.warning("model: %s: %s", verdict.check, verdict.text)
+    for line in remarks(found):
+        logger.warning("model: %s", line)
     for check in plan.config.model.trust:
         if found[check].status == "held":
             logger.info('model.trust names "%s", which the model keeps: it can be removed', check)
     return {**event, **found.to_json()}
+
+
+def remarks(report: Report) -> list[str]:
+    """What to warn of: breaches that are not refused, warnings, and what of causality and carry could not be checked."""
+    found = [f"{verdict.check}: {verdict.text}" for verdict in [*report.breaches, *report.warnings]]
+    if not report.breaches:  # which are why
+        found += [f"{verdict.check} could not be checked: {verdict.text}" for verdict in report.unchecked[:1]]
+    return found
 
 
 def refuse_breaches(plan: Plan, report: Report) -> None:
@@ -157,7 +166,7 @@ def _problem(refused: list[Verdict]) -> str:
 
 
 def _fix(plan: Plan, refused: list[Verdict]) -> str:
-    if refused[0].check == "forward":
+    if refused[0].check == "forward" and FAILED_LATER not in refused[0].text:
         return _FORWARD
     checks = [*plan.config.model.trust, *(verdict.check for verdict in refused)]
     names = ", ".join(f'"{name}"' for name in dict.fromkeys(checks))
@@ -168,10 +177,10 @@ def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:
     """The real size, or a smaller one if that would take long; why nothing can be checked, if there is none."""
     if tokens * vocab_size > MAX_LOGITS:
         return f"logits of {tokens:,} tokens and {vocab_size:,} ids would take long"
-    real = Size(table.dim, table.num_layers, _count(table, vocab_size))
+    real = Size(table.dim, table.num_layers, _count(table, vocab_size, tokens))
     if real.parameters <= MAX_PARAMETERS and real.parameters * tokens <= MAX_WORK:
         return real
-    for size in _smaller(table, vocab_size):
+    for size in _smaller(table, vocab_size, tokens):
         if size.parameters <= SMALL_PARAMETERS and size.parameters * tokens <= MAX_WORK:
             return size
     if real.parameters <= MAX_PARAMETERS_ONCE and real.parameters * tokens <= 10 * MAX_WORK:
@@ -179,26 +188,26 @@ def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:
     return f"{real.parameters:,} parameters and rows of {tokens:,} tokens would take long, and no smaller model can be built"
 
 
-def _smaller(table: ModelTable, vocab_size: int) -> Iterator[Size]:
+def _smaller(table: ModelTable, vocab_size: int, tokens: int) -> Iterator[Size]:
     """Fewer layers, then half the width again and again: heads must divide the width."""
     layers, dim = min(table.num_layers, 2), table.dim
     while True:
         with suppress(UserError):
             reduced = table.model_copy(update={"dim": dim, "num_layers": layers})
-            yield Size(dim, layers, _count(reduced, vocab_size))
+            yield Size(dim, layers, _count(reduced, vocab_size, tokens))
         if dim % 2 or dim <= LEAST_DIM:
             return
         dim //= 2
 
 
-def _count(table: ModelTable, vocab_size: int) -> int:
+def _count(table: ModelTable, vocab_size: int, tokens: int) -> int:
     """Parameters of a model of this size, which is built without weights if it can be."""
     try:
         with torch.device("meta"):
-            model = build_model(table, vocab_size)
+            model = build_model(table, vocab_size, seq_len=tokens)
     except UserError:  # it may look at its numbers while it is built
         with torch.random.fork_rng(devices=[]):
-            model = build_model(table, vocab_size)
+            model = build_model(table, vocab_size, seq_len=tokens)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

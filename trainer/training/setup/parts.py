@@ -99,7 +99,7 @@ def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Modu
     Raises:
         UserError: it cannot be built, or its blocks are not known.
     """
-    model = build_model(table, vocab_size)
+    model = build_model(table, vocab_size, seq_len=config.data.seq_len)
     if config.train.activation_checkpointing == "block":
         recompute_blocks(model)
     return model

@@ -140,11 +140,11 @@ class Plan:
     def _weightless_model(self) -> nn.Module:
         try:
             with torch.device("meta"):
-                return build_model(self.config.model, self.vocab_size)
+                return build_model(self.config.model, self.vocab_size, seq_len=self.config.data.seq_len)
         except UserError:
             # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
             with torch.random.fork_rng(devices=[]):
-                return build_model(self.config.model, self.vocab_size)
+                return build_model(self.config.model, self.vocab_size, seq_len=self.config.data.seq_len)
 
 
 def size_of(model: nn.Module) -> tuple[int, int]:
@@ -246,8 +246,11 @@ def _check_text_split(sources: list[Source]) -> None:
             raise UserError(f"source {source.name}: text_split", problem, "remove it")
 
 
-def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
+def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = None) -> nn.Module:
     """The model that `[model]` names.
+
+    Args:
+        seq_len: tokens of a cell; a model without `state_width` may take rows of no other length.
 
     Raises:
         UserError: the target does not take the arguments, fails, or gives no module with `state_width` and a parameter to
@@ -268,14 +271,12 @@ def build_model(table: ModelTable, vocab_size: int) -> nn.Module:
     width = getattr(model, "state_width", None)
     if width is None:
         try:
-            carry_flat(model)
+            carry_flat(model, lengths=() if seq_len is None else (seq_len,))
         except UserError:
             raise
         except Exception as error:
             problem = f"{name} gave a model without state_width, whose forward fails: {format_error(error)}"
-            fix = (
-                "it must return trainer.model.protocol.ModelOutput(logits, state); or set state_width (docs/models.md)"
-            )
+            fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput(logits, state) (docs/models.md)"
             raise UserError(key, problem, fix) from error
     elif not isinstance(width, int) or width < 0:
         raise UserError(key, f"{name} gave a model with state_width {width}", "set it to an integer from 0 on")
