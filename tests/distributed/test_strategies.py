@@ -325,8 +325,9 @@ from torch import nn
 class Own(nn.Module):
     state_width = 8
 
-    def __init__(self, vocab_size, dim, num_layers, unused=False, scalar=False):
+    def __init__(self, vocab_size, dim, num_layers, unused=False, scalar=False, only=0):
         super().__init__()
+        self.only = only
         self.embed = nn.Embedding(vocab_size, dim)
         self.recur = nn.GRUCell(dim, 8)
         self.out = nn.Linear(8, vocab_size)
@@ -336,6 +337,7 @@ class Own(nn.Module):
             self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, tokens, state=None):
+        assert self.only in (0, tokens.shape[1]), f"takes rows of {self.only} tokens"
         x = self.embed(tokens)
         h = x.new_zeros(len(x), 8) if state is None else state
         seen = []
@@ -356,6 +358,11 @@ def own(config: Path, folder: Path, args: str, strategy: str) -> Any:
     words = [word for each in sets for word in ("--set", each)]
     arguments = ("--config", config, "--run-dir", folder / f"run-{strategy}", "--steps", 6, *words)
     return run(*arguments, nproc=2, extra={"PYTHONPATH": str(folder)})
+
+
+def test_a_model_that_takes_rows_of_one_length_alone_is_sharded(config, tmp_path):
+    done = own(config, tmp_path, "{only=16}", "fsdp")
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_model_of_ones_own_is_sharded_by_its_children_and_trains_the_same(config, tmp_path):

@@ -17,6 +17,20 @@ KEY = "objective.chunk_tokens"
 FEW_TOKENS = 8
 
 
+def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int = 1) -> Any:
+    """The output of one row of a few tokens; of a whole cell, where the model takes no such row.
+
+    Args:
+        seq_len: tokens of a cell.
+        below: token ids are.
+    """
+    few, cell = (torch.arange(length, device=device)[None] % below for length in (FEW_TOKENS, seq_len))
+    try:
+        return model(tokens=few, state=None)
+    except Exception:  # noqa: BLE001 - a model of the user's own may raise anything
+        return model(tokens=cell, state=None)
+
+
 def output_layer(model: nn.Module) -> nn.Linear:
     """The layer that gives the logits: what `model.get_output_embeddings()` returns (as in `transformers`), or `model.head`.
 
@@ -59,8 +73,11 @@ def _as_it_is(hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.device) -> None:
+def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.device, *, seq_len: int) -> None:
     """Refuse a model that does something to its logits, which a headless one would leave out.
+
+    Args:
+        seq_len: tokens of a cell.
 
     Raises:
         UserError: its logits for a few tokens are not what its output layer makes of the headless model's output.
@@ -74,12 +91,11 @@ def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.dev
             KEY,
         )
         return
-    tokens = torch.arange(FEW_TOKENS, device=device)[None] % head.out_features
     was_training = model.training
     model.eval()
     try:
-        logits = model(tokens=tokens, state=None).logits
-        hidden = Headless(model, head)(tokens=tokens, state=None).logits
+        logits = run_few_tokens(model, device, seq_len=seq_len, below=head.out_features).logits
+        hidden = run_few_tokens(Headless(model, head), device, seq_len=seq_len, below=head.out_features).logits
     finally:
         model.train(was_training)
     is_same = hidden.shape == (*logits.shape[:-1], head.in_features)

@@ -133,7 +133,7 @@ def _train_in_group(
         mesh = run_mesh(config, info, device)
         with raise_on_all_ranks(world_size=info.world_size):
             state = make_state(plan, info, device, mesh)
-        refuse_bypassed_units(state.model, device)
+        refuse_bypassed_units(state.model, device, seq_len=config.data.seq_len)
         state = with_noise_scale(state, config, info)
         if state.gns is not None:
             stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)

@@ -136,11 +136,13 @@ class Capped(nn.Module):
 
     state_width = 0
 
-    def __init__(self, after: object) -> None:
+    def __init__(self, after: object, lengths: tuple[int, ...] = (8, 12)) -> None:
         super().__init__()
+        self.lengths = lengths
         self.embedding, self.head, self.after = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB), after
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        assert tokens.shape[1] in self.lengths
         return ModelOutput(self.after(self.head(self.embedding(tokens))), None)
 
 
@@ -148,10 +150,17 @@ def test_a_model_that_changes_its_logits_is_refused_and_another_is_not():
     for after in (lambda x: 3.0 * torch.tanh(x / 3.0), lambda x: x[..., :-1], lambda x: x + 1.0):
         model = Capped(after)
         with pytest.raises(UserError, match=r"objective.chunk_tokens: the model's logits are not those"):
-            refuse_more_than_a_head(model, output_layer(model), CPU)
+            refuse_more_than_a_head(model, output_layer(model), CPU, seq_len=12)
     for after in (lambda x: x, lambda x: x.float()):
         model = Capped(after)
-        refuse_more_than_a_head(model, output_layer(model), CPU)
+        refuse_more_than_a_head(model, output_layer(model), CPU, seq_len=12)
+
+
+def test_a_model_that_takes_rows_of_one_length_alone_is_judged_on_these():
+    kept, capped = Capped(lambda x: x, (12,)), Capped(torch.tanh, (12,))
+    refuse_more_than_a_head(kept, output_layer(kept), CPU, seq_len=12)
+    with pytest.raises(UserError, match=r"the model's logits are not those"):
+        refuse_more_than_a_head(capped, output_layer(capped), CPU, seq_len=12)
 
 
 def test_a_model_whose_output_layer_has_another_name_is_refused():

@@ -158,7 +158,7 @@ def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device | N
         return model, objective
     head = output_layer(model)
     if device is not None:
-        refuse_more_than_a_head(model, head, device)
+        refuse_more_than_a_head(model, head, device, seq_len=config.data.seq_len)
     return Headless(model, head), ChunkedObjective(objective, head, chunk_tokens=config.objective.chunk_tokens)
 
 

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.model.deferred.build import record
 from trainer.model.deferred.steps import NotReplayable, replay
-from trainer.model.headless import FEW_TOKENS, output_layer
+from trainer.model.headless import output_layer, run_few_tokens
 from trainer.model.protocol import ModelOutput
 from trainer.model.weights import tied_names
 from trainer.shards import is_dtensor, own_part, own_rows
@@ -152,10 +152,13 @@ def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> 
     return output if isinstance(output, tuple) else ModelOutput(output.logits, output.state)
 
 
-def refuse_bypassed_units(model: nn.Module, device: torch.device) -> None:
+def refuse_bypassed_units(model: nn.Module, device: torch.device, *, seq_len: int) -> None:
     """Run a few tokens, and refuse a sharded model that uses a module's parts without calling the module.
 
     Every rank must call it.
+
+    Args:
+        seq_len: tokens of a cell.
 
     Raises:
         UserError: a parameter was used that is not gathered.
@@ -170,7 +173,7 @@ def refuse_bypassed_units(model: nn.Module, device: torch.device) -> None:
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            model(tokens=torch.zeros(1, FEW_TOKENS, dtype=torch.int64, device=device), state=None)
+            run_few_tokens(model, device, seq_len=seq_len)
     except RuntimeError as error:
         raise bypassed(error) or error from None
     finally:
