@@ -197,7 +197,9 @@ def _ledger_table(ledger: LedgerView) -> Table:
     if ledger.stale_threshold is not None:
         beyond = f"{ledger.waits_beyond_threshold:,} waits are longer"
         table.add_row("stale threshold", f"{ledger.stale_threshold:,} steps; {beyond}")
-    waits = f"{ledger.counted_wait_steps:,} steps counted; the bound for other seeds, 2 K n, is {ledger.wait_bound_steps:,}"
+    waits = (
+        f"{ledger.counted_wait_steps:,} steps counted; the bound for other seeds, 2 K n, is {ledger.wait_bound_steps:,}"
+    )
     table.add_row("longest wait", waits)
     if ledger.probes is not None:
         table.add_row("probes of carry", _probes(ledger.probes))

@@ -86,7 +86,9 @@ def check_repeated_data(run: RunRecord) -> Outcome:
         return healthy(f"the micro-batches of a step differ (noise {number_text(noise.values[-1])} at step {last:,})")
     value, within = ratio.values[-1], SIGMAS * error.values[-1]
     parts = "the two halves of each step" if run.world_size == 1 else "ranks"
-    words = f"the noise between {parts} is {number_text(max(value, 0.0), 3)} of that within them (step {ratio.steps[-1]:,})"
+    words = (
+        f"the noise between {parts} is {number_text(max(value, 0.0), 3)} of that within them (step {ratio.steps[-1]:,})"
+    )
     if value + within > SAME_DATA:
         return healthy(words)
     return finding(
