@@ -30,7 +30,7 @@ from trainer.data.formats.registry import FORMATS, format_name
 from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.files import replacing, write_file
+from trainer.files import remove_leftovers, replacing, write_file
 from trainer.wording import few
 
 SPAN_BYTES = 2_000_000  # a second or two of work, which an interruption loses
@@ -119,6 +119,8 @@ def tokenize(
         hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16] if tokenizer.endswith(".json") else tokenizer
     )
     _claim(out, sources, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
+    for folder in {out, *(source.target.parent for source in sources)}:
+        remove_leftovers(folder)
     (out / PARTS).mkdir(exist_ok=True)
     jobs = {
         Job(source.path, source.format, span, source.part(out, number)): source
