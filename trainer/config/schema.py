@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -214,10 +215,25 @@ class OptimizerTable(Table):
     """Groups of parameters by name, with settings of their own."""
 
     @model_validator(mode="after")
-    def _args_are_of_a_target(self) -> OptimizerTable:
-        if self.args and self.target is None:
-            raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
+    def _keys_are_those_that_count(self) -> OptimizerTable:
+        _refuse_ineffective(self, {"name", "betas", "eps", "momentum"})
         return self
+
+
+def _refuse_ineffective(table: OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:
+    """Refuse `args` without a `target`, and keys that a target replaces.
+
+    A key with its default value says nothing: a config with all defaults filled in is a config too.
+
+    Raises:
+        ValueError: such a key is there.
+    """
+    if table.target is None and table.args:
+        raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
+    fields = type(table).model_fields
+    others = sorted(key for key in replaced if getattr(table, key) != fields[key].default)
+    if table.target is not None and others:
+        raise ValueError(f"{', '.join(others)} would have no effect beside target: give them to it as args")
 
 
 class SchedulerTable(Table):
@@ -243,11 +259,7 @@ class SchedulerTable(Table):
     def _keys_are_those_that_count(self) -> SchedulerTable:
         if self.warmup_steps and self.warmup_tokens:
             raise ValueError("warmup_steps and warmup_tokens say the same: keep one")
-        own = self.model_fields_set & {"target", "args"}
-        if self.target is None and self.args:
-            raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
-        if self.target is not None and (others := sorted(self.model_fields_set - own)):
-            raise ValueError(f"{', '.join(others)} would have no effect beside target: give them to it as args")
+        _refuse_ineffective(self, type(self).model_fields.keys() - {"target", "args"})
         return self
 
 

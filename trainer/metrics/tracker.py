@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any, Final, ParamSpec
 
 import torch
 
@@ -32,6 +32,9 @@ from trainer.metrics.sinks.base import Sink
 from trainer.metrics.smoothing import Ema
 
 P = ParamSpec("P")
+_GIVEN: Final = frozenset(
+    {"loss", "grad_norm", "lr", "tokens_per_sec", "step_time_sec", "tokens_in_step", "tokens_seen"}
+)
 # Speed and MFU follow from tokens and time: an average of rates would be above the tokens over the time.
 _SMOOTHED = ("loss", "tokens", "step_time")
 
@@ -213,10 +216,13 @@ class MetricsTracker:
         Raises:
             RuntimeError: `start_step` was not called.
             UnknownMetric: `strict_keys` is set and a key is not in the catalog.
+            ValueError: `extra` has a key that the step gives itself, such as `loss`.
             OSError: an essential sink could not write.
         """
         if not self._open:
             raise RuntimeError("end_step without start_step")
+        if extra and (given := sorted(_GIVEN.intersection(extra))):
+            raise ValueError(f"extra has {', '.join(given)}, which end_step reports itself: give other names")
         ended = self._open.popleft()
         step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
         tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None

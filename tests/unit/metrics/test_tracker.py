@@ -400,3 +400,10 @@ def test_a_part_outside_that_fails_is_left_out_too() -> None:
     run.clock.now += 1.0
     run.tracker.end_step(1, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=8)
     assert run.metrics()["step_time_sec"] == 1.0
+
+
+def test_a_key_that_the_step_gives_itself_is_refused_among_the_extra_ones() -> None:
+    run = Run()
+    run.tracker.start_step()
+    with pytest.raises(ValueError, match="extra has loss, lr, which end_step reports itself"):
+        run.tracker.end_step(1, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra={"loss": 9.0, "lr": 1.0})

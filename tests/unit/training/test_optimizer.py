@@ -182,3 +182,32 @@ def test_one_of_ones_own_is_called_with_groups_and_rate():
             build_optimizer(model, OptimizerTable(target=here, args=args))
     with pytest.raises(UserError, match="gave a dict, not an optimizer"):
         build_optimizer(model, OptimizerTable(target=f"{__name__}:no_optimizer"))
+
+
+def first_group_alone(groups, lr):
+    return torch.optim.AdamW(groups[:1], lr=lr)
+
+
+def with_a_closure(groups, lr):
+    return torch.optim.LBFGS([parameter for group in groups for parameter in group["params"]], lr=lr)
+
+
+def test_one_of_ones_own_that_would_not_train_all_parameters_is_refused_with_their_names():
+    model = build(11, dim=8, num_layers=1)
+    with pytest.raises(UserError, match=r"leaves \d+ parameters out, which would never be trained: .*bias"):
+        build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.ndim >= 2 and "head" not in name)
+    build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"))  # the others are frozen
+
+
+def test_one_of_ones_own_whose_step_needs_a_closure_is_refused():
+    model = build(11, dim=8, num_layers=1)
+    with pytest.raises(UserError, match=r"LBFGS takes arguments.*'closure'"):
+        build_optimizer(model, OptimizerTable(target=f"{__name__}:with_a_closure"))
+
+
+def test_keys_that_would_have_no_effect_beside_a_target_are_refused():
+    with pytest.raises(ValueError, match="betas, name would have no effect beside target"):
+        OptimizerTable(target="a:b", name="muon", betas=[0.9, 0.99])
+    OptimizerTable(target="a:b", name="adamw", lr=0.1, weight_decay=0.3)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.runs import write_tiny_config
-from trainer.config.load import load_config
+from trainer.config.load import load_config, to_toml
 from trainer.config.schema import SchedulerTable
 from trainer.errors import UserError
 from trainer.training.step.schedule import Length, lr_at, make_schedule
@@ -111,3 +111,12 @@ def test_keys_that_would_have_no_effect_are_refused():
         SchedulerTable(target="a:b", warmup_steps=3, min_lr_ratio=0.5)
     with pytest.raises(ValueError, match="args are those of a target of your own"):
         SchedulerTable(args={"power": 2})
+
+
+def test_a_resolved_config_with_parts_of_ones_own_is_a_config(tmp_path):
+    """What a run writes down is what a resume reads."""
+    text = '[train]\nsteps = 3\n[scheduler]\ntarget = "a:b"\nargs = { power = 2 }\n[optimizer]\ntarget = "a:c"\n'
+    (tmp_path / "x.toml").write_text(text + '[[data.source]]\nname = "s"\nroot = "data"\n')
+    config = load_config(tmp_path / "x.toml")
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "resolved.toml") == config

@@ -16,6 +16,7 @@ from trainer.import_path import format_error, resolve_target
 from trainer.shards import is_dtensor
 from trainer.training.step.muon import MuonWithAdamW, SkippingSGD
 from trainer.training.step.schedule import LR_SCALE
+from trainer.wording import counted, few
 
 ParameterGroup = dict[str, Any]
 
@@ -31,7 +32,7 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
     groups = _groups(model, table)
     adamw = {"betas": (table.betas[0], table.betas[1]), "eps": table.eps}
     if table.target is not None:
-        return _own(table.target, groups, table)
+        return _own(table.target, model, groups, table)
     if table.name == "muon":
         hidden = {id(parameter) for parameter in _hidden_matrices(model)}
         matrices, others = _split(groups, hidden)
@@ -183,7 +184,7 @@ def _resolve(target: str, groups: list[ParameterGroup], table: OptimizerTable) -
     return build
 
 
-def _own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
+def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
     build = _resolve(target, groups, table)
     try:
         optimizer = build(groups, lr=table.lr, **table.args)
@@ -192,4 +193,14 @@ def _own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> to
     if not isinstance(optimizer, torch.optim.Optimizer):
         problem = f"{target} gave a {type(optimizer).__name__}, not an optimizer"
         raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        problem = f"the step of {target}'s {type(optimizer).__name__} takes arguments, which the trainer does not give: {error}"
+        raise UserError("optimizer.target", problem, "return one whose step() needs none") from error
+    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in taken]
+    if left:
+        problem = f"{target} leaves {counted(len(left), 'parameter')} out, which would never be trained: {few(left)}"
+        raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
     return optimizer
