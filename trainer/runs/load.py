@@ -273,6 +273,8 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     metrics = path / METRICS_NAME if path.is_dir() else path
     has_begun = metrics.is_file()
     if not has_begun and not (allow_empty and path.is_dir()):
+        if (path / STATUS_NAME).is_file():
+            raise _no_rows(metrics)
         problem = f"has no {METRICS_NAME}" if path.is_dir() else "is neither a run directory nor a file"
         raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
     reader = _Reader()

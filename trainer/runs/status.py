@@ -54,7 +54,10 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
     ranks = os.environ.get("WORLD_SIZE", "") if world_size is None else str(world_size)
     own = {"loop": OWN_LOOP, **({"world_size": int(ranks)} if ranks.isdecimal() else {})}
     with take_lock(path):
-        write_status(path / STATUS_NAME, "running", reason="", step=last_step(path), **own)
+        if (step := last_step(path)) is not None:
+            text = "%s has rows through step %d already, and those of this run follow them: another run needs another directory"
+            logger.warning(text, path, step)
+        write_status(path / STATUS_NAME, "running", reason="", step=step, **own)
         state, reason = "failed", ""
         try:
             yield

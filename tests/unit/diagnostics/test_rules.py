@@ -420,6 +420,18 @@ def test_the_same_data_on_all_ranks_are_seen_by_the_noise_between_them(rows, wor
     assert (check("batch_size", run).verdict == "explained") == (verdict == "finding")
 
 
+@pytest.mark.parametrize(("value", "error"), [(3.58, 0.31), (3.58, 0.6), (1.4, 0.01)])
+def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: float, error: float) -> None:
+    rows = {**GNS, **same_data(value, error)}
+    own = check("repeated_data", make_run(rows, config={}, environment={}))
+    if value - 3 * error > 2:
+        assert (own.verdict, own.severity) == ("finding", "warning")
+        assert "clipped or scaled before they were measured" in own.sentence
+    else:
+        assert own.verdict == "healthy"
+    assert check("repeated_data", make_run(rows, environment={"world_size": 2})).verdict == "healthy"
+
+
 @pytest.mark.parametrize(("batch", "suggested"), [(100.0, "less"), (16.0, None), (1.0, "more")])
 def test_the_batch_is_compared_with_the_bounds_of_the_noise_scale(batch: float, suggested: str | None) -> None:
     outcome = check("batch_size", make_run({**GNS, "gns/b_big": [batch] * 40}))

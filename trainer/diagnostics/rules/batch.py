@@ -22,6 +22,7 @@ INCONSISTENT = 0.2  # relative error of the noise scale that is worth a word
 SIGMAS = 3.0
 SMALLEST = 0.01  # of a consistency, which may be negative by chance
 SAME_DATA = 0.02  # of a consistency: ranks that read slices of one stream still differ by their rows
+TOO_DIFFERENT = 2.0  # the same, of loops that may do anything with the gradient
 # Of the squared gradient: what rounding leaves of the noise of a step whose micro-batches are equal.
 ROUNDING = 1e-6
 
@@ -85,18 +86,24 @@ def check_repeated_data(run: RunRecord) -> Outcome:
             return judged(f"ranks of several micro-batches need {CONSISTENCY}")
         return healthy(f"the micro-batches of a step differ (noise {number_text(noise.values[-1])} at step {last:,})")
     value, within = ratio.values[-1], SIGMAS * error.values[-1]
-    parts = "the two halves of each step" if run.world_size == 1 else "ranks"
-    words = (
-        f"the noise between {parts} is {number_text(max(value, 0.0), 3)} of that within them (step {ratio.steps[-1]:,})"
+    parts = {None: "ranks, or the halves of a step on one,", 1: "the two halves of each step"}.get(
+        run.world_size, "ranks"
     )
-    if value + within > SAME_DATA:
-        return healthy(words)
-    return finding(
-        f"{words}: {'they' if run.world_size == 1 else 'all of them'} read the same data, and the noise scale and every mean "
-        "over the step count them as new",
-        evidence=[ratio.evidence([len(ratio) - 1])],
-        knob=_other_data(run),
+    shown, where = number_text(max(value, 0.0), 3), f"step {ratio.steps[-1]:,}"
+    words, evidence = (
+        f"the noise between {parts} is {shown} of that within them ({where})",
+        [ratio.evidence([len(ratio) - 1])],
     )
+    if value + within < SAME_DATA:
+        text = f"{words}: they read the same data, and the noise scale and every mean over the step count them as new"
+        return finding(text, evidence=evidence, knob=_other_data(run))
+    if value - within > TOO_DIFFERENT and not run.config:  # the trainer measures before it clips, and repeats nothing
+        text = (
+            f"{words}: gradients were clipped or scaled before they were measured, micro-batches repeat, or ranks read data "
+            "of different kinds; the noise scale is wrong"
+        )
+        return finding(text, evidence=evidence, severity="warning")
+    return healthy(words)
 
 
 def _other_data(run: RunRecord) -> Knob:
@@ -178,7 +185,8 @@ RULES = (
         needs=(TR_SIGMA, GRAD_SQ, B_BIG),
         uses=(CONSISTENCY, f"{CONSISTENCY}_se", B_SMALL),
         hint="that takes gns.enabled = true and at least two micro-batches per step over all ranks",
-        threshold=f"in the last row, gns/consistency with {SIGMAS:g} standard errors is below {SAME_DATA:g}, or the noise is "
+        threshold=f"in the last row, gns/consistency with {SIGMAS:g} standard errors is below {SAME_DATA:g}, or (a warning, in "
+        f"loops that are not the trainer's) above {TOO_DIFFERENT:g}; or the noise is "
         f"below {ROUNDING:g} of the squared gradient",
         why="Ranks that forget to read different data (a sampler without the rank, one seed for all) train on a batch that is "
         "smaller than it seems, by the number of ranks, with nothing else to be seen: losses and throughput look right. Their "

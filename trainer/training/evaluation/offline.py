@@ -173,6 +173,7 @@ def _plan(saved: SavedModel, given: Sequence[EvalSourceTable], directory: Path, 
         "train": config.train.model_copy(update={"steps": 1, "tokens": 0, "micro_batches": 1}),
         "scheduler": SchedulerTable(name="constant", warmup_steps=0),
         "ledger": config.ledger.model_copy(update={"capacity": ALL, "burn_in": 0}),
+        "metrics": config.metrics.model_copy(update={"profile": 0}),
     }
     path = directory / "config.resolved.toml"
     if not named:

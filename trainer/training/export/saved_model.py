@@ -118,4 +118,8 @@ def load_model(
 
 
 def _tokenizer(config: RunConfig, given: str | None) -> Tokenizer:
-    return load_tokenizer(given or config.data.tokenizer, vocab_size=config.data.vocab_size)
+    name = config.data.tokenizer
+    if given is None and name.endswith(".json") and not Path(name).is_file():
+        problem = "the tokenizer of the model is not there (paths are relative to the working directory)"
+        raise UserError(name, problem, "go where the run was started, or name the file with --tokenizer")
+    return load_tokenizer(given or name, vocab_size=config.data.vocab_size)
