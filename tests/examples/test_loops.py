@@ -101,7 +101,9 @@ def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, tmp_path):
     found = numbers(tmp_path)
     assert {step: row["tokens_in_step"] for step, row in found.items()} == {1: 32 * 15, 2: 28 * 15}
     assert found[2]["tokens_seen"] == 60 * 15
-    assert found[1]["gns/b_big"] == 32
+    # 1 / sum(factor^2 / rows); the Trainer's factors on a shorter micro-batch are others, and the window is not measured.
+    measured = {1: 32} if name == "with_hf_trainer" else {1: 32, 2: 1 / (3 / 16 / 8 + 1 / 16 / 4)}
+    assert {step: row["gns/b_big"] for step, row in found.items() if "gns/b_big" in row} == pytest.approx(measured)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
@@ -206,7 +208,7 @@ class Recording(Trainer):
 torch.manual_seed(0)
 arguments = TrainingArguments(output_dir=sys.argv[2], max_steps=1, per_device_train_batch_size=8, use_cpu=True,
     gradient_accumulation_steps=4, max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
-    disable_tqdm=True, seed=0)
+    disable_tqdm=True, seed=0, logging_nan_inf_filter=False)
 callback = names["Measure"](Path(sys.argv[2]), max_grad_norm=1e-3)
 trainer = Recording(GPT2LMHeadModel(config), arguments, train_dataset=names["Counting"](), callbacks=[callback])
 trainer.train()
