@@ -38,7 +38,8 @@ def train(steps: int, micro_batches: int, batch_size: int, out: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # Ranks must see different examples: their difference is the noise.
     sampler: DistributedSampler[dict[str, Tensor]] = DistributedSampler(Counting(), world_size, rank, shuffle=False)
-    batches = iter(DataLoader(Counting(), batch_size, sampler=sampler))
+    # Without `drop_last`, an epoch's last batch may have fewer rows than batch_size.
+    batches = iter(DataLoader(Counting(), batch_size, sampler=sampler, drop_last=True))
     gns = GradientNoiseScale(model, weights_are_tokens=False)  # GNS: once, after DDP has wrapped the model
     sinks = [JsonlSink(out / "metrics.jsonl")] if rank == 0 else []  # REC
     tracker = MetricsTracker(log_interval=10, num_devices=world_size, device=device, rank=rank, sinks=sinks)  # REC
@@ -65,7 +66,10 @@ def train(steps: int, micro_batches: int, batch_size: int, out: Path) -> None:
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG if loss_sum.is_cuda else dist.ReduceOp.SUM)
             loss_sum /= 1 if loss_sum.is_cuda else world_size  # gloo has no average
         tokens = world_size * micro_batches * batch_size * (LENGTH - 1)  # REC: targets
-        tracker.end_step(step, loss=loss_sum, grad_norm=grad_norm, lr=3e-3, tokens_in_step=tokens, extra=noise)  # REC
+        is_end = step == steps  # REC: the last step is logged whatever the interval
+        tracker.end_step(  # REC
+            step, loss=loss_sum, grad_norm=grad_norm, lr=3e-3, tokens_in_step=tokens, extra=noise, force_log=is_end
+        )
     tracker.close()  # REC
 
 

@@ -42,7 +42,7 @@ def train(steps: int, m: int, batch_size: int, out: Path) -> None:
     device = accelerator.device
     tracker = MetricsTracker(log_interval=10, num_devices=world_size, device=device, rank=rank, sinks=sinks)  # REC
 
-    step, count, loss_sum = 1, 0, torch.zeros((), device=device)
+    step, count, rows, loss_sum = 1, 0, 0, torch.zeros((), device=device)
     for batch in batches:
         if count == 0:
             tracker.start_step()  # REC
@@ -51,9 +51,10 @@ def train(steps: int, m: int, batch_size: int, out: Path) -> None:
             loss = model(**batch)
             gns.begin_micro(last=accelerator.sync_gradients)  # GNS
             accelerator.backward(loss)  # which divides by m
-            gns.end_micro(1 / m, batch_size)  # GNS: the factor on the mean loss, and the examples
-            count += 1
-            loss_sum += loss.detach()
+            rows_now = len(batch["input_ids"])  # an epoch's last batch may be shorter
+            gns.end_micro(1 / m, rows_now)  # GNS: the factor on the mean loss, and the examples
+            count, rows = count + 1, rows + rows_now
+            loss_sum += loss.detach() * rows_now
             if accelerator.sync_gradients:
                 # The last window of an epoch may be shorter, with the same factor: it is not measured.
                 noise = gns.step() if count == m else {}  # GNS: before clipping
@@ -61,10 +62,13 @@ def train(steps: int, m: int, batch_size: int, out: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            tokens = world_size * count * batch_size * (LENGTH - 1)  # REC: targets
-            loss = accelerator.reduce(loss_sum / count, "mean")
-            tracker.end_step(step, loss=loss, grad_norm=grad_norm, lr=3e-3, tokens_in_step=tokens, extra=noise)  # REC
-            step, count, loss_sum = step + 1, 0, torch.zeros((), device=device)
+            tokens = world_size * rows * (LENGTH - 1)  # REC: targets
+            loss = accelerator.reduce(loss_sum / rows, "mean")
+            is_end = step == steps  # REC: the last step is logged whatever the interval
+            tracker.end_step(  # REC
+                step, loss=loss, grad_norm=grad_norm, lr=3e-3, tokens_in_step=tokens, extra=noise, force_log=is_end
+            )
+            step, count, rows, loss_sum = step + 1, 0, 0, torch.zeros((), device=device)
         if step > steps:
             break
     tracker.close()  # REC

@@ -31,7 +31,11 @@ from trainer.runs.status import run_status
 
 
 class Measure(lightning.Callback):  # type: ignore[misc]
-    """Measures every optimizer step and writes metrics.jsonl. For automatic optimization, with rows of equal length."""
+    """Measures every optimizer step and writes metrics.jsonl. For automatic optimization, with rows of equal length.
+
+    What a validation logs as `val_loss` or `val/loss` is written as `eval_loss`. One directory is one run: the record in
+    `out` is appended to.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -49,43 +53,56 @@ class Measure(lightning.Callback):  # type: ignore[misc]
             rank=rank,
             sinks=sinks,
         )
-        self.count, self.steps = 0, trainer.global_step
+        self.count, self.steps, self.last_step = 0, trainer.global_step, trainer.estimated_stepping_batches
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Before a micro-batch."""
         self.m = trainer.accumulate_grad_batches
         if self.count == 0:
-            self.loss_sum, self.noise = torch.zeros((), device=pl_module.device), dict[str, float]()
+            self.loss_sum, self.rows = torch.zeros((), device=pl_module.device), 0
+            self.noise = dict[str, float]()
             self.tracker.start_step()
             self.gns.begin_window(self.m)
         self.count += 1
         self.gns.begin_micro(last=self.count == self.m)
-        self.rows = len(batch["input_ids"])
+        self.rows_now = len(batch["input_ids"])  # an epoch's last batch may be shorter
+        self.rows += self.rows_now
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """After a micro-batch's backward, whose loss Lightning has divided by m."""
-        self.gns.end_micro(1 / self.m, self.rows)
+        self.gns.end_micro(1 / self.m, self.rows_now)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """After the window's last backward and before Lightning clips."""
         # The last window of an epoch may be shorter, with the same factor: it is not measured.
         if self.count == self.m:
             self.noise = self.gns.step()
+        self.lr = optimizer.param_groups[0]["lr"]  # which a scheduler changes after the step
         self.grad_norm = nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a micro-batch; after the window's last, the step is written."""
-        self.loss_sum += outputs["loss"] * self.m  # which Lightning has divided by m
+        self.loss_sum += outputs["loss"] * self.m * self.rows_now  # Lightning has divided the mean loss by m
         if trainer.global_step == self.steps:
             return
         self.steps = trainer.global_step
-        loss = trainer.strategy.reduce(self.loss_sum / self.count, reduce_op="mean")
-        tokens = trainer.world_size * self.count * self.rows * (LENGTH - 1)  # targets
-        lr = trainer.optimizers[0].param_groups[0]["lr"]
         self.tracker.end_step(
-            self.steps, loss=loss, grad_norm=self.grad_norm, lr=lr, tokens_in_step=tokens, extra=self.noise
+            self.steps,
+            loss=trainer.strategy.reduce(self.loss_sum / self.rows, reduce_op="mean"),
+            grad_norm=self.grad_norm,
+            lr=self.lr,
+            tokens_in_step=trainer.world_size * self.rows * (LENGTH - 1),  # targets
+            extra=self.noise,
+            force_log=self.steps == self.last_step,
         )
         self.count = 0
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """After a validation during training; pass `sync_dist=True` to `self.log` where there are several ranks."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            logged = trainer.callback_metrics.items()
+            found = {key[len("val_") :]: value for key, value in logged if key.startswith(("val_", "val/"))}
+            self.tracker.log_eval(found, trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the hooks, close the record."""

@@ -60,7 +60,7 @@ def numbers(out: Path) -> dict[int, dict[str, float]]:
 def plain(tmp_path_factory) -> dict[int, dict[str, float]]:
     """What the plain loop measures."""
     out = tmp_path_factory.mktemp("plain")
-    done = run_loop("plain_pytorch", out, "--steps", 20)
+    done = run_loop("plain_pytorch", out, "--steps", 22)
     assert done.returncode == 0, done.stderr
     return numbers(out)
 
@@ -68,10 +68,10 @@ def plain(tmp_path_factory) -> dict[int, dict[str, float]]:
 @pytest.mark.parametrize("name", OWN_STEP[1:])
 def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path):
     """Same model, data and optimizer: loss, gradient norm, noise scale and its bounds are those of the plain loop."""
-    done = run_loop(name, tmp_path, "--steps", 20)
+    done = run_loop(name, tmp_path, "--steps", 22)
     assert done.returncode == 0, done.stderr
     found = numbers(tmp_path)
-    assert found.keys() == plain.keys() == {1, 10, 20}
+    assert found.keys() == plain.keys() == {1, 10, 20, 22}  # the last step is in the record
     for step, row in plain.items():
         assert found[step].keys() == row.keys()
         assert found[step] == pytest.approx(row, rel=1e-5)
@@ -88,6 +88,22 @@ def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
     assert last["gns/b_big"] == pytest.approx(55 * 8)  # of the last whole window
     assert last["gns/skipped"] == 0
     assert last["loss"] == pytest.approx(last["smoothed/loss"], rel=0.2)  # a mean over 17, not a sum over 55
+
+
+SHORT_EPOCH = f"sys.path.insert(0, {str(LOOPS)!r})\nimport task\ntask.Counting.__len__ = lambda self: 60"
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, tmp_path):
+    """60 rows in micro-batches of 8 and windows of 4: the second step, which is the last of the run, has 28 rows."""
+    done = run_loop(name, tmp_path, "--steps", 2, prelude=SHORT_EPOCH)
+    assert done.returncode == 0, done.stderr
+    found = numbers(tmp_path)
+    assert {step: row["tokens_in_step"] for step, row in found.items()} == {1: 32 * 15, 2: 28 * 15}
+    assert found[2]["tokens_seen"] == 60 * 15
+    # 1 / sum(factor^2 / rows); the Trainer's factors on a shorter micro-batch are others, and the window is not measured.
+    measured = {1: 32} if name == "with_hf_trainer" else {1: 32, 2: 1 / (3 / 16 / 8 + 1 / 16 / 4)}
+    assert {step: row["gns/b_big"] for step, row in found.items() if "gns/b_big" in row} == pytest.approx(measured)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
@@ -192,7 +208,7 @@ class Recording(Trainer):
 torch.manual_seed(0)
 arguments = TrainingArguments(output_dir=sys.argv[2], max_steps=1, per_device_train_batch_size=8, use_cpu=True,
     gradient_accumulation_steps=4, max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
-    disable_tqdm=True, seed=0)
+    disable_tqdm=True, seed=0, logging_nan_inf_filter=False)
 callback = names["Measure"](Path(sys.argv[2]), max_grad_norm=1e-3)
 trainer = Recording(GPT2LMHeadModel(config), arguments, train_dataset=names["Counting"](), callbacks=[callback])
 trainer.train()
@@ -202,7 +218,7 @@ row = json.loads((Path(sys.argv[2]) / "metrics.jsonl").read_text().splitlines()[
 try:
     Trainer(trainer.model, TrainingArguments(output_dir=sys.argv[2], use_cpu=True, report_to="none"),
             train_dataset=names["Counting"](), callbacks=[callback]).train()
-except SystemExit as refusal:
+except ValueError as refusal:
     refused = str(refusal)
 print("RESULT", json.dumps({"small": small, "big": big, "row": row, "refused": refused}))
 """
@@ -224,3 +240,94 @@ def test_the_callback_s_estimates_are_those_of_the_gradients_that_the_trainer_ma
     assert found["refused"].startswith("set TrainingArguments(max_grad_norm=0)"), (
         "a Trainer that clips first is refused"
     )
+
+
+OWN_PROGRAM = """
+import json, runpy, sys, torch
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+names = runpy.run_path(sys.argv[1])
+out, rows = Path(sys.argv[2]), torch.utils.data.Subset(names["Counting"](), range(60))
+torch.manual_seed(0)
+{program}
+print("RESULT", json.dumps(result))
+"""
+OWN_HF = """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+def trainer(**changed):
+    settings = dict(output_dir=str(out), max_steps=5, per_device_train_batch_size=8, gradient_accumulation_steps=4,
+        learning_rate=1e-3, logging_steps=3, eval_strategy="steps", eval_steps=2, save_strategy="no", report_to="none",
+        max_grad_norm=0, logging_nan_inf_filter=False, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False)
+    return Trainer(model, TrainingArguments(**settings | changed), train_dataset=rows, eval_dataset=rows,
+        callbacks=[names["Measure"](out)])
+result = {"refused": {}, "evaluations": {}}
+for setting, value in (("logging_nan_inf_filter", True), ("max_grad_norm", 1.0), ("logging_strategy", "epoch")):
+    try:
+        trainer(**{setting: value}).train()
+    except ValueError as refusal:
+        result["refused"][setting] = str(refusal)
+own = trainer()
+own.evaluate()  # before training: there is no record yet
+own.train()
+for row in own.state.log_history:
+    if "eval_loss" in row and row["step"]:
+        result["evaluations"][row["step"]] = row["eval_loss"]
+"""
+OWN_LIGHTNING = """
+import lightning
+class Own(names["Module"]):
+    def training_step(self, batch):
+        self.log("learning_rate", 0.0)  # belongs to no evaluation
+        return super().training_step(batch)
+    def validation_step(self, batch, index):
+        loss = super().training_step(batch)
+        result["evaluations"].setdefault(self.trainer.global_step, []).append((loss.item(), len(batch["labels"])))
+        self.log("val_loss", loss)
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+result = {"evaluations": {}}
+loader = torch.utils.data.DataLoader(rows, 8)
+own = lightning.Trainer(accelerator="cpu", devices=1, max_steps=5, accumulate_grad_batches=4, log_every_n_steps=3,
+    val_check_interval=8, callbacks=[names["Measure"](out)], logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False)
+own.validate(Own(), loader)  # before training: there is no record yet
+own.fit(Own(), loader, loader)
+result["evaluations"] = {step: sum(loss * n for loss, n in seen) / sum(n for _, n in seen)
+    for step, seen in result["evaluations"].items() if step}
+"""
+
+
+def run_own_program(name: str, program: str, out: Path) -> dict:
+    """What a program of one's own around the callback of a loop prints."""
+    line = [sys.executable, "-c", OWN_PROGRAM.replace("{program}", program), str(LOOPS / f"{name}.py"), str(out)]
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False, cwd=out)
+    assert done.returncode == 0, done.stderr
+    result: dict = json.loads(done.stdout.split("RESULT ")[1])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [
+        pytest.param("with_hf_trainer", OWN_HF, marks=NEEDS["with_hf_trainer"]),
+        pytest.param("with_lightning", OWN_LIGHTNING, marks=NEEDS["with_lightning"]),
+    ],
+)
+def test_a_callback_records_the_rate_of_each_step_and_the_evaluations(name, program, tmp_path):
+    """A rate that falls from 1e-3 to 0 in 5 steps; two steps per epoch, an evaluation after each epoch."""
+    result = run_own_program(name, program, tmp_path)
+    found = numbers(tmp_path)
+    assert {step: row["lr"] for step, row in found.items()} == pytest.approx({1: 1e-3, 3: 6e-4, 5: 2e-4})
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    evaluations = {step: row for (mode, step), row in rows.items() if mode == "eval"}
+    expected = {int(step): pytest.approx({"eval_loss": loss}) for step, loss in result["evaluations"].items()}
+    assert evaluations == expected
+    assert evaluations.keys() >= {2, 4}
+    for setting, message in result.get("refused", {}).items():
+        assert message.startswith(f"set TrainingArguments({setting}=")
+    assert len(result.get("refused", {})) == (3 if name == "with_hf_trainer" else 0)
