@@ -765,6 +765,18 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/data/test_tokenizer_json.py::test_texts_together_are_encoded_as_each_alone",
         ),
         Mutant(
+            "trainer/data/formats/id_bounds.py",
+            "tokenizer.bos_id if isinstance(tokenizer, IdsTokenizer) else tokenizer.vocab_size",
+            "tokenizer.vocab_size",
+            "tests/unit/data/test_id_bounds.py::test_the_id_that_begins_documents_is_refused_in_files_of_ids",
+        ),
+        Mutant(
+            "trainer/data/formats/id_bounds.py",
+            "tokenizer.bos_id if isinstance(tokenizer, IdsTokenizer) else tokenizer.vocab_size",
+            "tokenizer.bos_id",
+            "tests/unit/data/test_id_bounds.py::test_ids_of_a_tokenizer_with_text_may_be_any_of_its_vocabulary",
+        ),
+        Mutant(
             "trainer/data/formats/jsonl.py",
             "lines.readline()  # of the span before",
             "pass",

@@ -122,7 +122,8 @@ class DataTable(Table):
     tokenizer: Text = "bytes"
     """`bytes`; the path of a Hugging Face tokenizer.json; or `ids`, for files of token ids."""
     vocab_size: WholeNumber = 0
-    """Number of token ids, with tokenizer `ids`: larger ids are refused. 0 with any other tokenizer, which knows its own."""
+    """Number of token ids, with tokenizer `ids`: files may hold ids 0 to vocab_size - 1, all others are refused. 0 with any
+    other tokenizer, which knows its own."""
     max_group_cells: Count = 64
     """Cells per group at most; longer documents are cut into several groups."""
     pack: bool = False
