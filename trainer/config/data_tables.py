@@ -65,7 +65,8 @@ class FilesTable(Table):
     dtype: str | None = None
     """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
     eod: int | None = None
-    """Token id that ends a document in `.npy` and `.bin` files; absent: each file is one document."""
+    """Token id that ends a document in `.npy` and `.bin` files, within the vocabulary; absent: each file is one document. A
+    file that it does not occur in gives a warning."""
     text_split: Literal["file", "blank_line"] = "file"
     """Documents of raw text files (`.txt`, `.md`, `.py`). file: each file is one; blank_line: one per block of text
     between blank lines."""

@@ -56,10 +56,21 @@ class IdBounds:
         read_as = "" if dtype is None else f", read as {dtype}"
         if self.tokenizer == IdsTokenizer.name:
             fix = "set data.vocab_size to the number of ids of the tokenizer that made the file"
-            fix += "" if dtype is None else ", and the dtype that wrote it"
+            fix += "" if dtype is None else "; of a .bin, check dtype too"
         else:
             fix = f"use the tokenizer{'' if dtype is None else ' and dtype'} that made the file"
         return UserError(self.where, f"token id {token}{position} is outside {self.vocabulary}{read_as}", fix)
+
+    def check_eod(self, eod: int, key: str = "eod") -> None:
+        """Refuse an end-of-document id that no file can hold.
+
+        Raises:
+            UserError: it is outside the vocabulary.
+        """
+        if not 0 <= eod < self.num_ids:
+            raise UserError(
+                key, f"{eod} is outside {self.vocabulary}", "set it to the id that ends documents in the files"
+            )
 
     def is_broken_by(self, tokens: npt.NDArray[Any]) -> bool:
         """Whether some id is out of range."""

@@ -35,6 +35,7 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
     if options.eod is None:
         length = np.array([len(tokens)], dtype=np.int64)
         return TokenTable(tokens, np.zeros(1, np.int64), length, bounds.check_sample(tokens))
+    bounds.check_eod(options.eod)
     ends = _scan(tokens, options.eod, bounds)
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     return TokenTable(tokens, starts, ends - starts)
