@@ -790,9 +790,15 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/data/streams/opener.py",
-            "                self._warns = False\n",
+            "        self._has_said.add(what)\n",
             "",
             "tests/unit/data/test_eod.py::test_an_eod_that_a_file_lacks_is_one_warning_per_source",
+        ),
+        Mutant(
+            "trainer/data/formats/token_arrays.py",
+            " and (sample[0::2] == 0).mean() <= 0.9",
+            "",
+            "tests/unit/data/test_eod.py::test_other_ids_are_of_no_doubtful_dtype",
         ),
         Mutant(
             "trainer/data/formats/jsonl.py",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trainer.data.formats.registry import open_documents
+from trainer.data.formats.token_arrays import has_zero_halves
 from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.streams.layout import discover_direct
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
@@ -62,6 +63,36 @@ def test_files_that_eod_splits_or_ends_are_no_warning(tmp_path: Path, caplog: py
     list(dataset(*(tmp_path / name for name in ("a.npy", "b.npy", "c.npy", "d.jsonl")), eod=7))
     list(dataset(tmp_path / "a.npy"))
     assert warnings(caplog) == []
+
+
+IDS = np.random.default_rng(0).integers(0, 256, 131_072)
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [("uint16", "uint8"), ("uint32", "uint16"), ("int64", "uint16")])
+def test_ids_read_with_less_than_their_width_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wide: str, narrow: str
+) -> None:
+    IDS.astype(wide).tofile(tmp_path / "a.bin")
+    next(dataset(tmp_path / "a.bin", dtype=narrow))
+    (said,) = warnings(caplog)
+    assert f'source s: dtype = "{narrow}" gives 0 as every second id in {tmp_path / "a.bin"}' in said
+    caplog.clear()
+    next(dataset(tmp_path / "a.bin", dtype=wide))
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("size", [63, 65, 99, 65_537, 131_071, 100_000])
+def test_other_ids_are_of_no_doubtful_dtype(size: int) -> None:
+    some = IDS[:size].astype(np.uint8)
+    sparse = np.where(np.random.default_rng(1).random(size) < 0.005, some, 0)  # mostly 0, at odd and even places
+    for ids in (some, sparse, np.zeros(size, np.uint8), np.resize([3, 0, 0], size)):
+        assert not has_zero_halves(ids), ids[:9]
+    pairs = np.resize([3, 0], size)
+    assert has_zero_halves(pairs.astype(np.uint16)) == (size >= 64)
+    assert not has_zero_halves(pairs.astype(np.int64))
+    half = pairs.astype(np.uint16)
+    half[size // 2 :] = 7  # the other end is looked at too
+    assert not has_zero_halves(half)
 
 
 def refusal(read: StreamMixingDataset) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.data.formats.documents import ReadOptions, TokenTable
 from trainer.data.formats.registry import format_name, takes_option
+from trainer.data.formats.token_arrays import has_zero_halves
 from trainer.data.streams.layout import Stream
 from trainer.data.streams.open_stream import CutOptions, OpenStream, open_stream
 from trainer.errors import UserError
@@ -20,14 +21,18 @@ class StreamOpener:
 
     Args:
         format, options, cut: see `open_stream`.
-        warns: warn of the first file that `eod` does not occur in. False: `warn` tells of all that were opened.
+        warns: warn of the first file that `eod` does not occur in, and of the first of a doubtful `dtype`. False: `warn` tells
+            of all that were opened.
     """
 
     def __init__(self, *, format: str, options: ReadOptions, cut: CutOptions, warns: bool = True) -> None:
         self._format, self._options, self._cut = format, options, cut
         self._warns = warns
         self._num_documents: dict[Stream, int] = {}
-        self._without_eod: dict[str, int] = {}  # name of a stream -> its tokens
+        # Names of streams -> their tokens.
+        self._without_eod: dict[str, int] = {}
+        self._doubtful: dict[str, int] = {}
+        self._has_said: set[str] = set()
 
     def __call__(self, stream: Stream) -> OpenStream:
         """The stream, opened.
@@ -39,9 +44,10 @@ class StreamOpener:
         self._num_documents[stream] = opened.documents.num_documents
         if self._lacks_eod(stream, opened.documents):
             self._without_eod[stream.relative_path] = len(opened.documents.tokens)
-            if self._warns:
-                self._warns = False
-                self.warn()
+        if self._is_split_by(stream, "dtype") and has_zero_halves(opened.documents.tokens):
+            self._doubtful[stream.relative_path] = len(opened.documents.tokens)
+        if self._warns:
+            self.warn()
         return opened
 
     def _lacks_eod(self, stream: Stream, documents: TokenTable) -> bool:
@@ -55,16 +61,26 @@ class StreamOpener:
         return takes_option(format_name(Path(stream.path), self._format), option)
 
     def warn(self) -> None:
-        """Warn of the opened files that `eod` does not occur in; once for all of them."""
-        if not self._without_eod:
+        """Warn of the opened files that `eod` does not occur in, and of those of a doubtful `dtype`; once of either."""
+        eod, dtype = self._options.eod, self._options.dtype
+        self._say(
+            self._without_eod, f"eod = {eod} does not occur in", "one document; use the id that ends documents there"
+        )
+        self._say(
+            self._doubtful,
+            f'dtype = "{dtype}" gives 0 as every second id in',
+            "of a wider dtype, by its looks; check it",
+        )
+
+    def _say(self, files: dict[str, int], what: str, then: str) -> None:
+        if not files or what in self._has_said:
             return
-        found, num_opened = len(self._without_eod), len(self._num_documents)
-        names = few([f"{printable(name)} ({counted(tokens, 'token')})" for name, tokens in self._without_eod.items()])
-        text = "source %s: eod = %d does not occur in %s: %s one document; use the id that ends documents there"
-        if num_opened > 1:
-            names = f"{found:,} of {num_opened:,} files, {names}"
-        each = "the file is" if found == 1 else "each of them is"
-        logger.warning(text, self._cut.namespace, self._options.eod, names, each)
+        self._has_said.add(what)
+        names = few([f"{printable(name)} ({counted(tokens, 'token')})" for name, tokens in files.items()])
+        if len(self._num_documents) > 1:
+            names = f"{len(files):,} of {len(self._num_documents):,} files, {names}"
+        each = "the file is" if len(files) == 1 else "each of them is"
+        logger.warning("source %s: %s %s: %s %s", self._cut.namespace, what, names, each, then)
 
     def nothing_left(self, key: str, problem: str) -> UserError:
         """The refusal of a split without documents.
