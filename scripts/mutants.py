@@ -765,6 +765,42 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/unit/data/test_tokenizer_json.py::test_texts_together_are_encoded_as_each_alone",
         ),
         Mutant(
+            "trainer/data/formats/id_bounds.py",
+            "tokenizer.bos_id if isinstance(tokenizer, IdsTokenizer) else tokenizer.vocab_size",
+            "tokenizer.vocab_size",
+            "tests/unit/data/test_id_bounds.py::test_the_id_that_begins_documents_is_refused_in_files_of_ids",
+        ),
+        Mutant(
+            "trainer/data/formats/id_bounds.py",
+            "tokenizer.bos_id if isinstance(tokenizer, IdsTokenizer) else tokenizer.vocab_size",
+            "tokenizer.bos_id",
+            "tests/unit/data/test_id_bounds.py::test_ids_of_a_tokenizer_with_text_may_be_any_of_its_vocabulary",
+        ),
+        Mutant(
+            "trainer/data/formats/id_bounds.py",
+            "if not 0 <= eod < self.num_ids:",
+            "if not 0 <= eod <= self.num_ids:",
+            "tests/unit/data/test_eod.py::test_an_eod_outside_the_vocabulary_is_refused",
+        ),
+        Mutant(
+            "trainer/data/streams/opener.py",
+            "return int(documents.tokens[-1]) != eod",
+            "return True",
+            "tests/unit/data/test_eod.py::test_files_that_eod_splits_or_ends_are_no_warning",
+        ),
+        Mutant(
+            "trainer/data/streams/opener.py",
+            "        self._has_said.add(what)\n",
+            "",
+            "tests/unit/data/test_eod.py::test_an_eod_that_a_file_lacks_is_one_warning_per_source",
+        ),
+        Mutant(
+            "trainer/data/formats/token_arrays.py",
+            " and (sample[0::2] == 0).mean() <= 0.9",
+            "",
+            "tests/unit/data/test_eod.py::test_other_ids_are_of_no_doubtful_dtype",
+        ),
+        Mutant(
             "trainer/data/formats/jsonl.py",
             "lines.readline()  # of the span before",
             "pass",

@@ -97,6 +97,14 @@ def test_inspect_reads_files_and_globs_of_any_format(tmp_path: Path) -> None:
         assert found["histogram"]["top_ids"][0] == {"id": 0, "text": "0", "tokens": 3, "share": pytest.approx(3 / 8)}
 
 
+@pytest.mark.parametrize("verb", [("data", "inspect"), ("data", "verify"), ("init",)])
+def test_options_that_no_file_heeds_are_refused(corpus: Path, tmp_path: Path, verb: tuple[str, ...]) -> None:
+    out = ("--out", str(tmp_path / "x.toml")) if verb == ("init",) else ()
+    result = run(*verb, corpus, "--eod", "0", *out)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == "eod: is 0, but there are no npy or bin files; remove it"
+
+
 def test_verify_says_that_all_is_well(corpus: Path) -> None:
     tokens = sum(len(text) for modality in "ab" for text in texts(corpus, modality))
     result = run("data", "verify", corpus)

@@ -65,7 +65,8 @@ class FilesTable(Table):
     dtype: str | None = None
     """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
     eod: int | None = None
-    """Token id that ends a document in `.npy` and `.bin` files; absent: each file is one document."""
+    """Token id that ends a document in `.npy` and `.bin` files, within the vocabulary; absent: each file is one document. A
+    file that it does not occur in gives a warning."""
     text_split: Literal["file", "blank_line"] = "file"
     """Documents of raw text files (`.txt`, `.md`, `.py`). file: each file is one; blank_line: one per block of text
     between blank lines."""
@@ -122,7 +123,8 @@ class DataTable(Table):
     tokenizer: Text = "bytes"
     """`bytes`; the path of a Hugging Face tokenizer.json; or `ids`, for files of token ids."""
     vocab_size: WholeNumber = 0
-    """Number of token ids, with tokenizer `ids`: larger ids are refused. 0 with any other tokenizer, which knows its own."""
+    """Number of token ids, with tokenizer `ids`: files may hold ids 0 to vocab_size - 1, all others are refused. 0 with any
+    other tokenizer, which knows its own."""
     max_group_cells: Count = 64
     """Cells per group at most; longer documents are cut into several groups."""
     pack: bool = False

@@ -20,8 +20,8 @@ from trainer.data.mixing.dataset import BATCHING_MODES, BatchingMode
 from trainer.data.mixing.epochs import QueueKey
 from trainer.data.streams.groups import GroupTable
 from trainer.data.streams.lanes import assign_lanes, cut_slices
-from trainer.data.streams.open_stream import CutOptions, OpenStream, open_stream
-from trainer.errors import UserError
+from trainer.data.streams.open_stream import CutOptions, OpenStream
+from trainer.data.streams.opener import StreamOpener
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
@@ -172,11 +172,11 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, data.pack, "train", holdout)
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
-    shapes = []
+    shapes, opener = [], StreamOpener(format=table.format, options=options, cut=cut, warns=False)
     for stream, turn in zip(source.streams, turns, strict=True):
         batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
-        opened = open_stream(stream, format=table.format, options=options, cut=cut)
-        shapes.append(stream_shape(opened, batch_size=batch_size, world_size=world_size, turn=turn))
+        shapes.append(stream_shape(opener(stream), batch_size=batch_size, world_size=world_size, turn=turn))
     if shapes and not any(part.num_cells for shape in shapes for part in shape.slices):
-        raise UserError(f"source {source.name}", "has no document to train on", "change holdout_fraction or the paths")
+        raise opener.nothing_left(f"source {source.name}", "has no document to train on")
+    opener.warn()
     return SourceShape(source.name, tuple(shapes), mixing.num_streams_mixed, shared, mixing.repeat)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.runs import make_corpus
 from trainer.config.load import load_config
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
+from trainer.data.formats.megatron import write_index
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.preview.shapes import source_shape
 from trainer.training.setup.data import make_dataset
 from trainer.training.setup.plan import make_plan
 from trainer.training.setup.sources import Source, resolve_sources
@@ -120,3 +123,72 @@ def test_a_split_of_text_that_no_file_heeds_is_refused():
     Path("x.toml").write_text(HEAD + source("t", 'root = "corpus"\ntext_split = "blank_line"'))
     with pytest.raises(UserError, match=r"source t: text_split: is .blank_line., but the source has no raw text files"):
         make_plan(load_config("x.toml"), Path("x.toml"), 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("eod = 0", "eod: is 0, but the source has no npy or bin files; remove it"),
+        ('dtype = "uint16"', 'dtype: is "uint16", but the source has no bin files; remove it'),
+    ],
+)
+def test_options_of_token_files_are_refused_where_there_are_none(keys, message):
+    Path("notes").mkdir()
+    Path("notes/a.txt").write_text("one")
+    for paths in ('root = "corpus"', 'paths = ["notes/a.txt"]'):
+        Path("x.toml").write_text(HEAD + source("t", f"{paths}\n{keys}"))
+        with pytest.raises(UserError) as refused:
+            make_plan(load_config("x.toml"), Path("x.toml"), 1)
+        assert refused.value.message == f"source t: {message}"
+    evaluated = source("held", f'paths = ["notes/a.txt"]\n{keys}', "eval.source")
+    Path("x.toml").write_text(HEAD + source("t", 'root = "corpus"') + evaluated)
+    with pytest.raises(UserError) as refused:
+        make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    assert refused.value.message == f"eval source held: {message}"
+
+
+def test_an_index_says_what_dtype_and_eod_would():
+    Path("tokens").mkdir()
+    np.array([1, 2], dtype=np.uint16).tofile("tokens/a.bin")
+    write_index(Path("tokens/a.idx"), np.array([2]), np.dtype(np.uint16))
+    Path("x.toml").write_text(HEAD + source("t", 'paths = ["tokens/a.bin"]\neod = 0'))
+    with pytest.raises(UserError, match="no npy or bin files; remove it: the index beside"):
+        make_plan(load_config("x.toml"), Path("x.toml"), 1)
+
+
+@pytest.mark.parametrize(("tokenizer", "eod"), [("ids", 500), ("ids", -1), ("bytes", 257)])
+def test_an_eod_outside_the_vocabulary_is_refused_by_the_plan(tokenizer, eod):
+    Path("tokens").mkdir()
+    np.save("tokens/a.npy", np.array([1, 2]))
+    own = source("t", f'paths = ["tokens/a.npy"]\neod = {eod}')
+    data = f'[data]\ntokenizer = "{tokenizer}"\n' + ("vocab_size = 500\n" if tokenizer == "ids" else "")
+    Path("x.toml").write_text(HEAD + data + own)
+    with pytest.raises(UserError, match=rf"source t: eod: {eod} is outside the vocabulary"):
+        make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    made = make_plan(load_config("x.toml", [f"data.source.t.eod={eod - 1 if eod > 0 else 0}"]), Path("x.toml"), 1)
+    assert len(made.sources[0].streams) == 1
+
+
+def test_a_preview_warns_once_of_all_files_of_a_source_that_eod_does_not_occur_in(caplog):
+    Path("tokens").mkdir()
+    for name, ids in (("a", [1, 7, 2]), ("b", [1, 2]), ("c", [1, 2, 3])):
+        np.save(f"tokens/{name}.npy", np.array(ids))
+    Path("x.toml").write_text(HEAD + source("t", 'paths = ["tokens/*.npy"]\neod = 7'))
+    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    caplog.clear()
+    source_shape(plan, plan.sources[0], 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "source t: eod = 7 does not occur in 2 of 3 files, tokens/b.npy (2 tokens), tokens/c.npy (3 tokens): "
+        "each of them is one document; use the id that ends documents there"
+    ]
+
+
+def test_a_preview_without_documents_says_that_a_file_is_one():
+    Path("notes").mkdir()
+    Path("notes/a.txt").write_text("one\n\ntwo")
+    Path("x.toml").write_text(HEAD + source("t", 'paths = ["notes/a.txt"]'))
+    plan = make_plan(load_config("x.toml", ["eval.holdout_fraction=0.999", "eval.every=1"]), Path("x.toml"), 1)
+    with pytest.raises(
+        UserError, match=r"its file is one document.*; set text_split = .blank_line., or change holdout"
+    ):
+        source_shape(plan, plan.sources[0], 2)

@@ -25,6 +25,7 @@ from trainer.data.inspection.survey import Survey, survey
 from trainer.data.stored.cache import Cache
 from trainer.data.stored.streams import discover_stored
 from trainer.data.streams.layout import Discovery, Stream, discover, discover_direct, refuse_empty
+from trainer.data.streams.unheeded import refuse_unheeded
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.storage import is_url
@@ -55,6 +56,7 @@ def make_starter(
     else:
         at = discover(paths, format=format)
     refuse_empty(at.streams)
+    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod})
     kind = guess(at.streams, format=format, dtype=dtype)
     if is_import_path(format) and tokenizer == "ids":  # what a format of the user's own yields is not visible here
         kind = replace(kind, kind="ids")

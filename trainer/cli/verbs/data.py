@@ -197,10 +197,12 @@ def verify(
     from trainer.data.inspection.encoding import describe
     from trainer.data.inspection.verify import verify as read_everything
     from trainer.data.streams.layout import discover
+    from trainer.data.streams.unheeded import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
     from trainer.metrics.logger import get_logger
 
     at = discover(paths, format=format)
+    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
     options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
@@ -232,9 +234,11 @@ def inspect(
     from trainer.data.formats.documents import ReadOptions
     from trainer.data.inspection.survey import survey
     from trainer.data.streams.layout import discover
+    from trainer.data.streams.unheeded import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
 
     at = discover(paths, format=format)
+    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
     options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
     cutting: dict[str, Any] = {"seq_len": seq_len, "max_group_cells": max_group_cells, "pack": pack}
     with progress_bar() as report:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data.formats.documents import Kind, ReadOptions, Span, TokenArray, TokenTable, table_from_pieces
+from trainer.data.formats.id_bounds import IdBounds
 from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 
@@ -41,10 +42,10 @@ def _document(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> str |
     ids = record["tokens"]
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise UserError(where, "tokens must be a list of integers")
-    wrong = next((i for i in ids if not 0 <= i < tokenizer.vocab_size), None)
+    bounds = IdBounds.of(where, tokenizer)
+    wrong = next((i for i in ids if not 0 <= i < bounds.num_ids), None)
     if wrong is not None:
-        problem = f"token id {wrong} is outside the vocabulary of {tokenizer.vocab_size} ids ({tokenizer.name})"
-        raise UserError(where, problem, "use the tokenizer that made the file")
+        raise bounds.refusal(wrong)
     return np.array(ids, dtype=np.int64)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,9 @@ def _tokens(path: Path, array: Any, first_row: int, bounds: IdBounds) -> list[To
     ids = values.to_numpy(zero_copy_only=False)
     ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
     if bounds.is_broken_by(ids):
-        place = int(np.flatnonzero((ids < 0) | (ids >= bounds.vocab_size))[0])
+        place = bounds.first_outside(ids)
         row = first_row + int(np.searchsorted(ends, place, side="right"))
-        problem = f"row {row}: token id {int(ids[place])} is outside the vocabulary of {bounds.vocab_size} ids"
-        raise UserError(str(path), f"{problem} ({bounds.tokenizer})", "use the tokenizer that made the file")
+        raise replace(bounds, where=f"{path}: row {row}").refusal(int(ids[place]))
     pieces: list[TokenArray] = np.split(ids, ends[:-1])
     return pieces
 

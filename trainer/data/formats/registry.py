@@ -29,7 +29,7 @@ class Format:
         suffixes: file extensions that select the format.
         load: reads a file.
         kind: text or token ids; a function of the path where it depends on the file.
-        options: what the user may have to set for such files: `dtype`, `eod`.
+        options: what the user may set for such files: `dtype`, `eod`, `text_split`.
         beside: extension of a second file that must be there too, and is not a stream of its own.
         pieces: of a format that can hold text: the documents' ids, tokenized one after the other; in a span alone if one is
             given.
@@ -39,7 +39,7 @@ class Format:
     suffixes: tuple[str, ...]
     load: Callable[[Path, ReadOptions], TokenTable]
     kind: Kind | Callable[[Path], Kind]
-    options: tuple[Literal["dtype", "eod"], ...] = ()
+    options: tuple[Literal["dtype", "eod", "text_split"], ...] = ()
     beside: str | None = None
     pieces: Callable[[Path, ReadOptions, Span | None], Iterator[TokenArray]] | None = None
     spans: Callable[[Path, int], list[Span]] | None = None
@@ -47,7 +47,14 @@ class Format:
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "text": Format((".txt", ".md", ".py"), load_text, kind="text", pieces=text_pieces, spans=text_spans),
+        "text": Format(
+            (".txt", ".md", ".py"),
+            load_text,
+            kind="text",
+            options=("text_split",),
+            pieces=text_pieces,
+            spans=text_spans,
+        ),
         "jsonl": Format((".jsonl",), load_jsonl, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
         "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
         "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
@@ -73,9 +80,14 @@ def file_kind(path: Path, name: str) -> Kind:
     return kind(path) if callable(kind) else kind
 
 
-def takes_option(name: str, option: Literal["dtype", "eod"]) -> bool:
-    """Whether files of the format `name` may need this option."""
+def takes_option(name: str, option: str) -> bool:
+    """Whether the option changes how files of the format `name` are read."""
     return name in FORMATS and option in FORMATS[name].options
+
+
+def formats_with(option: str) -> list[str]:
+    """The formats that take an option."""
+    return [name for name in FORMATS if takes_option(name, option)]
 
 
 def check_format(name: str) -> None:

@@ -13,6 +13,7 @@ from trainer.data.formats.id_bounds import IdBounds
 from trainer.errors import UserError
 
 CHUNK = 1 << 22  # tokens scanned at a time
+SAMPLE_BYTES = 1 << 16  # at either end of a file whose dtype is doubted
 
 
 def _scan(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
@@ -35,6 +36,7 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
     if options.eod is None:
         length = np.array([len(tokens)], dtype=np.int64)
         return TokenTable(tokens, np.zeros(1, np.int64), length, bounds.check_sample(tokens))
+    bounds.check_eod(options.eod)
     ends = _scan(tokens, options.eod, bounds)
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     return TokenTable(tokens, starts, ends - starts)
@@ -45,6 +47,19 @@ def _check_dtype(dtype: np.dtype[Any], key: str) -> None:
         raise UserError(key, f"must be an integer dtype, got {dtype}", 'use "uint16", or the dtype that wrote the file')
     if not dtype.isnative:
         raise UserError(key, f"is big-endian ({dtype.str})", "write the ids little-endian: array.astype('<u2')")
+
+
+def has_zero_halves(tokens: TokenArray) -> bool:
+    """Whether nearly every second value is 0, and not nearly all others: as when ids are read with less than their width.
+
+    Looks at both ends of the array. Values that are mostly 0 at odd and even places are no such case.
+    """
+    size = SAMPLE_BYTES // tokens.itemsize
+    if len(tokens) < 64 or tokens.itemsize == 8:
+        return False
+    last = max(len(tokens) - size, 0) // 2 * 2
+    sample = np.concatenate([tokens[:size], tokens[max(last, size) :] if last else tokens[:0]])
+    return bool((sample[1::2] == 0).mean() >= 0.99 and (sample[0::2] == 0).mean() <= 0.9)
 
 
 def load_npy(path: Path, options: ReadOptions) -> TokenTable:

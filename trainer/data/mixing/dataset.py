@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from trainer.data.formats.documents import ReadOptions
@@ -20,7 +20,8 @@ from trainer.data.mixing.reader import StreamReader
 from trainer.data.mixing.reader_queue import ReaderQueue
 from trainer.data.streams.holdout import Split, check_split
 from trainer.data.streams.layout import Stream
-from trainer.data.streams.open_stream import CutOptions, open_stream
+from trainer.data.streams.open_stream import CutOptions
+from trainer.data.streams.opener import StreamOpener
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
@@ -154,10 +155,12 @@ class StreamMixingDataset:
         self._uniforms = KeyedUniforms("pick", name, seed, "all" if self._shared else rank)
         self._no_stream = f'"source": {json.dumps(name)}, "stream": null'
         self._collator = Collator(name=name, tokenizer=tokenizer, seq_len=seq_len, pack=pack)
+        # What is held out is read from the files that the training data have, which warn of themselves.
+        self._opener = StreamOpener(format=format, options=options, cut=cut, warns=split != "holdout")
         self._queue = ReaderQueue(
             self.streams,
             # Readers keep their streams open themselves; the cache serves those of the next epoch.
-            open=lru_cache(2 * num_streams_mixed)(partial(open_stream, format=format, options=options, cut=cut)),
+            open=lru_cache(2 * num_streams_mixed)(self._opener),
             key=QueueKey(name, seed, len(streams), self._shared),
             batch_sizes=self._batch_sizes,
             rank=rank,
@@ -209,7 +212,7 @@ class StreamMixingDataset:
             if pool.readers:
                 return True
             if is_whole and not queue.has_cells:
-                raise UserError(self.name, "no document is left to read", "change holdout_fraction or the paths")
+                raise self._opener.nothing_left(self.name, "no document is left to read")
             if not self._repeat:
                 raise StopIteration
             if is_whole:

@@ -15,8 +15,6 @@ from torch import nn
 
 from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
-from trainer.data.formats.own_format import is_import_path
-from trainer.data.formats.registry import format_name
 from trainer.data.text_stream import prompt_ids
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.distributed.env import RankInfo
@@ -31,6 +29,7 @@ from trainer.model.recompute import recompute_blocks
 from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
+from trainer.training.setup.reading import check_reading
 from trainer.training.setup.sharding import mesh_shape
 from trainer.training.setup.sources import Source, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
@@ -174,8 +173,9 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     if config.train.tokens:  # the number of full steps is what forecasts go by
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
-    _check_text_split(sources)
+    eval_sources = resolve_eval_sources(config)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
+    check_reading(sources, eval_sources, tokenizer)
     resolve_builder(config.model)
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
     if config.sample.every:
@@ -185,7 +185,6 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         last = coord.first_token + coord.num_bins - 1
         problem = f"its last bin is token {last}, beyond the vocabulary of {tokenizer.vocab_size}"
         raise UserError("objective.coord", problem, "lower first_token or num_bins")
-    eval_sources = resolve_eval_sources(config)
     if config.eval.target is not None:
         resolve_target(config.eval.target, "eval.target")
     found = list(doubts(config, sources, eval_sources))
@@ -233,17 +232,6 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
                 f"no stream has the modality {', '.join(map(repr, unknown))}; there are {', '.join(known) or 'none'}"
             )
             raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
-
-
-def _check_text_split(sources: list[Source]) -> None:
-    """Refuse a `text_split` that no file of its source heeds."""
-    for source in sources:
-        table = source.table
-        if table.text_split == "file" or is_import_path(table.format):
-            continue
-        if not any(format_name(Path(stream.path), table.format) == "text" for stream in source.streams):
-            problem = f'is "{table.text_split}", but the source has no raw text files'
-            raise UserError(f"source {source.name}: text_split", problem, "remove it")
 
 
 def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = None) -> nn.Module:

@@ -1,0 +1,120 @@
+"""The id that ends documents: one that no file can hold is refused, one that a file does not hold is a warning."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.data.formats.registry import open_documents
+from trainer.data.formats.token_arrays import has_zero_halves
+from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.streams.layout import discover_direct
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
+from trainer.errors import UserError
+
+
+def dataset(*paths: Path, **settings: Any) -> StreamMixingDataset:
+    given = {"tokenizer": IdsTokenizer(500), "seq_len": 4, "repeat": False, **settings}
+    return StreamMixingDataset(discover_direct(paths), name="s", **given)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("eod", [-1, 500, 70_000])
+def test_an_eod_outside_the_vocabulary_is_refused(tmp_path: Path, eod: int) -> None:
+    np.save(tmp_path / "a.npy", np.array([3, 4]))
+    with pytest.raises(
+        UserError, match=rf"eod: {eod} is outside the vocabulary \(data\.vocab_size = 500: ids 0 to 499\)"
+    ):
+        open_documents(tmp_path / "a.npy", tokenizer=IdsTokenizer(500), eod=eod)
+
+
+def test_the_last_id_may_end_documents(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([3, 499, 5]))
+    assert open_documents(tmp_path / "a.npy", tokenizer=IdsTokenizer(500), eod=499).lengths.tolist() == [2, 1]
+    np.save(tmp_path / "a.npy", np.array([3, 256, 5]))
+    assert open_documents(tmp_path / "a.npy", tokenizer=BytesTokenizer(), eod=256).lengths.tolist() == [2, 1]
+
+
+def test_an_eod_that_a_file_lacks_is_one_warning_per_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in "abc":
+        np.save(tmp_path / f"{name}.npy", np.array([1, 7, 2, 3, 7, 4] if name == "a" else [1, 2, 3]))
+    read = dataset(tmp_path / "b.npy", eod=7, num_streams_mixed=1)
+    list(read)
+    (said,) = warnings(caplog)
+    text = "source s: eod = 7 does not occur in {} (3 tokens): the file is one document; use the id that ends documents there"
+    assert said == text.format(tmp_path / "b.npy")
+    caplog.clear()
+    list(dataset(*(tmp_path / f"{name}.npy" for name in "abc"), eod=7))
+    assert len(warnings(caplog)) == 1
+
+
+def test_files_that_eod_splits_or_ends_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    np.save(tmp_path / "a.npy", np.array([1, 7, 2, 3]))
+    np.save(tmp_path / "b.npy", np.array([1, 2, 7]))
+    np.save(tmp_path / "c.npy", np.array([7]))
+    (tmp_path / "d.jsonl").write_text('{"tokens": [1, 2]}\n')
+    list(dataset(*(tmp_path / name for name in ("a.npy", "b.npy", "c.npy", "d.jsonl")), eod=7))
+    list(dataset(tmp_path / "a.npy"))
+    assert warnings(caplog) == []
+
+
+IDS = np.random.default_rng(0).integers(0, 256, 131_072)
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [("uint16", "uint8"), ("uint32", "uint16"), ("int64", "uint16")])
+def test_ids_read_with_less_than_their_width_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wide: str, narrow: str
+) -> None:
+    IDS.astype(wide).tofile(tmp_path / "a.bin")
+    next(dataset(tmp_path / "a.bin", dtype=narrow))
+    (said,) = warnings(caplog)
+    assert f'source s: dtype = "{narrow}" gives 0 as every second id in {tmp_path / "a.bin"}' in said
+    caplog.clear()
+    next(dataset(tmp_path / "a.bin", dtype=wide))
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("size", [63, 65, 99, 65_537, 131_071, 100_000])
+def test_other_ids_are_of_no_doubtful_dtype(size: int) -> None:
+    some = IDS[:size].astype(np.uint8)
+    sparse = np.where(np.random.default_rng(1).random(size) < 0.005, some, 0)  # mostly 0, at odd and even places
+    for ids in (some, sparse, np.zeros(size, np.uint8), np.resize([3, 0, 0], size)):
+        assert not has_zero_halves(ids), ids[:9]
+    pairs = np.resize([3, 0], size)
+    assert has_zero_halves(pairs.astype(np.uint16)) == (size >= 64)
+    assert not has_zero_halves(pairs.astype(np.int64))
+    half = pairs.astype(np.uint16)
+    half[size // 2 :] = 7  # the other end is looked at too
+    assert not has_zero_halves(half)
+
+
+def refusal(read: StreamMixingDataset) -> str:
+    with pytest.raises(UserError) as refused:
+        next(read)
+    return refused.value.message
+
+
+def test_nothing_held_out_of_one_document_says_what_splits_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held = {"split": "holdout", "holdout_fraction": 0.001}
+    np.save(tmp_path / "a.npy", np.array([1, 2, 3]))
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2]}\n')
+    alone = "s: no document is left to read: its file is one document, and documents are held out whole"
+    fix = "change holdout_fraction or the paths"
+    by_eod = f"set eod to the id that ends a document, or {fix}"
+    assert refusal(dataset(tmp_path / "a.npy", **held)) == f"{alone}; {by_eod}"
+    lacking = f"{alone} (eod = 9 does not occur in {tmp_path}/a.npy); {by_eod}"
+    assert refusal(dataset(tmp_path / "a.npy", eod=9, **held)) == lacking
+    assert warnings(caplog) == []  # the training data of the same source warn
+    text = refusal(dataset(tmp_path / "a.txt", tokenizer=BytesTokenizer(), **held))
+    assert text == f'{alone}; set text_split = "blank_line", or {fix}'
+    assert refusal(dataset(tmp_path / "a.jsonl", **held)) == f"{alone}; {fix}"
+    (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2]}\n' * 2)
+    assert refusal(dataset(tmp_path / "a.jsonl", **held)) == f"s: no document is left to read; {fix}"
