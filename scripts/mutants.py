@@ -2382,8 +2382,8 @@ MUTANTS: dict[str, list[Mutant]] = {
     "diagnostics": [
         Mutant(
             "trainer/diagnostics/rules/batch.py",
-            "if value + within > SAME_DATA:",
-            "if value > SAME_DATA:",
+            "if value + within < SAME_DATA:",
+            "if value < SAME_DATA:",
             "tests/unit/diagnostics/test_rules.py::test_the_same_data_on_all_ranks_are_seen_by_the_noise_between_them",
         ),
         Mutant(

@@ -16,7 +16,7 @@ from trainer.metrics.tracker import MetricsTracker
 settings.register_profile("pipeline", derandomize=True, max_examples=120, deadline=None)
 profile = settings.get_profile("pipeline")
 
-GAUGE, LEAST, SUMMED = "grad_norm", "stream_mixing/active/remaining_min", "stream_mixing/active/modalities/python"
+GAUGE, LEAST, SUMMED = "eval/score", "stream_mixing/active/remaining_min", "stream_mixing/active/modalities/python"
 COUNTER, POOL_COUNTER, FLAG, WEIGHTED = (
     "ledger/cold_starts",
     "stream_mixing/refill/exhaust_events",
