@@ -25,12 +25,14 @@ import torch
 from trainer.metrics.aggregate import Scalar, UnloggedCounters, Value
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
+from trainer.metrics.logger import get_logger
 from trainer.metrics.memory import MemoryStats, get_memory_stats
 from trainer.metrics.mfu import compute_mfu, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
 from trainer.metrics.sinks.base import Sink
 from trainer.metrics.smoothing import Ema
 
+logger = get_logger(__name__)
 P = ParamSpec("P")
 _GIVEN: Final = frozenset(
     {"loss", "grad_norm", "lr", "tokens_per_sec", "step_time_sec", "tokens_in_step", "tokens_seen"}
@@ -130,6 +132,7 @@ class MetricsTracker:
         self._outside_sec = 0.0
         self._open: deque[_OpenStep] = deque()
         self._checked_keys: set[str] = set()
+        self._left_out: set[str] = set()
         self._sinks: list[tuple[Sink, BestEffort | None]] = []
         self.init_backends(sinks)
 
@@ -206,8 +209,9 @@ class MetricsTracker:
             loss: the step's loss over all ranks, per token; None for a step without a target.
             grad_norm: before clipping; None if it is not computed.
             tokens_in_step: target tokens over all ranks.
-            extra: other values over all ranks, by catalog key. What counters count on a step that is not logged is in
-                the next one that is; of other keys the logged step's own values are reported.
+            extra: other values over all ranks, by catalog key, but for those that the step gives itself (`loss`). What counters
+                count on a step that is not logged is in the next one that is; of other keys the logged step's own values are
+                reported.
             force_log: log this step whatever the interval says (the last step, an evaluation step).
 
         Returns:
@@ -216,13 +220,15 @@ class MetricsTracker:
         Raises:
             RuntimeError: `start_step` was not called.
             UnknownMetric: `strict_keys` is set and a key is not in the catalog.
-            ValueError: `extra` has a key that the step gives itself, such as `loss`.
             OSError: an essential sink could not write.
         """
         if not self._open:
             raise RuntimeError("end_step without start_step")
-        if extra and (given := sorted(_GIVEN.intersection(extra))):
-            raise ValueError(f"extra has {', '.join(given)}, which end_step reports itself: give other names")
+        if extra and (given := _GIVEN.intersection(extra)):
+            for key in sorted(given - self._left_out):
+                logger.warning("%r among the extra values of a step is left out: end_step reports its own", key)
+            self._left_out |= given
+            extra = {key: value for key, value in extra.items() if key not in given}
         ended = self._open.popleft()
         step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
         tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None

@@ -402,8 +402,11 @@ def test_a_part_outside_that_fails_is_left_out_too() -> None:
     assert run.metrics()["step_time_sec"] == 1.0
 
 
-def test_a_key_that_the_step_gives_itself_is_refused_among_the_extra_ones() -> None:
-    run = Run()
-    run.tracker.start_step()
-    with pytest.raises(ValueError, match="extra has loss, lr, which end_step reports itself"):
-        run.tracker.end_step(1, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra={"loss": 9.0, "lr": 1.0})
+def test_a_key_that_the_step_gives_itself_is_left_out_of_the_extra_ones_with_one_warning(caplog) -> None:
+    run = Run(log_interval=1)
+    run.step(1)
+    for step in (2, 3):
+        run.step(step, loss=2.0, extra={"loss": 9.0, "lr": 1.0, "accuracy": 0.5})
+        found = run.metrics()
+        assert (found["loss"], found["lr"], found["accuracy"]) == (2.0, 1e-3, 0.5)
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["'loss'", "'lr'"]
