@@ -201,3 +201,12 @@ def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path, capsys):
     board.Reload()
     found = {event.step: event.value for event in board.Scalars("train/loss")}
     assert found == pytest.approx(losses(folder / "run" / "metrics.jsonl"))
+
+
+def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = write_tiny_config(tmp_path).read_text()
+    (tmp_path / "config.toml").write_text(text.replace("[data]\n", '[data]\ntokenizer = "words/tok.json"\n', 1))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match=r"words/tok.json: .*relative to the working directory.*with --tokenizer"):
+        load_model(tmp_path, step=None, device=CPU)

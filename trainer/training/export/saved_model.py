@@ -83,7 +83,7 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
 
 
 def load_model(
-    directory: str | Path, *, step: int | None, device: torch.device, tokenizer: str | None = None
+    directory: str | Path, *, step: int | None = None, device: torch.device, tokenizer: str | None = None
 ) -> SavedModel:
     """The model of a run's checkpoint, or of an exported directory.
 
