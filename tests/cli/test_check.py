@@ -125,13 +125,13 @@ def test_tokens_of_the_run_are_an_upper_bound_beside_the_forecast(config, capsys
 
 
 def test_ranks_that_never_read_a_source_are_a_warning(config, capsys):
-    told = "ranks never read it), because streams have too few groups for 64 slices"
+    warning = "ranks never read it), because streams have too few groups for 64 slices"
     assert "never read it" not in program(["check", "--config", config], capsys).stderr
     for verb in ("check", "preview"):
         ended = program([verb, "--config", config, "--nproc", 64], capsys)
         assert ended.returncode == 0, ended.stderr
         said = " ".join((ended.stderr + ended.stdout).split())
-        assert said.count(told) == 2
+        assert said.count(warning) == 2
         assert 'source first: mixing.batching_mode: "per_stream" leaves ranks without rows in ' in said
 
 

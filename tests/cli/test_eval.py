@@ -67,6 +67,13 @@ def loss_of(run_dir: Path, files: list[Path]) -> tuple[float, float]:
     return float(torch.cat(losses).double().mean()), float(torch.cat(hits).mean())
 
 
+def test_settings_of_the_training_give_no_warning_in_an_evaluation(config, capsys):
+    run_dir = trained(config, "--set", "metrics.profile=2")
+    ended = program(["eval", run_dir, "--json"], capsys)
+    assert ended.returncode == 0, ended.stderr
+    assert "WARNING" not in ended.stderr
+
+
 def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(config, capsys):
     run_dir = trained(config)
     rows = {step: row for (mode, step), row in read_rows(run_dir / "metrics.jsonl").items() if mode == "eval"}

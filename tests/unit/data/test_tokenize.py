@@ -120,7 +120,7 @@ def test_a_killed_call_is_gone_on_with(source):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     (source / "out" / "code").mkdir(exist_ok=True)
-    (source / "out" / "code" / ".a.md.bin.1234567.tmp").touch()  # as if it had been killed while it wrote this file
+    (source / "out" / "code" / ".a.md.bin.1234567.tmp").touch()  # what a kill in the middle of a write leaves behind
     kept = {path: path.stat().st_mtime_ns for path in parts.glob("*.npy")}
     assert len(kept) >= 3, "it ended before it could be killed"
     seen: list[int] = []

@@ -341,7 +341,7 @@ def test_the_suggested_stale_threshold_is_that_of_the_source_that_waits_longest(
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_no_fix_is_what_the_run_has_already(name: str) -> None:
-    """Whoever follows the advice, and again until the rule has no other, is never told to set what is set."""
+    """Follow the advice of a rule until it has none left: it never suggests the value that is already set."""
     run = FAULTY[name]
     for _ in range(12):
         knob = check(name, run).knob

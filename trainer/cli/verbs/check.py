@@ -53,7 +53,6 @@ def check(
 
         from trainer.config.load import load_config, located, to_toml
         from trainer.metrics.logger import get_logger
-        from trainer.preview.config_warnings import growth_warnings, mix_warnings, rank_warnings
         from trainer.training.setup.contract import check_here, refuse_breaches, remarks
         from trainer.training.setup.plan import make_plan
 
@@ -63,12 +62,8 @@ def check(
         plan = make_plan(resolved, Path(config_path), world_size)
         _refuse_what_a_run_would(plan)
     device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
-    for unmet in plan.unmet_needs(device):
-        get_logger("check").warning("a run on this machine is refused: %s", unmet.message)
     preview = _preview(plan)
-    counted_ones = () if preview is None else (*mix_warnings(plan, preview), *rank_warnings(plan, preview))
-    for warning in [*growth_warnings(plan), *counted_ones]:
-        get_logger("check").warning("%s", warning.message)
+    _warn(plan, preview, device)
     facts = _derived(plan)
     facts.update(_memory(plan, device))
     report = "--no-contract" if no_contract else check_here(plan)
@@ -97,6 +92,19 @@ def check(
     _print_facts(facts, sources)
     for name, found in eval_sources.items():
         typer.echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
+
+
+def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
+    """Log what a run on this machine would be refused for, and what the forecast shows."""
+    from trainer.metrics.logger import get_logger
+    from trainer.preview.config_warnings import growth_warnings, mix_warnings, rank_warnings
+
+    logger = get_logger("check")
+    for unmet in plan.unmet_needs(device):
+        logger.warning("a run on this machine is refused: %s", unmet.message)
+    forecast = () if preview is None else (*mix_warnings(plan, preview), *rank_warnings(plan, preview))
+    for warning in [*growth_warnings(plan), *forecast]:
+        logger.warning("%s", warning.message)
 
 
 def _derived(plan: Plan) -> dict[str, Any]:

@@ -27,14 +27,14 @@ def check_restarts(run: RunRecord) -> Outcome:
         return healthy(words)
     every = run.setting("checkpoint.every")
     suggested = max(every // 4, 1) if isinstance(every, int) and every else max(total // 50, 1)
-    # Checkpoints at every step already, or nothing but starts that fail at one step: more checkpoints mend neither.
-    is_mended_by_more = lost > LOST_SHARE * total and suggested != every
+    # More checkpoints do not help a run that keeps failing at the same step, or one that saves at every step.
+    more_would_help = lost > LOST_SHARE * total and suggested != every
     why = f"; {repeated} restarts from step {max(starts, key=starts.count)}" if repeated > REPEATED else ""
     restarts = Series("restart", array("q", starts), array("d", run.steps_redone))
     return finding(
         f"{words} of {total:,}{why}",
         evidence=[restarts.evidence()],
-        knob=Knob("checkpoint.every", every, suggested) if is_mended_by_more else None,
+        knob=Knob("checkpoint.every", every, suggested) if more_would_help else None,
     )
 
 
