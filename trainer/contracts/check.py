@@ -19,8 +19,8 @@ from trainer.contracts.precision import check_precision
 from trainer.contracts.purity import check_purity
 from trainer.contracts.report import CHECKS, FAILED_LATER, Report, Verdict
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
-from trainer.contracts.subject import CallFailed, Subject, private_copy, uncompiled, without_dropout
-from trainer.contracts.trial import NotTestable, Trial, make_trial
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, private_copy, uncompiled, without_dropout
+from trainer.contracts.trial import Trial, make_trial
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
