@@ -300,6 +300,53 @@ def test_unknown_names_in_trust_are_refused_with_the_list(check):
     assert "must be one of forward, purity, carry, causality, isolation, resets" in ended.stderr
 
 
+ROUTED = (
+    HEAD.replace(
+        "\nclass Model",
+        """
+class Router(nn.Linear):
+    def forward(self, x):
+        choice = super().forward(x).softmax(-1)
+        self.seen = {"losses": [choice.mean((0, 1)).square().sum(), (choice,)]}
+        return x * choice
+
+class Model""",
+    )
+    + textwrap.indent(
+        """
+def forward(self, tokens, state=None):
+    embedded = self.embedding(tokens)
+    hidden = self.router(embedded).cumsum(1) + (0 if state is None else state[:, None])
+    self.aux_loss, self.last = sum(self.router.seen["losses"][:1]), hidden
+    return ModelOutput(self.head(hidden), hidden[:, -1])
+""",
+        "    ",
+    )
+    + """
+def build(vocab_size, dim, num_layers):
+    model = Model(vocab_size, dim, dim)
+    model.router = Router(dim, dim)
+    return model
+"""
+)
+
+
+def test_a_model_that_keeps_its_routers_loss_can_be_checked(check):
+    ended = check(ROUTED)
+    assert ended.returncode == 0, ended.stderr
+    assert "checkpointing" not in ended.stderr
+
+
+@pytest.mark.distributed
+def test_a_model_that_keeps_its_routers_loss_trains_in_shards_and_resumes_on_one_rank(tmp_path):
+    settings = [word for key in ("train.tbptt_cells=2", "checkpoint.every=3") for word in ("--set", key)]
+    ended = run_broken(tmp_path, ROUTED, *settings, "--set", "distributed.strategy=fsdp", nproc=2)
+    assert ended.returncode == 0, ended.stderr
+    ended = run_broken(tmp_path, ROUTED, *settings, "--steps", 8, "--resume", "auto")
+    assert ended.returncode == 0, ended.stderr
+    assert "model:" not in ended.stderr  # the contract has nothing to say of it
+
+
 def test_a_large_model_is_checked_at_a_smaller_size(check):
     ended = check(DROPS, "model.dim=8192")
     assert ended.returncode == 2, ended.stdout

@@ -194,7 +194,7 @@ def test_a_terminal_gets_a_progress_bar_on_stderr(corpus: Path) -> None:
             shown += block
     except OSError:  # the other end of a terminal was closed
         pass
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     os.close(parent)
     assert process.returncode == 0
     assert out.decode().count("\n") == 1

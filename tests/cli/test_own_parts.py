@@ -165,7 +165,7 @@ def test_a_module_in_the_working_directory_is_found_however_the_program_is_start
     config = write_tiny_config(tmp_path)
     arguments = ["check", "--config", config, "--set", "model.target=own_parts:bigram"]
     result = subprocess.run(
-        command(arguments), env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        command(arguments), env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr
 
@@ -200,7 +200,7 @@ def test_a_step_whose_batches_have_no_target_is_not_the_end_of_the_data(tmp_path
 def test_ranks_whose_batches_have_no_groups_take_part_in_the_exchange_of_states(tmp_path):
     """Otherwise one rank waits for the other in the look-up, which waits for it in the gradient's reduction."""
     data = "data.source=[{name='own', target='own_parts:grouped_by_turns'}]"
-    options = ("--set", "model.target=own_parts:gru", "--set", data, "--set", "distributed.timeout_sec=20")
+    options = ("--set", "model.target=own_parts:gru", "--set", data, "--set", "distributed.timeout_sec=120")
     result = run_own(tmp_path, *options, "--set", "train.micro_batches=1", nproc=2)
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")

@@ -33,7 +33,7 @@ checkpoint.every=2
 
 def validate(*arguments: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     line = [sys.executable, str(PROGRAM), "payload", "validate", *map(str, arguments)]
-    return subprocess.run(line, input=stdin, env=environment(), capture_output=True, timeout=60, check=False)
+    return subprocess.run(line, input=stdin, env=environment(), capture_output=True, timeout=240, check=False)
 
 
 @pytest.fixture(scope="module")

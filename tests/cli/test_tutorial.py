@@ -40,7 +40,7 @@ def test_the_commands_run_and_find_what_the_tutorial_says(tmp_path):
         script += f"{{\n{block}}} > out{number} 2>&1 || {{ echo failed: block {number}; cat out{number}; exit 1; }}\n"
     env = environment({"PATH": f"{programs}:/usr/bin:/bin", "COLUMNS": "120"})
     result = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     outputs = [

@@ -39,7 +39,7 @@ every = 3
 tokens = 4
 
 [distributed]
-timeout_sec = 20
+timeout_sec = 60
 """
 # Each must be among what is found and is called, or the walk is blind.
 NAMED = [

@@ -80,7 +80,7 @@ def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_pat
         "torch.save(model(input_ids=torch.arange(40).reshape(2, 20)).logits.detach(), sys.argv[2])\n"
     )
     words = [sys.executable, "-c", script, str(tmp_path / "hf"), str(tmp_path / "logits.pt")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     own = load_model(run_dir, step=None, device=torch.device("cpu")).model
     with torch.no_grad():

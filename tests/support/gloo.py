@@ -27,7 +27,7 @@ def _worker(
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # trainer.distributed.env.process_group says why
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size, timeout=timedelta(seconds=240)
     )
     # Not kept: a result may hold on to the group.
     Path(folder, f"result{rank}").write_bytes(pickle.dumps(function(rank, world_size, *args)))
@@ -49,7 +49,7 @@ def gloo_threads() -> list[str]:
 
 def gloo_threads_left() -> list[str]:
     """Those that stay: the system may list a thread for a moment after it was joined."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (threads := gloo_threads()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return threads

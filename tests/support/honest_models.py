@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -281,6 +282,32 @@ class Experts(Gru):
         return x, end
 
 
+class RouterLoss(Experts):
+    """Keeps what its router lost, and more of the graph of its last forward, at several depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router.seen = {}
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, end = super().mix(x, state)
+        probabilities = self.router(x).softmax(-1)
+        self.aux_loss = probabilities.mean((0, 1)).square().sum()
+        self.losses = [self.aux_loss, (probabilities.logsumexp(-1).square().mean(), x)]
+        self.router.seen["last"] = {"probabilities": probabilities, "weight": self.router.weight.t()}
+        return x, end
+
+
+class WeightNorm(Gru):
+    """The weight is computed from two parameters before each forward, and kept as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # that of torch.nn.utils.parametrizations is the newer one
+            nn.utils.weight_norm(self.head)
+
+
 class CapacityExperts(Language):
     """A GRU, and one expert for each token, which takes no more than its capacity: rows are coupled by who comes first."""
 
@@ -443,6 +470,8 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "dropout of attention": AttentionDropout,
     "noise in training": NoiseGru,
     "experts": Experts,
+    "experts whose router keeps its loss": RouterLoss,
+    "weight norm": WeightNorm,
     "experts with capacity": CapacityExperts,
     "experts with a low capacity": lambda: CapacityExperts(0.5),
     "logits in bf16": RoundedLogits,

@@ -259,6 +259,20 @@ class HiddenState(Gru):
         return x, end
 
 
+class HiddenInANest(Gru):
+    """Keeps its state with the graph in a dict of one of its modules, and adds it to the one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn.cache = {}
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        (held,) = self.rnn.cache.get(state.shape, (0.0,))
+        x, end = super().mix(x, state + held)
+        self.rnn.cache[state.shape] = (end,)
+        return x, end
+
+
 class AlwaysDropout(Gru):
     """A dropout that nobody switches off for evaluation."""
 
@@ -318,6 +332,20 @@ class Advances(Gru):
         if self.training and torch.is_grad_enabled():
             self.calls += 1
         return super().mix(x * (1 + 0.5 * self.calls), state)
+
+
+class AdvancesItsGraph(Gru):
+    """Advances a tensor with its graph, where `Advances` counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        scale = 1.0 if self.kept is None else 1.0 + self.kept.square().mean()
+        if self.training and torch.is_grad_enabled():
+            self.kept = self.head.weight * 5.0
+        return super().mix(x * scale, state)
 
 
 class Detached(Gru):
@@ -444,6 +472,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "norm over time": (TimeMean, "causality", "mask"),
     "writes into the incoming state": (WriteIntoState, "purity", "in place"),
     "state hidden in the module": (HiddenState, "purity", "from call to call"),
+    "state hidden with its graph": (HiddenInANest, "purity", "from call to call"),
     "dropout in eval": (AlwaysDropout, "purity", "random"),
     "dropout in eval with a module's probability": (DropoutOfAModule, "purity", "random"),
     "dropout in eval behind zeros": (DropoutBehindZeros, "purity", "random"),
@@ -451,6 +480,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "noise in eval": (AlwaysNoise, "purity", "random"),
     "noise of numpy in eval": (NoiseOfNumpy, "purity", "random"),
     "recomputation advances a state": (Advances, "checkpointing", "recomput"),
+    "recomputation advances a tensor of the graph": (AdvancesItsGraph, "checkpointing", "recomput"),
     "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
     "gradient partly detached": (Detached, "gradient", "Remove what detaches the state"),
     "state detached": (DetachedState, "gradient", "detached"),

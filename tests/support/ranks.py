@@ -18,7 +18,7 @@ from tests.support.checkpoints import content
 from tests.support.forks import Forked
 from tests.support.runs import PROGRAM, ROOT, environment, free_port, rank_environment
 
-PATIENCE_SEC = 240
+PATIENCE_SEC = 600
 
 
 class Ranks:

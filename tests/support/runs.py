@@ -18,7 +18,7 @@ from tests.support.forks import Forked, wait_as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "train"
-TIMEOUT_SEC = 240
+TIMEOUT_SEC = 600
 
 TINY = """\
 [run]

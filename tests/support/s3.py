@@ -23,7 +23,7 @@ from tests.support.runs import free_port
 
 BUCKET = "bucket"
 KEY, SECRET = "AKIATEST", "not a secret"
-START_SEC = 20
+START_SEC = 120
 OF_THE_CONNECTION = ("content-length", "connection", "transfer-encoding")
 
 

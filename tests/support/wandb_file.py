@@ -55,7 +55,7 @@ def read_records(path: Path) -> Iterator[Any]:
             yield record
 
 
-def wait_for_end(path: Path, timeout_sec: float = 20.0) -> None:
+def wait_for_end(path: Path, timeout_sec: float = 120.0) -> None:
     """Wait until the run's last record is in the file: wandb's service writes on for a moment after `finish()`."""
     deadline = time.monotonic() + timeout_sec
     while not any(record.WhichOneof("record_type") == "exit" for record in read_records(path)):

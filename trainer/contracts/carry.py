@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trainer.contracts.forward import why_no_state
 from trainer.contracts.report import NO_STATE, Verdict
-from trainer.contracts.subject import CallFailed
-from trainer.contracts.trial import CELLS, ROWS, TESTABLE, NotTestable, Trial, judge_samples, run_cells
+from trainer.contracts.subject import CallFailed, NotTestable
+from trainer.contracts.trial import CELLS, ROWS, TESTABLE, Trial, judge_samples, run_cells
 
 
 @dataclass(frozen=True)

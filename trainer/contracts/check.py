@@ -19,8 +19,8 @@ from trainer.contracts.precision import check_precision
 from trainer.contracts.purity import check_purity
 from trainer.contracts.report import CHECKS, FAILED_LATER, Report, Verdict
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
-from trainer.contracts.subject import CallFailed, Subject, private_copy, uncompiled, without_dropout
-from trainer.contracts.trial import NotTestable, Trial, make_trial
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, private_copy, uncompiled, without_dropout
+from trainer.contracts.trial import Trial, make_trial
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -46,14 +46,15 @@ def check_model(
         seq_len: tokens of a cell in training. Only `forward` and models that take no other length use rows of it.
         pieces: other lengths of rows that training has (burn-in), for `forward`.
         autocast: dtype of autocast in training; None: none.
-        max_seconds: no further check begins after this time; those left are `not testable here`.
+        max_seconds: of the calling thread's own work, however busy the machine is. No further check begins after it; those left
+            are `not testable here`.
     """
     started = time.perf_counter()
     verdicts: dict[str, Verdict] = {}
     how = "nothing was run"
     with _left_alone(model):
         try:
-            how = _check(model, vocab_size, (seq_len, *pieces), autocast, started + max_seconds, verdicts)
+            how = _check(model, vocab_size, (seq_len, *pieces), autocast, time.thread_time() + max_seconds, verdicts)
         except (CallFailed, NotTestable) as error:
             how = "nothing else was run" if verdicts else how
             _fill(verdicts, str(error))
@@ -145,7 +146,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, deadline: float, verdi
         ),
     }
     for check, judge in checks.items():
-        if time.perf_counter() > deadline:
+        if time.thread_time() > deadline:
             _fill(verdicts, "the time was up before it began")
             break
         try:

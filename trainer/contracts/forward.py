@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contracts.report import Verdict
-from trainer.contracts.subject import CallFailed, Subject, one_line
-from trainer.contracts.trial import NotTestable
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, one_line
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
 

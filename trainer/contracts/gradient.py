@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.contracts.report import NO_STATE, Verdict
-from trainer.contracts.subject import CallFailed, Subject, one_line
-from trainer.contracts.trial import NotTestable, Trial
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, one_line
+from trainer.contracts.trial import Trial
 
 REMEDY = (
     "Remove what detaches the state inside forward (detach(), .data, torch.no_grad(), a backward of its own that skips it): "

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from trainer.contracts.report import Verdict
-from trainer.contracts.subject import CallFailed, Subject
-from trainer.contracts.trial import CELLS, ROWS, NotTestable, Trial, run_cells
+from trainer.contracts.subject import CallFailed, NotTestable, Subject
+from trainer.contracts.trial import CELLS, ROWS, Trial, run_cells
 
 ALLOWED = 8.0
 """Errors of the cut row, in units of those that the uncut row has at this precision."""

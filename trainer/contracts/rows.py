@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contracts.report import Verdict
-from trainer.contracts.subject import CallFailed, Result, Subject
-from trainer.contracts.trial import ROWS, NotTestable, Trial, judge_samples, relative
+from trainer.contracts.subject import CallFailed, NotTestable, Result, Subject
+from trainer.contracts.trial import ROWS, Trial, judge_samples, relative
 
 DISCRETE = (
     "rows are coupled, but by a discrete choice alone, such as an expert's capacity: a small change of the other rows changes "

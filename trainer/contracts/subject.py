@@ -32,6 +32,10 @@ class CallFailed(Exception):
     """The model's forward or backward raised; the message says what."""
 
 
+class NotTestable(Exception):
+    """The check cannot be made with this model, here; the message says why."""
+
+
 class Result(NamedTuple):
     """A forward's output, as the checks compare it."""
 
@@ -75,12 +79,11 @@ class Subject:
 
     def fresh(self) -> nn.Module:
         """A copy in the subject's mode that shares the parameters and nothing else."""
-        shared: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}
-        return copy.deepcopy(self.model, shared).train(self.training)
+        return copy_model(self.model, shares_parameters=True).train(self.training)
 
     def in_float64(self) -> Subject:
         """A copy that shares nothing, in double precision."""
-        model = copy.deepcopy(self.model)
+        model = copy_model(self.model)
         convert: Any = model._apply  # torch leaves it without types; `double()` would pass over complex numbers
         convert(lambda tensor: tensor.to(LIFTED.get(tensor.dtype, tensor.dtype)))
         return Subject(model, dtype=torch.float64)
@@ -221,6 +224,30 @@ def seed_generators() -> None:
     random.seed(CALL_SEED)
 
 
+class _DetachCopies(TorchFunctionMode):
+    """Copies a tensor that has a graph without the graph, where torch refuses: `copy.deepcopy` finds it at any depth."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return copy.deepcopy(tensor.detach(), memo)
+        return func(*args, **(kwargs or {}))
+
+
+def copy_model(model: nn.Module, *, shares_parameters: bool = False) -> nn.Module:
+    """A copy, with the values of what a forward has left in it, such as a router's loss.
+
+    Raises:
+        NotTestable: it holds something that cannot be copied.
+    """
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if shares_parameters}
+    try:
+        with _DetachCopies():
+            return copy.deepcopy(model, shared)
+    except Exception as error:  # what a user's module holds can be anything
+        raise NotTestable(f"the model cannot be copied: {one_line(error)}") from error
+
+
 def private_copy(model: nn.Module) -> nn.Module:
     """A copy whose zeros are drawn at random.
 
@@ -228,13 +255,10 @@ def private_copy(model: nn.Module) -> nn.Module:
     those with gradient hooks stay: their zeros may be a mask.
 
     Raises:
-        CallFailed: it cannot be copied.
+        NotTestable: it cannot be copied.
     """
     hooked = {name for name, parameter in model.named_parameters() if parameter._backward_hooks}
-    try:
-        made = copy.deepcopy(model)
-    except Exception as error:  # what a user's module holds can be anything
-        raise CallFailed(f"the model cannot be copied: {one_line(error)}") from error
+    made = copy_model(model)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             parameter.grad = None
@@ -249,8 +273,7 @@ def private_copy(model: nn.Module) -> nn.Module:
 
 def without_dropout(model: nn.Module) -> nn.Module:
     """A copy whose dropout modules are off; it shares the parameters."""
-    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    made = copy.deepcopy(model, shared)
+    made = copy_model(model, shares_parameters=True)
     for module in made.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

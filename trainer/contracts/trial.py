@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainer.contracts.report import Verdict
-from trainer.contracts.subject import CallFailed, Result, Subject
+from trainer.contracts.subject import CallFailed, NotTestable, Result, Subject
 
 ROWS = 2
 CELLS = 3
@@ -21,10 +21,6 @@ CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
 SAMPLES = (0, 1)  # a breach has to show with each of these draws of tokens
 # An effect must exceed rounding by this factor to be tested at all; see `Trial.limit`.
 TESTABLE = 1000.0
-
-
-class NotTestable(Exception):
-    """The check cannot be made with this model, here; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import random
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, NestedLstm, Transformer
+from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, NestedLstm, RouterLoss, Transformer
 from tests.support.mutant_models import MUTANTS, DropState, PeekAhead
 from trainer.contracts import CHECKS, ContractError, check_model
 from trainer.contracts.report import NO_STATE
+from trainer.contracts.subject import copy_model
 from trainer.model.build import build
 from trainer.model.encoder import RecurrentEncoder
 
@@ -282,15 +284,52 @@ def test_a_model_on_the_meta_device_is_not_tried():
     assert "meta device" in check_model(model, vocab_size=VOCAB)["carry"].text
 
 
-def test_a_model_that_cannot_be_copied_is_not_tried():
-    model = made(Gru)
-    model.kept = (torch.ones(1, requires_grad=True) * 2,)  # no leaf: torch refuses to copy it
-    assert "cannot be copied" in check_model(model, vocab_size=VOCAB)["carry"].text
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_model_that_cannot_be_copied_is_not_tried(is_late):
+    class Locks(Gru):
+        def mix(self, x, state):
+            if is_late and state.requires_grad:  # copies are made after this call too
+                self.lock = threading.Lock()
+            return super().mix(x, state)
+
+    model = made(Locks)
+    model.lock = None if is_late else threading.Lock()
+    report = check_model(model, vocab_size=VOCAB)
+    assert "the model cannot be copied: TypeError: " in report["checkpointing" if is_late else "carry"].text, report
+    assert report.breaches == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_that_has_run_is_judged_as_one_that_has_not(training):
+    """Its tensors are copied as they are, at any depth; those that are the same stay so."""
+    model = made(RouterLoss).train(training)
+    model(torch.zeros(2, 5, dtype=torch.long))
+    kept, router = model.losses, model.router
+    report = check_model(model, vocab_size=VOCAB)
+    assert report.breaches == []
+    assert {report[check].status for check in ("carry", "gradient", "checkpointing")} == {"held"}, report
+    assert model.losses is kept
+    assert kept[0].requires_grad
+    copied = copy_model(model, shares_parameters=True)
+    assert copied.router is not router
+    assert copied.router.weight is router.weight
+    assert copied.losses[0] is copied.aux_loss
+    assert not copied.aux_loss.requires_grad
+    assert torch.equal(copied.losses[1][1], kept[1][1])
 
 
 def test_the_time_limit_leaves_the_rest_untested():
     report = check_model(made(Gru), vocab_size=VOCAB, max_seconds=0.0)
     assert "time was up" in report["carry"].text
+
+
+def test_what_other_processes_take_is_not_counted_in_the_time_limit():
+    class Waits(Gru):
+        def mix(self, x, state):
+            time.sleep(0.05)  # as for its turn on a machine under load
+            return super().mix(x, state)
+
+    assert check_model(made(Waits), vocab_size=VOCAB, max_seconds=1.5)["autocast"].status == "held"
 
 
 def test_a_verdict_names_position_and_size():
@@ -348,6 +387,6 @@ def test_the_package_needs_torch_alone():
         "import sys, trainer.contracts\n"
         "print(sorted({m.split('.')[1] for m in sys.modules if m.startswith('trainer.')}), 'pydantic' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert found.stdout.split() == ["['contracts',", "'errors',", "'import_path',", "'wording']", "False"]
     assert DIM

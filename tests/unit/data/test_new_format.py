@@ -74,7 +74,7 @@ def test_the_program_reads_inspects_inits_and_trains_it(corpus: Path, tmp_path: 
         ["--config", str(config), "--run-dir", str(run), "--steps", "3", "--stdout", "off", *short],
     ]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(commands)], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", SCRIPT, json.dumps(commands)], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     inspected, end = json.JSONDecoder().raw_decode(done.stdout)

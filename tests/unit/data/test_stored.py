@@ -170,7 +170,7 @@ def test_processes_that_start_together_download_once(corpus, tmp_path):
     processes = [context.Process(target=_open, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
     assert sum(is_new for is_new, _ in found) == 1

@@ -492,6 +492,16 @@ def test_the_age_of_a_state_is_that_of_its_last_store() -> None:
     assert list(ages(ledger)) == [[3, -1, -1], [1, -1, -1], [2, 1, -1]]
 
 
+def test_a_state_of_step_0_has_an_age() -> None:
+    ledger = Ledger(state_width=2, capacity=4, wipe_mode="none")
+    for step, expected in ((0, -1), (0, 0), (1, 1)):  # a step may store more than once
+        ledger.begin_step(step)
+        ledger.lookup(np.array([1]), np.array([1]))
+        assert ledger.lookup_age().tolist() == [expected]
+        if step == 0:
+            ledger.store(np.array([1]), np.array([1]), np.array([False]), torch.ones(1, 2))
+
+
 def test_ages_are_known_between_a_lookup_and_the_next_store() -> None:
     ledger = Ledger(state_width=2, capacity=4, wipe_mode="none")
     with pytest.raises(RuntimeError, match="lookup"):

@@ -59,10 +59,8 @@ def test_what_a_full_queue_has_no_room_for_is_counted(capsys: pytest.CaptureFixt
     recorder = Recorder()
     recorder.may_take.clear()
     sink = in_background(recorder, capacity=10)
-    began = time.monotonic()
-    for number in range(100):
+    for number in range(100):  # a call that waited would wait for ever
         sink.log({"row": number})
-    assert time.monotonic() - began < 5.0
     recorder.may_take.set()
     sink.close()
     assert len(recorder.rows) + sink.num_dropped == 100
@@ -76,7 +74,7 @@ def test_closing_waits_for_a_slow_sink_and_not_for_one_that_hangs() -> None:
             time.sleep(0.05)
             super().log(payload)
 
-    slow = in_background(Slow(), patience_sec=1.0)
+    slow = in_background(Slow(), patience_sec=60.0)
     for number in range(30):
         slow.log({"row": number})
     slow.close()
@@ -119,10 +117,8 @@ def test_a_reader_that_does_not_read_holds_up_nobody(kind: str) -> None:
     sink = in_background(StdoutSink("json", stream=PayloadStream(writing)), capacity=50, patience_sec=0.2)
     try:
         row = build_payload("train", 1, {f"blend/share/{number}": 1.0 for number in range(500)})
-        began = time.monotonic()
-        for _ in range(200):
+        for _ in range(200):  # a call that waited would wait for ever
             sink.log(row)
-        assert time.monotonic() - began < 5.0
         sink.close()
         assert sink.num_dropped > 100
     finally:

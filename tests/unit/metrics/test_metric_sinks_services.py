@@ -95,7 +95,7 @@ for step in (1, 2, 3):
         each.log(build_payload("train", step, {{"loss": 1.0}}))
 sink.close()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["global_step"] for line in done.stdout.splitlines()] == [1, 2, 3]
     assert len(rows_of(tmp_path)) == 3
@@ -117,7 +117,7 @@ def test_wandb_that_cannot_begin_online_costs_one_warning_and_writes_offline(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     events: list[dict[str, Any]] = []
-    sink = WandbSink(mode="online", project="p", run_dir=tmp_path, init_timeout_sec=5, on_event=events.append)
+    sink = WandbSink(mode="online", project="p", run_dir=tmp_path, init_timeout_sec=30, on_event=events.append)
     sink.log(train(1))
     sink.log(train(2))
     sink.close()
@@ -188,7 +188,7 @@ print("done")
 """
     # Without the variable by which a child would share this process's wandb service.
     env = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, env=env)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert done.stderr.count("wandb failed and is off from now on") == 1
     assert done.stderr.count("WARNING") == 1

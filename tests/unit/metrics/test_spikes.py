@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.metrics.spikes import DECAY, WARMUP, SpikeDetector
+from trainer.metrics.spikes import DECAY, WARMUP, Spike, SpikeDetector
 
 
 def noisy(count: int, mean: float = 3.0, sigma: float = 0.1) -> list[float]:
@@ -30,6 +30,9 @@ def test_a_loss_seven_sigma_above_is_a_spike_and_five_is_none():
 def test_nothing_is_a_spike_in_the_first_steps():
     detector = SpikeDetector(6.0)
     assert all(detector.update(loss) is None for loss in [1.0] * (WARMUP - 1) + [100.0])
+    detector = SpikeDetector(6.0)
+    assert all(detector.update(loss) is None for loss in [1.0] * WARMUP)
+    assert detector.update(100.0) == Spike(loss=100.0, mean=1.0, sigma=0.0)  # the first loss that is judged
 
 
 def test_a_spike_hides_no_second_one_and_a_lasting_level_becomes_normal():

@@ -41,7 +41,7 @@ class Faulty(RemoteCheckpoints):
         self.storage.put = put
 
 
-def mirror_of(remote, checkpoints, events, *, step=-1, **table):
+def mirror_of(remote, checkpoints, events, *, step=-1, stall_sec=60.0, **table):
     remote.set_owner(OWNER)
     return Mirror(
         remote,
@@ -53,12 +53,12 @@ def mirror_of(remote, checkpoints, events, *, step=-1, **table):
         on_event=events.append,
         first_wait_sec=0.01,
         longest_wait_sec=0.05,
-        stall_sec=1.0,
+        stall_sec=stall_sec,
     )
 
 
 def until(happens):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not happens():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -109,10 +109,8 @@ def test_publishing_waits_for_no_store_and_what_is_being_uploaded_is_not_deleted
     mirror = mirror_of(remote, checkpoints, events, keep_last=1)
     mirror.publish(make_checkpoint(checkpoints, 1))
     until(lambda: remote.puts)
-    started = time.monotonic()
-    for step in (2, 3, 4):
+    for step in (2, 3, 4):  # one that waited would wait for ever
         mirror.publish(make_checkpoint(checkpoints, step))
-    assert time.monotonic() - started < 1.0
     assert [step_of(path) for path in complete_checkpoints(checkpoints)] == [4, 1]
     remote.may_go_on.set()
     assert mirror.wait()
@@ -143,12 +141,12 @@ def test_a_file_that_reads_back_differently_is_uploaded_again(checkpoints, url):
 def test_the_wait_at_the_end_gives_up_when_nothing_moves_and_names_the_command(checkpoints, url, caplog):
     remote, events = Faulty(url), []
     remote.may_go_on.clear()
-    mirror = mirror_of(remote, checkpoints, events)
+    mirror = mirror_of(remote, checkpoints, events, stall_sec=1.0)
     mirror.publish(make_checkpoint(checkpoints, 1))
     started = time.monotonic()
     with caplog.at_level("WARNING", logger="trainer"):
         assert not mirror.wait()
-    assert 0.9 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.9
     assert f"train checkpoint push {checkpoints.parent}" in caplog.text
     remote.may_go_on.set()
 

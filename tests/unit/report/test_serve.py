@@ -26,7 +26,7 @@ def server(make_run):
 
 
 def ask(server, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request(method, path, headers={"Host": f"127.0.0.1:{server.server_port}", **headers})
     answer = connection.getresponse()
     return answer.status, dict(answer.getheaders()), answer.read()
@@ -58,7 +58,7 @@ def test_head_is_answered_as_get_without_the_body(server, path):
     for _, headers, _ in (whole, head):
         headers.pop("Date")
     assert head == (*whole[:2], b"")
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
         connection.sendall(f"HEAD {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert answer.endswith(b"\r\n\r\n")
@@ -90,7 +90,7 @@ def test_another_name_for_this_machine_is_refused(server, host, status):
 
 @pytest.mark.parametrize("hosts", ["", "Host: localhost\r\nHost: evil.example\r\n"])
 def test_a_request_without_one_host_is_refused(server, hosts):
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
         connection.sendall(f"GET / HTTP/1.0\r\n{hosts}\r\n".encode())
         assert b" 403 " in connection.recv(100)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.config.load import to_toml
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import copy_tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.model.families import DEFAULT
@@ -23,7 +23,7 @@ HUGGING_FACE_CONFIG = "config.json"
 
 
 def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False) -> SavedCheckpoint:
-    """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, `tokenizer.json` into `out`.
+    """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, the files of the tokenizer into `out`.
 
     All is written beside `out` first, so that `out` is whole or absent.
 
@@ -53,7 +53,7 @@ def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face:
             save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
             write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
-            shutil.copyfile(config.data.tokenizer, staging / "tokenizer.json")
+            copy_tokenizer(Path(config.data.tokenizer), staging)
         card = render_card(
             saved,
             last_results(run_dir, saved.step),

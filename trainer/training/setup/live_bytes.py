@@ -21,13 +21,13 @@ class LiveBytes(TorchDispatchMode):
     an operation that a dispatch mode would see. Of a sharded tensor, the shard counts that this rank holds.
 
     Args:
-        most_seconds: after which an operation raises instead.
+        most_seconds: of this process's own work, however busy the machine is, after which an operation raises instead.
     """
 
     def __init__(self, most_seconds: float = math.inf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._until = time.monotonic() + most_seconds
+        self._until = time.process_time() + most_seconds
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
         self._torch_resize: Any = None
@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
     @property
     def is_over(self) -> bool:
         """Whether the time is."""
-        return time.monotonic() > self._until
+        return time.process_time() > self._until
 
     def __enter__(self) -> LiveBytes:
         """Begin to count, and follow `UntypedStorage.resize_`."""

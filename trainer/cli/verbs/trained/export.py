@@ -67,16 +67,22 @@ def export(
 
 def _is_own(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
+    from trainer.data.tokenizer import PARTS
+
     written = {
         "model.safetensors",
         "config.toml",
         "README.md",
-        "tokenizer.json",
         "config.json",
         "generation_config.json",
+        "tokenizer.json",
+        *PARTS,
     }
     names = {path.name for path in directory.iterdir()}
-    return names <= written or all(name.startswith("events.out.tfevents.") for name in names)
+    card = directory / "README.md"  # a folder of someone else's model may have the same files
+    if names and names <= written:
+        return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
+    return all(name.startswith("events.out.tfevents.") for name in names)
 
 
 def _export_weights(run_dir: str, out: Path, step: int | None, *, as_hugging_face: bool) -> None:

@@ -1,0 +1,75 @@
+"""The tokenizer of an export is the one that it was trained with, as `transformers` reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.support.in_process import program
+from tests.support.runs import run, write_tiny_config
+from trainer.config.schema import ModelTable
+from trainer.data.tokenizer import copy_tokenizer
+from trainer.training.setup.plan import build_model
+
+transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+AutoTokenizer, PreTrainedTokenizerFast = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
+TEXT = "the and </s> of unknown the"
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A folder of `save_pretrained`, with a tokenizer that needs all of its files."""
+    path = tmp_path_factory.mktemp("pretrained")
+    words = {word: number for number, word in enumerate(["<s>", "</s>", "[UNK]", "the", "of", "and", "to", "in"])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    ends = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "[UNK]"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, padding_side="left", **ends)
+    fast.chat_template = {"default": "{{ messages[0].content }}", "other": "no {{ messages[0].content }}"}
+    fast.save_pretrained(path)
+    (path / "special_tokens_map.json").write_text(json.dumps(ends))  # as older versions wrote it
+    build_model(ModelTable(family="mamba2", dim=32, num_layers=1), len(words) + 1).save_pretrained(path)
+    return path
+
+
+def test_the_tokenizer_of_an_export_is_that_of_the_folder_that_the_run_began_from(pretrained, tmp_path):
+    tokenizer = pretrained / "tokenizer.json"
+    sets = ("model.family=mamba2", f'model.args={{from="{pretrained}"}}', f"data.tokenizer={tokenizer}")
+    settings = [word for each in (*sets, "model.contract=false") for word in ("--set", each)]
+    begun = run("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 1, *settings)
+    assert begun.returncode == 0, begun.stderr
+    for more in ((), ("--force",)):
+        ended = run("export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "hf", *more)
+        assert ended.returncode == 0, ended.stderr
+    wanted = AutoTokenizer.from_pretrained(pretrained)
+    assert wanted.encode(TEXT) == [3, 5, 1, 4, 2, 3]
+    assert_same_tokenizer(AutoTokenizer.from_pretrained(tmp_path / "hf"), wanted)
+
+
+def test_a_tokenizer_without_a_config_gets_no_special_tokens_of_the_models_family(pretrained, tmp_path):
+    """The padding of mamba2 would get the id that begins documents."""
+    bare = shutil.copy(pretrained / "tokenizer.json", tmp_path / "mine.json")
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    shutil.copy(pretrained / "config.json", exported)
+    copy_tokenizer(bare, exported)
+    assert_same_tokenizer(AutoTokenizer.from_pretrained(exported), PreTrainedTokenizerFast(tokenizer_file=str(bare)))
+
+
+def assert_same_tokenizer(found, wanted):
+    assert found(TEXT).input_ids == wanted(TEXT).input_ids
+    assert found.get_vocab() == wanted.get_vocab()
+    assert found.special_tokens_map == wanted.special_tokens_map
+    assert (found.pad_token_id, found.padding_side) == (wanted.pad_token_id, wanted.padding_side)
+    assert found.chat_template == wanted.chat_template
+    assert len(found) == 8  # the id that begins documents is beyond
+
+
+def test_a_pretrained_folder_is_not_replaced(pretrained, tmp_path, capsys):
+    """It may have the same files as an export."""
+    (pretrained / "README.md").write_text("A model of someone else.")
+    ended = program(["export", tmp_path / "run", "--format", "hf", "--out", pretrained, "--force"], capsys)
+    assert ended.returncode == 2
+    assert "with other files than an export" in ended.stderr
