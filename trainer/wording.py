@@ -25,6 +25,19 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
+def message_of(error: BaseException) -> str:
+    """`str(error)`; for an exception that fails to give it, why."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - a class of the user's own may do anything
+        return f"(no message: its __str__ raised {type(failure).__name__})"
+
+
+def error_text(error: BaseException) -> str:
+    """`ValueError: the message`."""
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
 def few(names: Sequence[str]) -> str:
     """Some examples of many names: `a, b, c and 12 more`."""
     more = len(names) - EXAMPLES

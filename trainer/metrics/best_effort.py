@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from trainer.metrics.logger import get_logger
+from trainer.wording import error_text, message_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,25 +70,25 @@ class BestEffort:
     def _take(self, error: Exception) -> None:
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
-            self.last_skip = str(error)
+            self.last_skip = message_of(error)
         elif self.enabled:
             self.enabled = False
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        logger.warning("%s failed and is off from now on: %s: %s", self.name, type(error).__name__, error)
+        logger.warning("%s failed and is off from now on: %s", self.name, error_text(error))
         if self._on_event is None:
             return
         event = {
             "event": "diagnostic_disabled",
             "name": self.name,
-            "error": f"{type(error).__name__}: {error}",
+            "error": error_text(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
         try:
             self._on_event(event)
         except Exception as failure:  # noqa: BLE001 - a diagnostic must not stop the run by way of its report either
-            logger.warning("could not record that %s is off: %s", self.name, failure)
+            logger.warning("could not record that %s is off: %s", self.name, error_text(failure))
 
 
 class Diagnostics:
