@@ -200,6 +200,7 @@ class MetricsTracker:
         grad_norm: Scalar | None,
         lr: float,
         tokens_in_step: Scalar,
+        tokens_trained: Scalar | None = None,
         extra: Mapping[str, Value] | None = None,
         force_log: bool = False,
     ) -> StepMetrics | None:
@@ -208,7 +209,8 @@ class MetricsTracker:
         Args:
             loss: the step's loss over all ranks, per token; None for a step without a target.
             grad_norm: before clipping; None if it is not computed.
-            tokens_in_step: target tokens over all ranks.
+            tokens_in_step: target tokens over all ranks; speeds follow from them.
+            tokens_trained: those that count in `tokens_seen`: 0 for a step whose update was skipped. None: all of them.
             extra: other values over all ranks, by catalog key, but for those that the step gives itself (`loss`). What counters
                 count on a step that is not logged is in the next one that is; of other keys the logged step's own values are
                 reported.
@@ -232,7 +234,7 @@ class MetricsTracker:
         ended = self._open.popleft()
         step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
         tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None
-        self._tokens_seen = self._tokens_seen + tokens_in_step
+        self._tokens_seen = self._tokens_seen + (tokens_in_step if tokens_trained is None else tokens_trained)
         is_logged = force_log or self.will_log(step)
         guard = self.diagnostics.best_effort
         guard("smoothing").run(self._smooth, (loss, tokens_in_step, step_time))

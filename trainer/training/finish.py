@@ -34,7 +34,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         return "data exhausted"
     position, step = run.position, taken.step
     position.step, position.reached, position.data_state = step, taken.reached, taken.window.data_state
-    position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens
+    position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens_trained
     if len(taken.window.micros) != position.micro_batches:
         position.micro_batches, position.micro_batches_since = len(taken.window.micros), step
     for metrics in taken.window.metrics:
@@ -98,6 +98,7 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
             grad_norm=outcome.grad_norm if outcome.tokens else None,
             lr=taken.lr,
             tokens_in_step=outcome.tokens,
+            tokens_trained=outcome.tokens_trained,
             extra=extra,
             force_log=bool(reporters),
         )
