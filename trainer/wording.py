@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 
 EXAMPLES = 3
@@ -36,6 +37,14 @@ def message_of(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """`ValueError: the message`."""
     return f"{type(error).__name__}: {message_of(error)}"
+
+
+def short_repr(value: object) -> str:
+    """What a value of somebody else's is, in some 40 characters at most; the name of its type where it does not say."""
+    try:
+        return printable(reprlib.repr(value))
+    except Exception:  # noqa: BLE001 - a class of the user's own may do anything; so do integers of 5,000 digits
+        return f"a value of type {type(value).__name__}"
 
 
 def few(names: Sequence[str]) -> str:

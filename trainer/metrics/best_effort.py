@@ -44,6 +44,7 @@ class BestEffort:
         self.enabled = True
         self.num_skipped = 0
         self.last_skip = ""
+        self._left_out: set[str] = set()
         self._on_event = on_event
 
     def run(self, diagnostic: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -55,6 +56,12 @@ class BestEffort:
         except Exception as error:  # noqa: BLE001 - a diagnostic may fail in any way
             self._take(error)
             return None
+
+    def leave_out(self, key: str, problem: str) -> None:
+        """Say, once, that a metric is left out; all others go on."""
+        if key not in self._left_out:
+            self._left_out.add(key)
+            logger.warning("%s: metric %r is left out: %s", self.name, key, problem)
 
     def __enter__(self) -> Self:
         return self

@@ -82,10 +82,11 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
         local: dict[str, Reported] = {}
         guard = run.diagnostics.best_effort
         for name, reporter in reporters.items():
-            local.update(guard(name).run(drain, reporter) or {})
+            drained = guard(name).run(reporter.drain_metrics)
+            local.update(dict.fromkeys(run.metric_keys[name]) if drained is None else drained)
         extra = reduce_over_ranks(
             local,
-            run.metric_keys,
+            run.operations,
             device=run.device,
             world_size=run.info.world_size,
             guard=guard("reduction"),
@@ -105,18 +106,6 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
     run.diagnostics.best_effort("progress").run(run.progress.update, taken.reached, outcome.loss)
     if reporters and run.status is not None:
         run.diagnostics.best_effort("status.json").run(run.status, step)
-
-
-def drain(reporter: Reporter) -> Mapping[str, Reported]:
-    """What a reporter has, once it is known to fit into the reduction.
-
-    Raises:
-        KeyError: a key that it does not list.
-    """
-    values = reporter.drain_metrics()
-    if unlisted := sorted(values.keys() - set(reporter.metric_keys)):
-        raise KeyError(f"not among its metric_keys: {', '.join(unlisted)}")
-    return values
 
 
 def at_boundary(run: Run, *, is_last: bool) -> bool:

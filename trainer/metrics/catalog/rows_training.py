@@ -120,7 +120,7 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         title="Tokens seen",
         precision=0,
-        description="Target tokens trained on since the start, including steps before a resume, without those of skipped steps.",
+        description="Target tokens trained on so far, including steps before a resume, without those of skipped steps.",
         healthy="Grows linearly.",
         pathological="Restarts at zero after a resume.",
     ),
