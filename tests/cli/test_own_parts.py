@@ -286,6 +286,10 @@ def test_metrics_of_one_s_own_are_logged_and_batches_that_a_diagnostic_skips_are
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert all("my/thing" in row for row in rows.values())
+    assert not any(row["ledger/cold_starts"] for row in rows.values()), "the ledger's own, whatever the data set says"
+    assert (
+        result.stderr.count("metric 'ledger/cold_starts' is left out: the trainer reports a metric of this name") == 1
+    )
     assert result.stderr.count("'my/thing' is not in the catalog") == 1
     assert "per_source skipped 40 batch(es), the last one because: 3 labels for 2 rows" in result.stderr
 

@@ -289,8 +289,10 @@ class BlendDataset:
     def _merged(self, key: str, values: Collection[float | None]) -> float | None:
         """One value of those of all sources; None if a source's is not known, which only a mean can do without."""
         merge = self._merges[key]
+        if None not in values:
+            return merge(values)  # type: ignore[arg-type]
         known = [value for value in values if value is not None]
-        return merge(known) if known and (len(known) == len(values) or merge is fmean) else None
+        return merge(known) if known and merge is fmean else None
 
     def _report(self, index: int, values: Drained) -> None:
         """Keep a source's report in place of its last one. The other sources' are not touched: most batches move one."""
@@ -401,18 +403,15 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
 
 def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
     """A source's metrics, those that it lists; if it fails, all of them are not known, from then on."""
-    ours = isinstance(dataset, StreamMixingDataset | BlendDataset)
-    drained: Drained | None = guard.run(dataset.drain_step_metrics)
-    if guard.enabled and not ours:
-        drained = guard.run(checked, drained, guard.leave_out, as_number)
+    drained = guard.run(_drained, dataset, guard)
     if drained is None:
         return unknown
-    return drained if ours else _listed(drained, unknown.keys(), guard)
-
-
-def _listed(drained: Drained, keys: Set[str], guard: BestEffort) -> Drained:
-    if drained.keys() <= keys:
-        return drained
-    for key in drained.keys() - keys:
+    for key in drained.keys() - unknown.keys():
         guard.leave_out(key, "it is not among the metric_keys")
-    return {key: value for key, value in drained.items() if key in keys}
+    return {key: value for key, value in drained.items() if key in unknown}
+
+
+def _drained(dataset: Any, guard: BestEffort) -> Drained:
+    drained: Drained = dataset.drain_step_metrics()
+    is_ours = isinstance(dataset, StreamMixingDataset | BlendDataset)
+    return drained if is_ours else checked(drained, guard.leave_out, as_number)

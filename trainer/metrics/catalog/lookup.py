@@ -169,7 +169,7 @@ def keys_under(prefix: str) -> tuple[str, ...]:
 
 def is_built_in(key: str) -> bool:
     """Whether the key matches a row that is not a registered one: a part of the trainer reports it."""
-    return is_known(key) and any(spec.name == family(key)[0] for spec in CATALOG)
+    return is_known(key) and family(key)[0] in (spec.name for spec in CATALOG)
 
 
 def is_known(key: str) -> bool:
