@@ -217,6 +217,7 @@ class UnloggedCounters:
         self._latest = {}
         for key, value in values.items():
             kind, kept = lookup_or_gauge(key).kind, self._kept.get(key, 0.0)
+            value = value.detach() if isinstance(value, torch.Tensor) else value
             if kind == "gauge" or isinstance(value, tuple):
                 if value is not None:
                     self._latest[key] = value
