@@ -1463,13 +1463,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/aggregate.py",
-            "total, count = value, 1.0",
-            "total, count = value, 0.0",
+            "else (value, 1.0)",
+            "else (value, 0.0)",
             "tests/unit/metrics/test_aggregate.py::test_a_plain_number_of_a_weighted_mean_counts_once",
         ),
         Mutant(
             "trainer/metrics/aggregate.py",
-            'values."""\n        self._latest = {}\n',
+            'next drain."""\n        self._latest = {}\n',
             'values."""\n',
             "tests/unit/metrics/test_aggregate.py::test_a_gauge_of_an_earlier_step_is_not_reported_as_the_latest",
         ),
@@ -1481,8 +1481,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/aggregate.py",
-            'elif kind == "counter":',
-            "elif False:",
+            'if kind == "counter" else _larger',
+            "if False else _larger",
             "tests/unit/metrics/test_aggregate.py::test_what_was_counted_on_silent_steps_is_in_the_next_drain",
         ),
         Mutant(
@@ -1493,8 +1493,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/aggregate.py",
-            "total, count = _detached(total), _detached(count)",
-            "pass",
+            "        return value.detach()\n",
+            "        return value\n",
             "tests/unit/metrics/test_aggregate.py::test_tensors_stay_tensors_and_carry_no_graph",
         ),
         Mutant(
@@ -1529,7 +1529,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/metrics/rank_reduction.py",
-            "    if unknown:\n",
+            "    if unlisted and guard is None:\n",
             "    if False:\n",
             "tests/unit/metrics/test_rank_reduction.py::test_a_key_outside_the_plan_is_refused",
         ),

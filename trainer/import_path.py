@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.wording import message_of
 
 _PATHS = sysconfig.get_paths()
 _NOT_USER_CODE = (Path(__file__).parent, *(Path(_PATHS[name]) for name in ("stdlib", "purelib", "platlib")))
@@ -63,14 +64,16 @@ def shown_path(path: str) -> str:
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """`NameError: name 'x' is not defined (mine.py:3)`, on one line; `otherwise` replaces a location outside user code."""
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = error.msg if isinstance(error, SyntaxError) else message_of(error)
     return f"{type(error).__name__}: {' '.join(text.split())}{place_of(error) or otherwise}"
 
 
 def _import_error(key: str, module_name: str, error: Exception) -> UserError:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-        return UserError(key, f"cannot import {module_name}: {error}", "install it, or add it to PYTHONPATH")
+        return UserError(
+            key, f"cannot import {module_name}: {message_of(error)}", "install it, or add it to PYTHONPATH"
+        )
     if missing is not None:
         problem = f"{module_name} was found, but imports {missing}, which was not{place_of(error)}"
         return UserError(key, problem, f"install {missing}, or add it to PYTHONPATH")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 
 EXAMPLES = 3
@@ -23,6 +24,27 @@ def _escape(character: str) -> str:
     if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8, as os.fsdecode returns it
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
+
+
+def message_of(error: BaseException) -> str:
+    """`str(error)`; for an exception that fails to give it, why."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - a class of the user's own may do anything
+        return f"(no message: its __str__ raised {type(failure).__name__})"
+
+
+def error_text(error: BaseException) -> str:
+    """`ValueError: the message`."""
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
+def short_repr(value: object) -> str:
+    """What a value of somebody else's is, in some 40 characters at most; the name of its type where it does not say."""
+    try:
+        return printable(reprlib.repr(value))
+    except Exception:  # noqa: BLE001 - a class of the user's own may do anything; so do integers of 5,000 digits
+        return f"a value of type {type(value).__name__}"
 
 
 def few(names: Sequence[str]) -> str:

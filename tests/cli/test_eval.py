@@ -185,6 +185,12 @@ def test_evaluations_change_nothing_of_the_training(config, tmp_path):
     rows = read_rows(plain / "metrics.jsonl")
     assert [row["loss"] for (mode, _), row in rows.items() if mode == "train"] == losses
     assert [rows["eval", step]["eval/my/score"] for step in (1, 2, 3)] == [2.0, 4.0, 6.0]
+    assert rows["eval", 3]["eval/near/loss"] > 0
+    assert not [key for key in rows["eval", 3] if key.startswith("eval/my/") and key != "eval/my/score"]
+    assert "eval/" not in rows["eval", 3]
+    assert done.stderr.count("metric 'eval/near/loss' is left out: ") == 1
+    assert done.stderr.count("is left out: must be a number") == 2
+    assert done.stderr.count("the name of a metric must be a text that is not empty") == 2
     assert "not in the catalog" not in done.stderr
 
 
@@ -197,7 +203,8 @@ def evaluate(*, model, tokenizer, step, device, rank, world_size, scale=1.0, fai
     model(torch.zeros(1, 4, dtype=torch.long, device=device), state=torch.zeros(1, model.state_width, device=device))
     if fails and rank == 1:
         raise RuntimeError("of rank 1")
-    return {"my/score": scale * step} if rank == 0 else None
+    odd = {"": 1.0, 7: 1.0, "my/text": "7", "my/huge": 10**400, "near/loss": -1.0}
+    return {"my/score": scale * step, **odd} if rank == 0 else None
 """
 
 

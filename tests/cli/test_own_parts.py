@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -285,6 +286,10 @@ def test_metrics_of_one_s_own_are_logged_and_batches_that_a_diagnostic_skips_are
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert all("my/thing" in row for row in rows.values())
+    assert not any(row["ledger/cold_starts"] for row in rows.values()), "the ledger's own, whatever the data set says"
+    assert (
+        result.stderr.count("metric 'ledger/cold_starts' is left out: the trainer reports a metric of this name") == 1
+    )
     assert result.stderr.count("'my/thing' is not in the catalog") == 1
     assert "per_source skipped 40 batch(es), the last one because: 3 labels for 2 rows" in result.stderr
 
@@ -304,3 +309,32 @@ def test_an_optimizer_that_a_run_would_refuse_is_refused_by_check(tmp_path, over
     ended = run("check", "--config", config, "--set", override, extra={"PYTHONPATH": str(tmp_path)})
     assert ended.returncode == 2, ended.stdout
     assert message in ended.stderr
+
+
+MUTE = """
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+class Failing(Bigram):
+    def forward(self, tokens, state=None):
+        raise Mute
+
+def failing(vocab_size, dim, num_layers):
+    return Failing(vocab_size)
+"""
+
+
+@pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.distributed)])
+def test_an_error_that_cannot_be_shown_is_the_reason_of_a_run_that_failed(tmp_path, nproc):
+    (tmp_path / "mute_parts.py").write_text(MODULE + MUTE)
+    arguments = ["--set", "model.target=mute_parts:failing", "--set", "model.contract=false"]
+    result = run_own(tmp_path, *arguments, nproc=nproc)
+    assert result.returncode == 1
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert "Mute: (no message: its __str__ raised RuntimeError)" in status["reason"]
+    assert result.stderr.count("Traceback (most recent call last)") == (nproc or 1)
+    refused = run_own(tmp_path, "--set", "model.target=mute_parts:failing", nproc=nproc)
+    assert refused.returncode == 2
+    assert "Mute: (no message: its __str__ raised RuntimeError) (" in refused.stderr

@@ -18,7 +18,7 @@ def train(tmp_path, name, *sets, nproc=2, more=()):
     assert "tokens = 3000" in text
     config.write_text(text)
     options = [word for each in sets for word in ("--set", each)]
-    done = run("--config", config, "--run-dir", tmp_path / name, *options, *more, nproc=nproc)
+    done = run("--config", config, "--run-dir", tmp_path / name, *options, *more, nproc=nproc, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / name / "metrics.jsonl")
     return tmp_path / name, {step: row for (mode, step), row in rows.items() if mode == "train"}, done.stderr
@@ -91,3 +91,49 @@ def test_check_and_preview_say_the_least_number_of_steps(tmp_path):
     found = run("check", "--config", config, *sets, "--nproc", "2")
     assert "#   steps = 25" in found.stdout, found.stdout + found.stderr
     assert run("preview", "--config", config, *sets).returncode == 0
+
+
+# Some micro-batches, whichever rank reads them and whenever, make the model give NaN.
+SPOILED = """
+import torch
+from torch import nn
+from trainer.model.protocol import ModelOutput
+
+class Bigram(nn.Module):
+    state_width = 0
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+    def forward(self, tokens, state=None):
+        return ModelOutput(self.table(tokens) * torch.where(tokens.sum() % 9 == 0, float("nan"), 1.0), None)
+
+def model(vocab_size, dim, num_layers):
+    return Bigram(vocab_size)
+"""
+
+
+def test_the_tokens_of_skipped_steps_do_not_count_and_a_resume_between_them_is_the_whole_run(tmp_path):
+    (tmp_path / "spoiled.py").write_text(SPOILED)
+    own = ("model.target=spoiled:model", "model.contract=false", "train.on_non_finite=skip", *LINEAR)
+    whole, rows, _ = train(tmp_path, "whole", *own)
+    bad = [step for step, row in rows.items() if row["non_finite_steps"]]
+    assert {6, 7, 11, 12}.issubset(bad), "on both sides of the checkpoints below"
+    trained = {step: 0 if step in bad else row["tokens_in_step"] for step, row in rows.items()}
+    seen = [0, 0]
+    for step, row in rows.items():
+        seen.append(row["tokens_seen"])
+        assert row["tokens_seen"] == sum(trained[each] for each in range(1, step + 1)), step
+        assert row["tokens_in_step"] > 0
+        reached = min(seen[step - 1] + min(step, 2) * 256, 3000)
+        expected = reached / 600 if reached <= 600 else (3000 - reached) / 2400
+        assert row["lr"] == pytest.approx(1e-3 * expected, abs=1e-12), step
+    assert 3000 - 2 * 256 <= seen[-1] < 3000 + 256
+    for after in (6, 12):
+        start = whole / "checkpoints" / f"step_{after:08d}"
+        resumed, again, _ = train(tmp_path, f"resumed {after}", *own, more=("--resume", start))
+        for step, row in again.items():
+            assert (row["tokens_seen"], row["lr"]) == (rows[step]["tokens_seen"], rows[step]["lr"])
+        assert not checkpoint_differences(whole / "checkpoints" / "latest", resumed / "checkpoints" / "latest"), after
+    seldom, few, _ = train(tmp_path, "seldom", *own, "metrics.log_interval=7", "checkpoint.every=0")
+    assert few[max(few)]["tokens_seen"] == rows[max(rows)]["tokens_seen"]
+    assert not checkpoint_differences(whole / "checkpoints" / "latest", seldom / "checkpoints" / "latest")

@@ -45,6 +45,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.rank_reduction._gather": "a collective",
     "trainer.metrics.rank_reduction._length": "size of the collective's vector; the same on all ranks",
     "trainer.metrics.rank_reduction._with_errors": "which keys have a standard error; the same on all ranks",
+    "trainer.metrics.rank_reduction._count_of_unknown": "what a rank sends whose part of the collective failed",
     "trainer.metrics.rank_reduction.rank_operations": "which keys are reduced; the same on all ranks",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.background.BackgroundSink._run": "holds a guard",

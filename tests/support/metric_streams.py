@@ -211,7 +211,8 @@ class _Rank:
             self.masked.append(float(batch is None or not (batch["targets"] != -100).any()))
             if batch is None:
                 continue
-            metrics = self.blend.drain_step_metrics()
+            drained = self.blend.drain_step_metrics()
+            metrics = {key: value for key, value in drained.items() if value is not None}
             self.exhausted += metrics.get("stream_mixing/refill/exhaust_events", 0.0)
             tokens += int((batch["targets"] != -100).sum())
             groups, cells, last = (np.asarray(batch[key]) for key in ("group_ids", "cell_index", "is_last"))

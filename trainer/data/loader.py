@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,14 @@ class LoadedBatch:
         batch: the dataset's dict; those of `TENSOR_KEYS` are tensors on the device.
         state: the dataset's state after this batch: resuming from it gives the next one, however far the loader has
             read ahead. None if the dataset has no `state_dict`.
-        metrics: drained from the dataset right after this batch; {} if it has no `drain_step_metrics`.
+        metrics: drained from the dataset right after this batch; {} if it has no `drain_step_metrics`. None is what it should
+            have reported and could not.
         is_masked: no row has a target; None if that is unknown without waiting for a device.
     """
 
     batch: dict[str, Any]
     state: dict[str, Any] | None
-    metrics: dict[str, float]
+    metrics: Mapping[str, float | None]
     is_masked: bool | None = None
 
 
@@ -115,7 +116,9 @@ class Loader:
     def _load(self) -> LoadedBatch:
         batch = next(self._iterator)
         state = None if self._state_dict is None else self._state_dict()
-        metrics = {} if self._drain is None else self._guard.run(self._drain) or {}
+        metrics = {} if self._drain is None else self._guard.run(self._drain)
+        if metrics is None:
+            metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
         is_masked = _is_masked(batch.get("targets"))
         is_cuda = self._device.type == "cuda"
         for key in TENSOR_KEYS:

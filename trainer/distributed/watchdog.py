@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from trainer.distributed.env import RankInfo
 from trainer.metrics.logger import get_logger
+from trainer.wording import error_text, message_of
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -138,7 +139,7 @@ class Watchdog:
 
     def explain(self, error: Exception) -> str:
         """Why the run failed: `error`, or what another rank did that made a collective fail here. Takes a few intervals."""
-        own = f"{type(error).__name__}: {error}"
+        own = error_text(error)
         if not is_of_a_collective(error):
             self.tell(own)
             return own
@@ -250,7 +251,9 @@ def _gone(who: str, error: str) -> str:
 
 def is_of_a_collective(error: Exception) -> bool:
     """Whether the process group raised the error, whose cause is then usually on another rank."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in message_of(error).lower()
+    )
 
 
 def start_watchdog(

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from trainer.metrics.catalog.lookup import lookup_or_gauge
 from trainer.metrics.catalog.spec import WindowReduction
+from trainer.metrics.values import as_number
 
 Scalar = float | torch.Tensor
 
@@ -74,9 +74,29 @@ class Moments(NamedTuple):
 
 
 Value = Scalar | SumCount
-Reported = Value | Moments
+# None: this rank should have a value and cannot give it. A total or an extreme over the others would look right and be wrong:
+# there is none then. A mean is over the others.
+Reported = Value | Moments | None
 # What callers may pass: a component's own pair counts as a SumCount.
 Input = Scalar | tuple[Scalar, Scalar]
+
+
+def as_scalar(value: Any) -> Scalar:
+    """A number, or a tensor of one element without its graph; waits for no device.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach()
+    return as_number(value)
+
+
+def as_value(value: Any) -> Value:
+    """As `as_scalar`, also a pair of them."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return SumCount(as_scalar(value[0]), as_scalar(value[1]))
+    return as_scalar(value)
 
 
 def _larger(a: Scalar, b: Scalar, sign: int) -> Scalar:
@@ -96,17 +116,16 @@ class _Entry:
     """Running aggregate of one key."""
 
     how: WindowReduction
-    total: Scalar
+    total: Scalar | None
+    """None: see `Reported`."""
     count: Scalar
 
-    def value(self) -> Value:
+    def value(self) -> Value | None:
+        if self.total is None:
+            return None
         if self.how == "weighted_mean":
             return SumCount(self.total, self.count)
         return self.total / self.count if self.how == "mean" else self.total
-
-
-def _detached(value: Scalar) -> Scalar:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 class WindowAggregator:
@@ -123,8 +142,8 @@ class WindowAggregator:
         self._known = frozenset(self.metric_keys)
         self._entries: dict[str, _Entry] = {}
 
-    def add(self, values: Mapping[str, Input]) -> None:
-        """Take in one micro-step's values; a pair is (sum, count).
+    def add(self, values: Mapping[str, Input | None]) -> None:
+        """Take in one micro-step's values; a pair is (sum, count), None a value that could not be given.
 
         A key that is not in the catalog is a gauge.
 
@@ -136,39 +155,45 @@ class WindowAggregator:
         if self._known and not self._known.issuperset(values):
             raise KeyError(f"not among the metric_keys: {', '.join(sorted(values.keys() - self._known))}")
         for key, value in values.items():
-            how = lookup_or_gauge(key).window
-            if isinstance(value, tuple):
-                if how != "weighted_mean":
-                    raise ValueError(f"{key}: a (sum, count) pair, but its window reduction is {how}")
-                total, count = value
-            else:
-                total, count = value, 1.0
-            if not isinstance(total, Real | torch.Tensor):
-                raise TypeError(f"{key}: must be a number, got {total!r:.80}")
-            total, count = _detached(total), _detached(count)
-            entry = self._entries.get(key)
+            how, entry = lookup_or_gauge(key).window, self._entries.get(key)
+            if value is None:
+                if how not in ("mean", "weighted_mean"):
+                    self._entries[key] = _Entry(how, None, 1.0)
+                continue
+            try:
+                value = as_value(value)
+            except TypeError as error:
+                raise TypeError(f"{key}: {error}") from None
+            if isinstance(value, tuple) and how != "weighted_mean":
+                raise ValueError(f"{key}: a (sum, count) pair, but its window reduction is {how}")
+            total, count = value if isinstance(value, tuple) else (value, 1.0)
             if entry is None or how == "last":
                 self._entries[key] = _Entry(how, total, count)
+            elif entry.total is None:
+                continue
             elif how in ("max", "min"):
                 entry.total = _larger(entry.total, total, 1 if how == "max" else -1)
             else:
                 entry.total, entry.count = entry.total + total, entry.count + count
 
-    def result(self) -> dict[str, Value]:
+    def result(self) -> dict[str, Value | None]:
         """The aggregates so far; weighted means still as `SumCount`."""
         return {key: entry.value() for key, entry in self._entries.items()}
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """Sum (or extreme, or last) and count of each key, as plain numbers; waits for their devices."""
-        return {key: [float(entry.total), float(entry.count)] for key, entry in self._entries.items()}
+    def state_dict(self) -> dict[str, list[float | None]]:
+        """Sum (or extreme, or last; None: not known) and count of each key, as plain numbers; waits for their devices."""
+        return {
+            key: [None if entry.total is None else float(entry.total), float(entry.count)]
+            for key, entry in self._entries.items()
+        }
 
-    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Go on from a saved state."""
         self._entries = {
             key: _Entry(lookup_or_gauge(key).window, total, count) for key, (total, count) in state.items()
         }
 
-    def drain_metrics(self) -> dict[str, Value]:
+    def drain_metrics(self) -> dict[str, Value | None]:
         """The aggregates so far; starts anew."""
         result = self.result()
         self._entries = {}
@@ -184,26 +209,27 @@ class UnloggedCounters:
 
     def __init__(self, counters: tuple[str, ...] = ()) -> None:
         self._counters = counters
-        self._kept: dict[str, Scalar] = dict.fromkeys(counters, 0.0)
+        self._kept: dict[str, Scalar | None] = dict.fromkeys(counters, 0.0)
         self._latest: dict[str, Value] = {}
 
-    def add(self, values: Mapping[str, Value]) -> None:
-        """Take in one step's values."""
+    def add(self, values: Mapping[str, Value | None]) -> None:
+        """Take in one step's values; None is one that could not be given: its count is not known until the next drain."""
         self._latest = {}
         for key, value in values.items():
-            kind = lookup_or_gauge(key).kind
+            kind, kept = lookup_or_gauge(key).kind, self._kept.get(key, 0.0)
+            value = value.detach() if isinstance(value, torch.Tensor) else value
             if kind == "gauge" or isinstance(value, tuple):
-                self._latest[key] = value
-            elif key not in self._kept:
-                self._kept[key] = _detached(value)
-            elif kind == "counter":
-                self._kept[key] = self._kept[key] + _detached(value)
+                if value is not None:
+                    self._latest[key] = value
+            elif value is None or kept is None or key not in self._kept:
+                self._kept[key] = value if kept is not None else None
             else:
-                self._kept[key] = _larger(self._kept[key], _detached(value), 1)
+                self._kept[key] = kept + value if kind == "counter" else _larger(kept, value, 1)
 
     def drain(self) -> dict[str, Value]:
         """Everything counted since the last drain, and the latest step's other values; starts anew."""
-        drained: dict[str, Value] = {**self._kept, **self._latest}
+        kept = {key: value for key, value in self._kept.items() if value is not None}
+        drained: dict[str, Value] = {**kept, **self._latest}
         self._kept = dict.fromkeys(self._counters, 0.0)
         self._latest = {}
         return drained

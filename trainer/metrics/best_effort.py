@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from trainer.metrics.logger import get_logger
+from trainer.wording import error_text, message_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +44,7 @@ class BestEffort:
         self.enabled = True
         self.num_skipped = 0
         self.last_skip = ""
+        self._left_out: set[str] = set()
         self._on_event = on_event
 
     def run(self, diagnostic: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -54,6 +56,12 @@ class BestEffort:
         except Exception as error:  # noqa: BLE001 - a diagnostic may fail in any way
             self._take(error)
             return None
+
+    def leave_out(self, key: str, problem: str) -> None:
+        """Say, once, that a metric is left out; all others go on."""
+        if key not in self._left_out:
+            self._left_out.add(key)
+            logger.warning("%s: metric %r is left out: %s", self.name, key, problem)
 
     def __enter__(self) -> Self:
         return self
@@ -69,25 +77,25 @@ class BestEffort:
     def _take(self, error: Exception) -> None:
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
-            self.last_skip = str(error)
+            self.last_skip = message_of(error)
         elif self.enabled:
             self.enabled = False
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        logger.warning("%s failed and is off from now on: %s: %s", self.name, type(error).__name__, error)
+        logger.warning("%s failed and is off from now on: %s", self.name, error_text(error))
         if self._on_event is None:
             return
         event = {
             "event": "diagnostic_disabled",
             "name": self.name,
-            "error": f"{type(error).__name__}: {error}",
+            "error": error_text(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
         try:
             self._on_event(event)
         except Exception as failure:  # noqa: BLE001 - a diagnostic must not stop the run by way of its report either
-            logger.warning("could not record that %s is off: %s", self.name, failure)
+            logger.warning("could not record that %s is off: %s", self.name, error_text(failure))
 
 
 class Diagnostics:

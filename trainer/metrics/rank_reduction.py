@@ -1,24 +1,26 @@
 """Combines the values of all ranks: every key of a logged step in one collective.
 
-The catalog says how each key combines; the keys are the same on all ranks, and a rank without a value contributes the
-identity. The collective is one all-gather of a float64 vector, two numbers per key (six for a mean with a standard error), from
-which every rank computes the same minima, maxima, sums and means.
+The catalog says how each key combines; the keys are the same on all ranks. A rank without a value contributes the identity; one
+that should have a value and cannot give it (None) takes the key away on all ranks, unless it is a mean. The collective is one
+all-gather of a float64 vector, two numbers per key (six for a mean with a standard error), from which every rank computes the
+same minima, maxima, sums and means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from trainer.metrics.aggregate import Moments, Reported, Scalar, SumCount, Value
+from trainer.metrics.aggregate import Moments, Reported, Scalar, SumCount, Value, as_scalar
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, WORST_SUFFIX, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
+from trainer.wording import message_of
 
 _MEANS = ("mean", "weighted_mean")
 NUM_MOMENTS = len(Moments._fields)
@@ -31,7 +33,7 @@ class Reporter(Protocol):
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
-        """Every key that it can report, the same on all ranks."""
+        """Every key that it can report."""
 
     def drain_metrics(self) -> Mapping[str, Reported]:
         """This rank's values since the last drain, some of the keys; starts anew."""
@@ -55,52 +57,77 @@ def _length(operations: Operations) -> int:
     return 2 * len(operations) + NUM_MOMENTS * len(_with_errors(operations))
 
 
-def _pack(local: Mapping[str, Reported], operations: Operations, device: torch.device | str) -> torch.Tensor:
+def _pack(
+    local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
+) -> torch.Tensor:
     """The vector float64: for each key its value (or sum) and its count, count 0 where the rank has none; then the moments.
 
-    Keys with moments leave their pair at zero.
+    Keys with moments leave their pair at zero. The count of a value that is not known (None) is NaN, but of a mean's 0.
     """
-    unknown = sorted(local.keys() - operations.keys())
-    if unknown:
-        raise KeyError(f"not among the keys of the reduction: {', '.join(unknown)}")
+    unlisted = sorted(local.keys() - operations.keys())
+    if unlisted and guard is None:
+        raise KeyError(f"not among the keys of the reduction: {', '.join(unlisted)}")
+    for key in unlisted:
+        _leave_out(key, "it is not among the keys of the reduction", guard)
     numbers = np.zeros(_length(operations))
     places: list[int] = []
     tensors: list[torch.Tensor] = []
-
-    def put(place: int, scalar: Scalar) -> None:
-        if isinstance(scalar, torch.Tensor):
-            places.append(place)
-            tensors.append(scalar.detach().to(device=device, dtype=torch.float64).reshape(()))
-        else:
-            numbers[place] = scalar
-
-    for index, key in enumerate(operations):
-        value = local.get(key)
-        if value is None or operations[key] == "mean_and_error":
+    moments = iter(range(2 * len(operations), len(numbers), NUM_MOMENTS))
+    for index, (key, operation) in enumerate(operations.items()):
+        first = 2 * index if operation != "mean_and_error" else next(moments)
+        try:
+            scalars = _scalars(local[key], operation, device) if key in local else ()
+        except Exception as error:  # noqa: BLE001 - one value must not cost the others
+            _leave_out(key, message_of(error), guard)
+            scalars = None
+        if scalars is None:
+            numbers[first + 1] = _count_of_unknown(operation)
             continue
-        if isinstance(value, Moments):
-            raise TypeError(f"{key}: has moments, but its reduction over ranks is {operations[key]}")
-        total, count = value if isinstance(value, tuple) else SumCount(value, 1.0)
-        put(2 * index, total)
-        put(2 * index + 1, count)
-    for index, key in enumerate(_with_errors(operations)):
-        for offset, number in enumerate(_moments(key, local.get(key))):
-            put(2 * len(operations) + NUM_MOMENTS * index + offset, number)
+        for place, scalar in enumerate(scalars, start=first):
+            if isinstance(scalar, torch.Tensor):
+                places.append(place)
+                tensors.append(scalar)
+            else:
+                numbers[place] = scalar
     vector = torch.from_numpy(numbers).to(device)
     if tensors:
         vector[torch.tensor(places, device=device)] = torch.stack(tensors)
     return vector
 
 
-def _moments(key: str, value: Reported | None) -> tuple[Scalar, ...]:
-    """A plain number is a sample of one: the mean over ranks then has the standard error over ranks."""
+def _leave_out(key: str, problem: str, guard: BestEffort | None) -> None:
+    if guard is None:
+        raise TypeError(f"{key}: {problem}")
+    guard.leave_out(key, problem)
+
+
+def _count_of_unknown(operation: RankReduction) -> float:
+    return 0.0 if operation in (*_MEANS, "mean_and_error") else np.nan
+
+
+def _scalars(value: Reported, operation: RankReduction, device: torch.device | str) -> Sequence[Scalar] | None:
+    """What stands for a value in the vector; None if it is not known.
+
+    A plain number counts once, and is a sample of one: the mean over ranks then has the standard error over ranks.
+    """
     if value is None:
-        return ()
-    if isinstance(value, Moments):
-        return value
-    if isinstance(value, tuple):
-        raise TypeError(f"{key}: a sum and a count have no standard error; report Moments")
-    return Moments(1.0, value, 1.0, value * value, value, 1.0)
+        return None
+    if operation != "mean_and_error":
+        if isinstance(value, Moments):
+            raise TypeError(f"has moments, but its reduction over ranks is {operation}")
+        given: tuple[Any, ...] = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
+    elif isinstance(value, Moments):
+        given = value
+    elif isinstance(value, tuple):
+        raise TypeError("a sum and a count have no standard error; report Moments")
+    else:
+        taken = as_scalar(value)
+        given = Moments(1.0, taken, 1.0, taken * taken, taken, 1.0)
+    scalars = map(as_scalar, given)
+    return [
+        scalar.to(device=device, dtype=torch.float64).reshape(()) if isinstance(scalar, torch.Tensor) else scalar
+        for scalar in scalars
+    ]
 
 
 def _gather(vector: torch.Tensor, group: dist.ProcessGroup | None, world_size: int) -> _Matrix:
@@ -120,12 +147,15 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
     weights = counts.sum(0)
     least = np.where(present, values, np.inf).min(0)
     most = np.where(present, values, -np.inf).max(0)
+    unknown: list[bool] = np.any(np.isnan(counts), axis=0).tolist()
     reduced: dict[str, float] = {}
     for index, (key, operation) in enumerate(operations.items()):
         if not present[:, index].any():
             continue
         if operation in _MEANS:
             reduced[key] = float(totals[index] / weights[index])
+        elif unknown[index]:
+            continue
         elif operation == "min":
             reduced[key] = float(least[index])
         elif operation == "max":
@@ -155,16 +185,18 @@ def _reduce(
     if guard is None:
         return _combine(_gather(_pack(local, operations, device), group, world_size), operations)
     # The collective stands outside of the guard: the other ranks wait for it.
-    vector = guard.run(_pack, local, operations, device)
-    if vector is None:
+    vector = guard.run(_pack, local, operations, device, guard)
+    if vector is None:  # nothing of this rank is known
         vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
+        counts = [_count_of_unknown(operation) for operation in operations.values()]
+        vector[1 : 2 * len(operations) : 2] = torch.tensor(counts, dtype=torch.float64)
     gathered = _gather(vector, group, world_size)
     return guard.run(_combine, gathered, operations) or {}
 
 
 def reduce_over_ranks(
     local: Mapping[str, Reported],
-    keys: Iterable[str],
+    keys: Iterable[str] | Operations,
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str,
@@ -175,20 +207,21 @@ def reduce_over_ranks(
 
     Args:
         local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count, and
-            the units of `Moments` one by one.
-        keys: all keys that any rank may have, the same on every rank.
+            the units of `Moments` one by one. None is a value that this rank should have and cannot give.
+        keys: all keys that any rank may have, the same on every rank; or what `rank_operations` makes of them.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
-        guard: what this rank cannot pack costs a warning, and the rank then contributes nothing; None: it raises.
+        guard: a value that is no number costs a warning, and counts as None; without a guard, it raises.
 
     Returns:
         The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside
         counters that ask for it, or `<key>_se` (the standard error) beside means that have one. A NaN on any rank makes the
-        result NaN; a key that no rank has is absent.
+        result NaN; a key that no rank has is absent, and so is one that is None on any rank, unless it is a mean.
 
     Raises:
-        KeyError: a local key is not among `keys` (without a guard).
+        KeyError, TypeError: a local key is not among `keys`, or a value is no number (without a guard).
     """
-    return _reduce(local, rank_operations(keys), group, device, world_size, guard)
+    operations = keys if isinstance(keys, Mapping) else rank_operations(keys)
+    return _reduce(local, operations, group, device, world_size, guard)
 
 
 def reduce_loss_metrics(

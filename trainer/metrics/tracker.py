@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
-from trainer.metrics.aggregate import Scalar, UnloggedCounters, Value
+from trainer.metrics.aggregate import Scalar, UnloggedCounters, Value, as_value
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
 from trainer.metrics.logger import get_logger
@@ -31,12 +31,11 @@ from trainer.metrics.mfu import compute_mfu, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
 from trainer.metrics.sinks.base import Sink
 from trainer.metrics.smoothing import Ema
+from trainer.metrics.values import LeaveOut, checked
+from trainer.wording import message_of
 
 logger = get_logger(__name__)
 P = ParamSpec("P")
-_GIVEN: Final = frozenset(
-    {"loss", "grad_norm", "lr", "tokens_per_sec", "step_time_sec", "tokens_in_step", "tokens_seen"}
-)
 # Speed and MFU follow from tokens and time: an average of rates would be above the tokens over the time.
 _SMOOTHED = ("loss", "tokens", "step_time")
 
@@ -132,7 +131,8 @@ class MetricsTracker:
         self._outside_sec = 0.0
         self._open: deque[_OpenStep] = deque()
         self._checked_keys: set[str] = set()
-        self._left_out: set[str] = set()
+        # What all ranks have is said once.
+        self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._sinks: list[tuple[Sink, BestEffort | None]] = []
         self.init_backends(sinks)
 
@@ -200,6 +200,7 @@ class MetricsTracker:
         grad_norm: Scalar | None,
         lr: float,
         tokens_in_step: Scalar,
+        tokens_trained: Scalar | None = None,
         extra: Mapping[str, Value] | None = None,
         force_log: bool = False,
     ) -> StepMetrics | None:
@@ -208,10 +209,11 @@ class MetricsTracker:
         Args:
             loss: the step's loss over all ranks, per token; None for a step without a target.
             grad_norm: before clipping; None if it is not computed.
-            tokens_in_step: target tokens over all ranks.
-            extra: other values over all ranks, by catalog key, but for those that the step gives itself (`loss`). What counters
-                count on a step that is not logged is in the next one that is; of other keys the logged step's own values are
-                reported.
+            tokens_in_step: target tokens over all ranks; speeds follow from them.
+            tokens_trained: those that count in `tokens_seen`: 0 for a step whose update was skipped. None: all of them.
+            extra: other values over all ranks, by catalog key. What counters count on a step that is not logged is in the next
+                one that is; of other keys the logged step's own values are reported. What is no number, or has the name of
+                something that the tracker reports itself (`loss`, `mfu`, times of sections), is left out with one warning.
             force_log: log this step whatever the interval says (the last step, an evaluation step).
 
         Returns:
@@ -224,20 +226,15 @@ class MetricsTracker:
         """
         if not self._open:
             raise RuntimeError("end_step without start_step")
-        if extra and (given := _GIVEN.intersection(extra)):
-            for key in sorted(given - self._left_out):
-                logger.warning("%r among the extra values of a step is left out: end_step reports its own", key)
-            self._left_out |= given
-            extra = {key: value for key, value in extra.items() if key not in given}
         ended = self._open.popleft()
         step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
         tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None
-        self._tokens_seen = self._tokens_seen + tokens_in_step
+        self._tokens_seen = self._tokens_seen + (tokens_in_step if tokens_trained is None else tokens_trained)
         is_logged = force_log or self.will_log(step)
         guard = self.diagnostics.best_effort
         guard("smoothing").run(self._smooth, (loss, tokens_in_step, step_time))
         if extra:
-            guard("counters").run(self._extra.add, extra)
+            guard("extra").run(self._add_extra, extra)
         if not is_logged:
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
@@ -246,6 +243,9 @@ class MetricsTracker:
         metrics = _step_metrics(loss, grad_norm, lr, tokens_per_sec, mfu, step_time, memory)
         self._emit("train", step, self._collect(metrics, tokens_in_step, ended.parts))
         return metrics
+
+    def _add_extra(self, extra: Mapping[str, Value]) -> None:
+        self._extra.add(checked(extra, self._leave_out, as_value))
 
     def _smooth(self, samples: tuple[Scalar | None, ...]) -> None:
         for name, sample in zip(_SMOOTHED, samples, strict=True):
@@ -280,23 +280,40 @@ class MetricsTracker:
         found["tokens_seen"] = _read(self._tokens_seen)
         guard = self.diagnostics.best_effort
         smoothed = guard("smoothing").run(self._smoothed_values) or {}
-        found |= {f"smoothed/{name}": value for name, value in smoothed.items()}
+        found |= {f"smoothed/{name}": smoothed.get(name) for name in ("loss", "tokens_per_sec", "step_time")}
         speed = smoothed.get("tokens_per_sec")
         mfu = None if speed is None else self._mfu(speed)
         found["smoothed/mfu"] = None if mfu is None else _read(mfu)
         for part, seconds in parts.items():
             found[f"time/{part}_sec"] = seconds
             found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
-        for key, value in (guard("counters").run(self._extra.drain) or {}).items():
-            found[key] = _read(value)
+        extra = guard("extra").run(self._extra.drain) or {}
+        for key in sorted(extra.keys() & found.keys()):
+            self._leave_out(key, "the name is one of the tracker's own")
+        found |= self._read_all({key: value for key, value in extra.items() if key not in found})
         return {key: value for key, value in found.items() if value is not None}
+
+    def _read_all(self, values: Mapping[str, Value | None]) -> dict[str, float | None]:
+        """The values as numbers; waits for their devices. A mean over nothing is None."""
+        found: dict[str, float | None] = {}
+        for key, value in values.items():
+            try:
+                found[key] = None if value is None else _read(value)
+            except ZeroDivisionError:
+                found[key] = None
+            except Exception as error:  # noqa: BLE001 - one value must not cost the others
+                self._leave_out(key, message_of(error))
+        return found
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
         """Send evaluation values; the smoothing stays as it is.
 
         `eval_` is put in front of plain keys without it (`loss`). A key with a namespace (`moe/aux_loss`) is the caller's.
+        What is no number is left out with one warning.
         """
-        self._emit("eval", step, {_eval_key(key): _read(value) for key, value in metrics.items()})
+        values = self.diagnostics.best_effort("log_eval").run(checked, metrics, self._leave_out, as_value) or {}
+        found = self._read_all(values)
+        self._emit("eval", step, {_eval_key(key): value for key, value in found.items() if value is not None})
 
     def log_restart(self, step: int, **details: Any) -> None:
         """Say in every stream that the run continues after this checkpointed step, so that steps may repeat."""

@@ -18,6 +18,7 @@ from typing import Any, Final, TextIO
 
 from trainer.errors import UserError
 from trainer.files import write_json
+from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)
 STATUS_NAME: Final = "status.json"
@@ -149,4 +150,4 @@ def _end_of(error: BaseException) -> tuple[str, str]:
         return "stopped", "stopped by SIGINT"
     if isinstance(error, SystemExit):
         return ("done", "") if error.code in (None, 0) else ("failed", f"exit: {error.code}")
-    return "failed", f"{type(error).__name__}: {error}"
+    return "failed", error_text(error)

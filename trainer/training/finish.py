@@ -34,7 +34,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         return "data exhausted"
     position, step = run.position, taken.step
     position.step, position.reached, position.data_state = step, taken.reached, taken.window.data_state
-    position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens
+    position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens_trained
     if len(taken.window.micros) != position.micro_batches:
         position.micro_batches, position.micro_batches_since = len(taken.window.micros), step
     for metrics in taken.window.metrics:
@@ -82,10 +82,11 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
         local: dict[str, Reported] = {}
         guard = run.diagnostics.best_effort
         for name, reporter in reporters.items():
-            local.update(guard(name).run(drain, reporter) or {})
+            drained = guard(name).run(reporter.drain_metrics)
+            local.update(dict.fromkeys(run.metric_keys[name]) if drained is None else drained)
         extra = reduce_over_ranks(
             local,
-            run.metric_keys,
+            run.operations,
             device=run.device,
             world_size=run.info.world_size,
             guard=guard("reduction"),
@@ -98,24 +99,13 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, reporters: Map
             grad_norm=outcome.grad_norm if outcome.tokens else None,
             lr=taken.lr,
             tokens_in_step=outcome.tokens,
+            tokens_trained=outcome.tokens_trained,
             extra=extra,
             force_log=bool(reporters),
         )
     run.diagnostics.best_effort("progress").run(run.progress.update, taken.reached, outcome.loss)
     if reporters and run.status is not None:
         run.diagnostics.best_effort("status.json").run(run.status, step)
-
-
-def drain(reporter: Reporter) -> Mapping[str, Reported]:
-    """What a reporter has, once it is known to fit into the reduction.
-
-    Raises:
-        KeyError: a key that it does not list.
-    """
-    values = reporter.drain_metrics()
-    if unlisted := sorted(values.keys() - set(reporter.metric_keys)):
-        raise KeyError(f"not among its metric_keys: {', '.join(unlisted)}")
-    return values
 
 
 def at_boundary(run: Run, *, is_last: bool) -> bool:

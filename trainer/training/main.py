@@ -43,7 +43,7 @@ from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.sharding import refuse_bypassed_units, run_mesh
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.schedule import Length
-from trainer.wording import printable
+from trainer.wording import error_text, printable
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)
@@ -310,7 +310,7 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
             run.watchdog.tell(reason)
         raise
     except Exception as error:
-        own = f"{type(error).__name__}: {error}"
+        own = error_text(error)
         reason = run.watchdog.explain(error) if run.watchdog is not None else own
         # Once, into this rank's log too, and without the frames of the command line above it. Where another rank is why,
         # where this one stood is in its log alone.
@@ -337,7 +337,7 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
 def _describe(error: OSError, run_dir: RunDir) -> str:
     """A file that cannot be written or read, as a message."""
     if error.filename is None:
-        return f"{type(error).__name__}: {error}"
+        return error_text(error)
     text = f"{error.filename}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Watchdog
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.rank_reduction import Reporter
+from trainer.metrics.rank_reduction import Operations, Reporter
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
@@ -71,8 +71,10 @@ class Run:
     coincidence_at: Callable[[int, int], float] | None
     """Step and its first micro-batch -> probability that two rows of the data, drawn independently, come from the same
     stream; None: where gradient noise comes from is not measured."""
-    metric_keys: tuple[str, ...]
-    """Every key that a reporter of any rank can have."""
+    metric_keys: Mapping[str, Sequence[str]]
+    """Reporter -> its keys on this rank."""
+    operations: Operations
+    """How each key that a reporter of any rank can have combines; the same on all ranks."""
     diagnostics: Diagnostics
     """Guards of everything that only measures or shows: its failure costs one warning, never the run."""
     tracker: MetricsTracker

@@ -137,3 +137,78 @@ def test_three_pools_one_of_them_empty_reduce_to_the_right_numbers_in_one_collec
     assert reduced[A + "remaining_max"] == 7  # of 8 cells, before the second pick
     assert reduced[A + "remaining_min"] == 2
     assert reduced[EXHAUST_EVENTS] == 0
+
+
+class Odd:
+    def __float__(self) -> float:
+        raise ZeroDivisionError
+
+
+BAD = [None, 10**400, "7", [1.0], np.zeros(3), 2j, Odd()]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: type(bad).__name__)
+def test_a_bad_value_of_one_source_costs_its_key_alone(bad: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = [Reporting(), Reporting()]
+    blend = blend_of(sources)
+    for _ in range(20):
+        index = int(next(blend)["dataset_labels"][0][1:])
+        sources[index].metrics = dict.fromkeys(KEYS, 1.0)
+        if index == 0:
+            sources[0].metrics |= {A + "modalities/a": bad, A + "remaining_min": bad, "my/unlisted": 1.0}
+        drained = drained_pools(blend)
+    expected = {key: plain_reduction(key, [1.0, 1.0]) for key in KEYS}
+    assert drained == {**expected, A + "modalities/a": None, A + "remaining_min": None, EXHAUST_EVENTS: 1.0}
+    said = capsys.readouterr().err
+    assert (
+        said.count("modalities/a' is left out: must be a number, got ") == said.count("remaining_min' is left out") == 1
+    )
+    assert (
+        said.count("metrics of the source s0: metric 'my/unlisted' is left out: it is not among the metric_keys") == 1
+    )
+    assert "is off" not in said
+
+
+def test_a_source_whose_drain_raises_is_off_alone_and_its_keys_are_not_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Failing(Reporting):
+        def drain_step_metrics(self) -> dict[str, float]:
+            raise ValueError("no metrics")
+
+    class Other(Reporting):
+        metric_keys = ("my/mean", A + "modalities/b")
+
+    blend = blend_of([Failing(), other := Other()])
+    other.metrics = dict.fromkeys(other.metric_keys, 3.0)
+    for _ in range(20):
+        next(blend)
+        drained = blend.drain_step_metrics()
+    assert drained.keys() >= set(KEYS)
+    assert {key for key in set(KEYS) - {EXHAUST_EVENTS} if drained[key] is not None} == set()
+    assert drained["my/mean"] == 3.0
+    assert capsys.readouterr().err.count("s0 failed and is off from now on: ValueError: no metrics") == 1
+
+
+@pytest.mark.parametrize("keys", ["my/text", 7, len], ids=repr)
+def test_metric_keys_that_are_no_list_cost_that_source_s_metrics(keys: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    class Odd(Reporting):
+        metric_keys = keys
+
+    assert blend_of([Odd(), Reporting()]).metric_keys == ("blend/max_share_error", "blend/ended_sources", *KEYS)
+    assert capsys.readouterr().err.count("metrics of the source s0 failed and is off from now on: TypeError") == 1
+
+
+def test_a_pool_whose_metrics_fail_does_not_look_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "s.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')
+    options: dict[str, Any] = {"tokenizer": BytesTokenizer(), "seq_len": 4, "batch_size": 1, "rank": 0, "world_size": 1}
+    dataset = StreamMixingDataset(discover_nested(str(tmp_path)), name="s", **options)
+    blend = BlendDataset([BlendSource("s", dataset, ConstantWeight(1.0))], seed=0)
+    next(blend)
+    assert blend.drain_step_metrics()[A + "modalities/a"] == 1.0
+    monkeypatch.setattr(dataset._pool, "snapshot", lambda: 1 / 0)
+    next(blend)
+    drained = blend.drain_step_metrics()
+    assert drained[EXHAUST_EVENTS] is not None
+    assert all(drained[key] is None for key in dataset.metric_keys if key != EXHAUST_EVENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -111,3 +112,15 @@ def test_named_counters_are_reported_as_zero() -> None:
     ledger.add({"ledger/cold_starts": 4.0})
     assert ledger.drain() == {"ledger/cold_starts": 4.0}
     assert ledger.drain() == {"ledger/cold_starts": 0.0}
+
+
+def test_a_total_of_which_a_part_is_not_known_is_not_known_and_stays_so_over_a_restart() -> None:
+    window = WindowAggregator()
+    for value in (1.0, None, 2.0):
+        window.add({"ledger/cold_starts": value, "grad_norm": value, "loss_spike": value, "lr": value})
+    again = WindowAggregator()
+    again.load_state_dict(json.loads(json.dumps(window.state_dict())))
+    for each in (window, again):
+        assert each.drain_metrics() == {"ledger/cold_starts": None, "grad_norm": 1.5, "loss_spike": None, "lr": 2.0}
+        each.add({"ledger/cold_starts": 1.0})
+        assert each.drain_metrics() == {"ledger/cold_starts": 1.0}

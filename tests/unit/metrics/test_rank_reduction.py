@@ -155,7 +155,50 @@ def test_with_a_guard_what_cannot_be_packed_costs_one_warning(capsys: pytest.Cap
     guard = BestEffort("reduction")
     for _ in range(2):
         assert reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1, guard=guard) == {}
-    assert capsys.readouterr().err.count("reduction failed and is off") == 1
+    assert capsys.readouterr().err.count("metric 'lr' is left out: it is not among the keys of the reduction") == 1
+    assert guard.enabled
+
+
+class Odd:
+    def __float__(self) -> float:
+        raise ZeroDivisionError
+
+
+BAD = [None, 10**400, "text", [1.0], torch.zeros(3), 1 + 2j, Odd(), Moments(*[1.0] * 6), (1.0, 2.0, 3.0), (1.0, None)]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_a_bad_value_costs_its_key_alone(bad: object, capsys: pytest.CaptureFixture[str]) -> None:
+    guard = BestEffort("reduction")
+    keys = ("lr", "blend/ended_sources", "stream_mixing/refill/exhaust_events", "my/own")
+    for key in keys:
+        local = {**dict.fromkeys(keys, 2.0), key: bad}
+        for _ in range(2):
+            reduced = reduce_over_ranks(local, keys, device="cpu", world_size=1, guard=guard)  # type: ignore[arg-type]
+            assert reduced == {other: 2.0 for other in keys if other != key}
+    warnings = capsys.readouterr().err
+    assert warnings.count("is left out") == (0 if bad is None else len(keys))  # None says itself that it is not known
+    assert guard.enabled
+
+
+def partial_ranks(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
+    keys = ("ledger/cold_starts", "ledger/state_age", "my/own", "gns/skipped", "stream_mixing/active/remaining_min")
+    local: dict[str, Any] = dict.fromkeys(keys, 1.0 + rank)
+    absent = {} if rank == 1 else local
+    guard = BestEffort("reduction")
+    unknown: dict[str, Any] = {**local, **(dict.fromkeys(keys, 10**400) if rank == 1 else {})}
+    options: dict[str, Any] = {"device": "cpu", "world_size": world_size, "guard": guard}
+    return reduce_over_ranks(absent, keys, **options), reduce_over_ranks(unknown, keys, **options)
+
+
+@pytest.mark.distributed
+def test_a_rank_without_a_key_leaves_the_others_and_one_that_failed_takes_totals_and_extremes_away() -> None:
+    for absent, unknown in run_on_ranks(partial_ranks, 3):
+        means = {"my/own": 2.0, "ledger/state_age": 2.0}
+        assert unknown.keys() <= {*means, "ledger/state_age_se"}
+        assert {key: unknown[key] for key in means} == means
+        assert absent["ledger/cold_starts"] == 4.0
+        assert absent["stream_mixing/active/remaining_min"] == 1.0
 
 
 def test_a_key_outside_the_plan_is_refused() -> None:

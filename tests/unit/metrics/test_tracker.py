@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from trainer.metrics.aggregate import Moments
 from trainer.metrics.catalog.lookup import UnknownMetric
 from trainer.metrics.payload_contract import Restart, encode_payload, parse_line, parse_payload
 from trainer.metrics.tracker import MetricsTracker, StepMetrics
@@ -409,4 +412,110 @@ def test_a_key_that_the_step_gives_itself_is_left_out_of_the_extra_ones_with_one
         run.step(step, loss=2.0, extra={"loss": 9.0, "lr": 1.0, "accuracy": 0.5})
         found = run.metrics()
         assert (found["loss"], found["lr"], found["accuracy"]) == (2.0, 1e-3, 0.5)
-    assert [record.getMessage().split()[0] for record in caplog.records] == ["'loss'", "'lr'"]
+    assert [record.getMessage().split()[2] for record in caplog.records] == ["'loss'", "'lr'"]
+
+
+OWN = ("mfu", "smoothed/loss", "gpu/peak_gb", "time/data_sec", "time/data_share", "tokens_per_sec", "smoothed/mfu")
+
+
+@pytest.mark.parametrize("key", OWN)
+def test_the_tracker_s_own_names_are_kept(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(log_interval=2, flops_per_token=1e9, peak_tflops=2.0)
+    for step in range(1, 7):
+        run.tracker.start_step()
+        with run.tracker.section("data"):
+            run.clock.now += 1.0
+        extra = {key: -9.0, "accuracy": 0.5}
+        run.tracker.end_step(step, loss=2.0, grad_norm=None, lr=0.1, tokens_in_step=10, extra=extra)
+    assert run.metrics()["accuracy"] == 0.5
+    assert -9.0 not in run.metrics().values()
+    (record,) = caplog.records
+    assert f"metric {key!r} is left out: the name is one of the tracker's own" in record.getMessage()
+
+
+class Odd:
+    def __float__(self) -> float:
+        raise ZeroDivisionError
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+MOMENTS = Moments(*[1.0] * 6)
+BAD = [
+    None,
+    10**400,
+    10**6000,
+    "1.5",
+    b"1",
+    [1.0],
+    torch.zeros(3),
+    torch.empty(()).to("meta"),
+    2j,
+    torch.tensor(2j),
+    Odd(),
+]
+PAIRS = [MOMENTS, (1.0, 2.0, 3.0), (1.0, None), ((1.0, 1.0), 1.0)]
+
+
+@pytest.mark.parametrize("bad", [*BAD, *PAIRS], ids=lambda bad: type(bad).__name__)
+def test_a_value_that_is_no_number_is_left_out_with_one_warning(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(log_interval=2, strict_keys=False)
+    for step in range(1, 5):
+        run.step(step, extra={"my/own": bad, "accuracy": 0.5, "ledger/cold_starts": 1.0, "ledger/refused_rows": bad})
+        run.tracker.log_eval({"loss": bad, "accuracy": 0.5}, step)
+        assert run.metrics() == {"eval_accuracy": 0.5}
+    assert [row["metrics"].get("ledger/cold_starts") for row in run.sink.payloads if row["mode"] == "train"] == [
+        1,
+        1,
+        2,
+    ]
+    rows = [{**row["metrics"], **row.get("non_finite", {})} for row in run.sink.payloads]
+    assert not any({"my/own", "ledger/refused_rows", "eval_loss"} & row.keys() for row in rows)
+    assert sum("is left out: " in record.getMessage() for record in caplog.records) == 3
+
+
+@pytest.mark.parametrize("name", ["", None, 7, ("a", "b"), b"loss", Odd()], ids=lambda name: type(name).__name__)
+def test_a_name_that_is_none_is_left_out_with_one_warning(name: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(log_interval=1)
+    for step in (1, 2):
+        run.step(step, extra={name: 1.0, "accuracy": 0.5})
+        assert run.metrics()["accuracy"] == 0.5
+        run.tracker.log_eval({name: 1.0, "accuracy": 0.25}, step)
+        assert run.metrics() == {"eval_accuracy": 0.25}
+    (record,) = caplog.records
+    assert "the name of a metric must be a text that is not empty" in record.getMessage()
+
+
+@pytest.mark.parametrize("good", [True, np.float32(1.0), np.int64(1), torch.tensor([1.0]), Fraction(1), (2.0, 2.0)])
+def test_whatever_is_a_number_is_logged(good: Any) -> None:
+    run = Run(log_interval=1)
+    run.step(1, extra={"accuracy": good})
+    assert run.metrics()["accuracy"] == 1.0
+
+
+def test_what_a_step_failed_to_count_is_not_known_until_the_next_logged_one() -> None:
+    run = Run(log_interval=5)
+    for step in range(1, 11):
+        run.step(step, extra={"ledger/cold_starts": "?" if step == 3 else 1.0})
+    assert [row["metrics"].get("ledger/cold_starts") for row in run.sink.payloads] == [1.0, None, 5.0]
+
+
+def test_a_mean_over_nothing_is_absent_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(log_interval=1)
+    run.step(1, extra={"accuracy": (0.0, 0.0)})
+    assert "accuracy" not in run.metrics()
+    assert not caplog.records
+
+
+def test_other_ranks_do_not_repeat_what_rank_0_says(capsys: pytest.CaptureFixture[str]) -> None:
+    Run(rank=1, sinks=[], log_interval=1).step(1, extra={"accuracy": "?", "mfu": 1.0})
+    assert capsys.readouterr().err == ""
+
+
+def test_tokens_of_skipped_steps_are_not_seen() -> None:
+    run = Run(log_interval=1)
+    for step, trained in enumerate((None, 0, torch.tensor(1000)), start=1):
+        run.step(step, tokens_trained=trained)
+    assert [row["metrics"]["tokens_seen"] for row in run.sink.payloads] == [1000, 1000, 2000]
+    assert [row["metrics"]["tokens_per_sec"] for row in run.sink.payloads] == [2000.0] * 3

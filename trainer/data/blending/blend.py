@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from statistics import fmean
 from typing import Any, NoReturn
 
@@ -14,16 +13,22 @@ import numpy as np
 from trainer.data.blending.weights import WeightSpec, positions
 from trainer.data.keyed import BLOCK, KeyedUniforms
 from trainer.data.mixing.collate import Batch
+from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.catalog.lookup import lookup_or_gauge
+from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
+from trainer.metrics.values import as_number, checked, is_name
 from trainer.micro_batches import MicroBatches
 
 MAX_SHARE_ERROR = "blend/max_share_error"
 ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX = "blend/share/"
 VERSION = 1
+# Rows of the catalog that sources report, which are merged; all others are other parts' of the trainer.
+SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/", MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX)
+Drained = Mapping[str, float | None]
+"""None: a value that should have been reported and could not be."""
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
     "min": min,
@@ -54,10 +59,9 @@ class BlendDataset:
 
     A source needs only `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: it can be trained
     on, but resuming after it gave a batch raises a UserError, since its position is unknown. A source takes part in the
-    metrics if it has `drain_step_metrics` and `metric_keys`; a key that is not in the catalog is a gauge. Its metrics are
-    diagnostics: if they fail, they are absent from then on, with one warning.
-
-    `metric_keys` lists every key that `drain_step_metrics` can return.
+    metrics if it has `drain_step_metrics` and `metric_keys`, which lists every key that the former can return; a key that is
+    not in the catalog is a gauge. Its metrics are diagnostics: if they fail, they are absent from then on, with one warning. A
+    value that is no number, and a name that another part of the trainer reports, are left out with one.
 
     Args:
         sources: names must be unique.
@@ -113,20 +117,19 @@ class BlendDataset:
         ]  # batches that the weights call for of each source, before each choice and after the last
         self._errors = [0.0]  # the largest difference between those and the actual batches, likewise
         keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
-        self._drains: dict[int, Callable[[], dict[str, float] | None]] = {}  # of the sources that report metrics
+        shares = [SHARE_PREFIX + name for name in names] if per_source else []
+        self._drains: dict[int, Callable[[], Drained]] = {}  # of the sources that report metrics
         for index, source in enumerate(sources):
-            own_keys = getattr(source.dataset, "metric_keys", None)
-            drain = getattr(source.dataset, "drain_step_metrics", None)
-            if own_keys is not None and drain is not None:
-                guard = BestEffort(f"metrics of the source {source.name}")
-                self._drains[index] = partial(guard.run, _drain_source, drain, frozenset(own_keys))
+            guard = BestEffort(f"metrics of the source {source.name}")
+            own_keys = guard.run(_keys_of, source.dataset, frozenset(shares), guard)
+            if own_keys is not None:
+                self._drains[index] = partial(_drain_source, source.dataset, dict.fromkeys(own_keys), guard)
                 keys += own_keys
-        keys += [SHARE_PREFIX + name for name in names] if per_source else []
-        self.metric_keys = tuple(dict.fromkeys(keys))
+        self.metric_keys = tuple(dict.fromkeys([*keys, *shares]))
         specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
-        self._latest: dict[str, dict[int, float]] = {}  # by key, then source: what each source reported last
+        self._latest: dict[str, dict[int, float | None]] = {}  # by key, then source: what each source reported last
         self._reported: dict[int, Set[str]] = {}  # keys of a source's last report
         self._undrained: set[int] = set()
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
@@ -255,8 +258,9 @@ class BlendDataset:
             "keep at least one weight above zero at every batch",
         )
 
-    def drain_step_metrics(self) -> dict[str, float]:
+    def drain_step_metrics(self) -> Drained:
         """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
+        None is what a source should have reported and could not.
 
         A source contributes what it reported last, its counters only once. A source that has ended has no readers: its
         counts (what sums over ranks) are 0, and its other gauges are left out. `blend/max_share_error` is the largest
@@ -267,22 +271,30 @@ class BlendDataset:
             return {}
         latest = self._latest
         for index in self._undrained & self._drains.keys():
-            drained = self._drains[index]() or {}
+            drained = self._drains[index]()
             self._report(index, self._of_ended(drained) if self._ended[index] else drained)
-        metrics = {key: self._merges[key](values.values()) for key, values in latest.items() if values}
+        metrics = {key: self._merged(key, values.values()) for key, values in latest.items() if values}
         for key in self._counters & latest.keys():
             latest[key].update(dict.fromkeys(self._undrained & latest[key].keys(), 0.0))
         self._undrained.clear()
         error = self._errors[self._batch_index - self._first] / self._batch_index
         # A source that is itself a blend has an error of its own.
-        metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR, 0.0))
-        metrics[ENDED_SOURCES] = sum(self._ended) + metrics.get(ENDED_SOURCES, 0.0)
+        metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
+        metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
         if self._per_source:
             for name, count in zip(self._names, self._counts, strict=True):
                 metrics[SHARE_PREFIX + name] = count / self._batch_index
         return metrics
 
-    def _report(self, index: int, values: Mapping[str, float]) -> None:
+    def _merged(self, key: str, values: Collection[float | None]) -> float | None:
+        """One value of those of all sources; None if a source's is not known, which only a mean can do without."""
+        merge = self._merges[key]
+        if None not in values:
+            return merge(values)  # type: ignore[arg-type]
+        known = [value for value in values if value is not None]
+        return merge(known) if known and merge is fmean else None
+
+    def _report(self, index: int, values: Drained) -> None:
         """Keep a source's report in place of its last one. The other sources' are not touched: most batches move one."""
         for key in self._reported.get(index, frozenset()) - values.keys():
             del self._latest[key][index]
@@ -290,9 +302,9 @@ class BlendDataset:
             self._latest.setdefault(key, {})[index] = value
         self._reported[index] = frozenset(values)
 
-    def _of_ended(self, drained: Mapping[str, float]) -> dict[str, float]:
+    def _of_ended(self, drained: Drained) -> Drained:
         counted = {key: value for key, value in drained.items() if key in self._counters}
-        return {key: 0.0 for key in drained if self._merges[key] is sum} | counted
+        return {**{key: 0.0 for key in drained if self._merges[key] is sum}, **counted}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change. Only sources that moved are asked for their state."""
@@ -371,12 +383,35 @@ def _next(iterator: Iterator[Batch], tokens_before: int) -> Batch:
     return batch
 
 
-def _drain_source(drain: Callable[[], dict[str, Any]], keys: frozenset[str]) -> dict[str, float]:
-    """A source's metrics, once they are known to fit into the merge."""
-    drained = drain()
-    if not keys.issuperset(drained):
-        raise KeyError(f"not among its metric_keys: {', '.join(sorted(drained.keys() - keys))}")
-    # The type first: asking an abstract class takes longer than all the rest.
-    if wrong := [key for key, value in drained.items() if type(value) is not float and not isinstance(value, Real)]:
-        raise TypeError(f"not a number: {', '.join(sorted(wrong))}")
-    return drained
+def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:
+    """The names that a source may report, each once; None if it reports nothing.
+
+    Args:
+        taken: names of the blend's own.
+    """
+    keys = getattr(dataset, "metric_keys", None)
+    if keys is None or getattr(dataset, "drain_step_metrics", None) is None:
+        return None
+    if isinstance(keys, str):
+        raise TypeError(f"metric_keys must be a list of names, got {keys!r}")
+    found = [key for key in keys if is_name(key, guard.leave_out)]
+    foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(SOURCE_ROWS))}
+    for key in sorted(foreign):
+        guard.leave_out(key, "the trainer reports a metric of this name itself; give it another one")
+    return [key for key in dict.fromkeys(found) if key not in foreign]
+
+
+def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
+    """A source's metrics, those that it lists; if it fails, all of them are not known, from then on."""
+    drained = guard.run(_drained, dataset, guard)
+    if drained is None:
+        return unknown
+    for key in drained.keys() - unknown.keys():
+        guard.leave_out(key, "it is not among the metric_keys")
+    return {key: value for key, value in drained.items() if key in unknown}
+
+
+def _drained(dataset: Any, guard: BestEffort) -> Drained:
+    drained: Drained = dataset.drain_step_metrics()
+    is_ours = isinstance(dataset, StreamMixingDataset | BlendDataset)
+    return drained if is_ours else checked(drained, guard.leave_out, as_number)

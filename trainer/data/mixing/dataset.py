@@ -232,22 +232,25 @@ class StreamMixingDataset:
             counts[stream.modality] += self._queue.count_cells(stream)
         return counts
 
-    def drain_step_metrics(self) -> dict[str, float]:
+    def drain_step_metrics(self) -> dict[str, float | None]:
         """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
 
-        Once all data are read, only the counts: no reader is active, of any modality.
+        Once all data are read, only the counts: no reader is active, of any modality. None is what could not be measured.
         """
-        if not self._pool.seen:
+        gauges: Mapping[str, float | None] = self._pool.seen
+        if not self._guard.enabled:
+            gauges = dict.fromkeys(pool_metric_keys(self.modalities))
+        elif not gauges:
             return {}
-        is_over = not self._repeat and not self._pool.readers and self._queue.is_empty
-        gauges = dict.fromkeys(modality_keys(self.modalities), 0.0) if is_over else self._pool.seen
+        elif not self._repeat and not self._pool.readers and self._queue.is_empty:
+            gauges = dict.fromkeys(modality_keys(self.modalities), 0.0)
         metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
         self._exhaust_events = 0
         return metrics
 
     def aggregate_step_metrics(
         self,
-        local: Mapping[str, float],
+        local: Mapping[str, float | None],
         world_size: int,
         device: torch.device | str,
         group: dist.ProcessGroup | None = None,

@@ -167,6 +167,11 @@ def keys_under(prefix: str) -> tuple[str, ...]:
     return tuple(spec.name for spec in CATALOG if spec.name.startswith(prefix))
 
 
+def is_built_in(key: str) -> bool:
+    """Whether the key matches a row that is not a registered one: a part of the trainer reports it."""
+    return is_known(key) and family(key)[0] in (spec.name for spec in CATALOG)
+
+
 def is_known(key: str) -> bool:
     """Whether the key matches a row of the catalog."""
     return _find(key) is not None

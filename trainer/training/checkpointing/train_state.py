@@ -99,7 +99,7 @@ class Position:
     reached: int = 0
     """What `Length.reached_by` said of the last finished step."""
     tokens: int = 0
-    """Target tokens over all ranks through the last finished step."""
+    """Target tokens over all ranks through the last finished step, without those of skipped steps."""
     tokens_before: int = 0
     """The same without the last finished step."""
     micro_batches: int = 0

@@ -92,7 +92,8 @@ class Evaluator:
                     return None
                 found |= values
             if self._task is not None:
-                found |= self._task.run(step)
+                taken = {f"eval/{each.name}/{key}" for each in self._sets for key in OF_A_SET}
+                found |= self._task.run(step, taken)
         finally:
             self._model.train(was_training)
         return found

@@ -27,7 +27,7 @@ from trainer.training.remote.checkpoints import ABANDONED, Owner, RemoteCheckpoi
 from trainer.training.remote.claim import Claimed, save_id
 from trainer.training.run_dir import RunDir
 from trainer.training.signals import StopRequest
-from trainer.wording import counted
+from trainer.wording import counted, error_text
 
 logger = get_logger(__name__)
 EventCallback = Callable[[Mapping[str, Any]], object]
@@ -167,7 +167,7 @@ class Mirror:
     def _fail(self, error: Exception) -> None:
         self._num_failures += 1
         expected = isinstance(error, StorageError | CheckpointError | OSError)
-        self._problem = str(error) if expected else f"{type(error).__name__}: {error}"
+        self._problem = str(error) if expected else error_text(error)
         if self._num_failures == 1:
             text = "checkpoints cannot be mirrored now: %s; the run goes on, and this is tried again"
             logger.warning(text, self._problem)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +17,14 @@ from torch import nn
 from trainer.config.schema import RunConfig
 from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
-from trainer.distributed.agree import most_of_ranks
+from trainer.distributed.agree import gather_from_ranks, most_of_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.ledger.probe import CarryProbe
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.rank_reduction import Reporter
+from trainer.metrics.catalog.spec import RankReduction
+from trainer.metrics.logger import get_logger
+from trainer.metrics.rank_reduction import Operations, Reporter, rank_operations
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.objective.compose import Loss
@@ -54,9 +57,12 @@ from trainer.training.step.schedule import make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
 from trainer.training.step_profile import StepProfile
+from trainer.wording import few
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+logger = get_logger(__name__)
 
 
 def open_run(
@@ -111,6 +117,7 @@ def open_run(
     details = make_details(plan, diagnostics)
     probe = build.probe(row_model, loss)
     reporters = build.reporters(details, probe)
+    metric_keys = {name: tuple(reporter.metric_keys) for name, reporter in reporters.items()}
     return Run(
         config=config,
         info=info,
@@ -127,7 +134,8 @@ def open_run(
         probe=probe,
         reporters=reporters,
         coincidence_at=build.coincidence_at(),
-        metric_keys=tuple(key for reporter in reporters.values() for key in reporter.metric_keys),
+        metric_keys=metric_keys,
+        operations=agreed_operations(itertools.chain(*metric_keys.values()), info),
         diagnostics=diagnostics,
         tracker=state.tracker,
         spikes=state.spikes,
@@ -141,6 +149,27 @@ def open_run(
         profile=build.profile(),
         status=StatusKeeper(run_dir, wandb_run_id) if info.is_main else None,
     )
+
+
+def agreed_operations(keys: Iterable[str], info: RankInfo) -> Operations:
+    """How the metrics of all ranks combine, the same on each. Every rank must call it.
+
+    A rank that does not know a metric adds nothing to it. Where ranks disagree, one warning tells who.
+    """
+    agreed: dict[str, RankReduction] = {}
+    notes: list[str] = []
+    by_rank = gather_from_ranks(rank_operations(keys), world_size=info.world_size)
+    for own in by_rank:
+        agreed = {**own, **agreed}
+    for rank, own in enumerate(by_rank):
+        if missing := sorted(agreed.keys() - own.keys()):
+            notes.append(f"rank {rank} has no {few(missing)}")
+        if other := [key for key in own if own[key] != agreed[key]]:
+            notes.append(f"on rank {rank} the row of {few(other)} in the catalog is another")
+    if notes:
+        text = "the ranks do not report the same metrics: %s; what a rank does not report is that of the others"
+        logger.warning(text, "; ".join(notes))
+    return dict(sorted(agreed.items()))
 
 
 @dataclass(frozen=True)

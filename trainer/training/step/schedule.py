@@ -57,7 +57,7 @@ class Length:
         """Steps, or the most tokens, that have been trained on once `step` is done.
 
         Args:
-            tokens_before: tokens through step - 2.
+            tokens_before: tokens through step - 2, without those of skipped steps.
             num_micros: micro-batches of `step` and, if there is one, of the step before it, on a rank.
         """
         return min(tokens_before + num_micros * self.micro_tokens, self.total) if self.micro_tokens else step

@@ -96,6 +96,11 @@ class StepOutcome:
     has_spike: bool
     """Some rank has found a loss spike that is not reported."""
 
+    @property
+    def tokens_trained(self) -> int:
+        """`tokens`; 0 for a step that was skipped."""
+        return self.tokens if self.is_finite else 0
+
 
 class TrainStep:
     """Runs optimizer steps.

@@ -28,7 +28,7 @@ class Window:
     micros: Sequence[MicroBatch]
     data_state: Any
     """The data set's, after them."""
-    metrics: Sequence[Mapping[str, float]]
+    metrics: Sequence[Mapping[str, float | None]]
     """What the data set reported with each of them, and whether it had no target."""
     is_exhausted: bool
     """All are masked copies: the data set had nothing left."""
@@ -84,7 +84,7 @@ class WindowReader:
         if self._last_batch is None and not self._start():
             return None
         micros: list[MicroBatch] = []
-        metrics: list[Mapping[str, float]] = []
+        metrics: list[Mapping[str, float | None]] = []
         is_exhausted = True
         if self._on_window is not None:
             self._on_window(step, self._num_read, num_micros)

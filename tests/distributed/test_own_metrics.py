@@ -1,0 +1,97 @@
+"""Metrics of a user's own data sets: what is wrong with one costs that one, on several ranks too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.runs import read_rows, run, write_tiny_config
+
+pytestmark = pytest.mark.distributed
+
+MODULE = """
+import numpy as np
+
+class Own:
+    def __init__(self, rank, seq_len):
+        self.rank, self.seq_len, self.count = rank, seq_len, 0
+    def __iter__(self):
+        while True:
+            self.count += 1
+            tokens = (self.count + np.arange(self.seq_len))[None] % 50
+            yield {"tokens": tokens, "targets": (tokens + 1) % 50}
+
+class Names(Own):
+    @property
+    def metric_keys(self):
+        own = ["my/first"] if self.rank == 0 else ["my/second", "my/third"]
+        return [*own, "my/both", "", None, 7, ["x"], "gns/b_simple", "non_finite_steps", "lr", "eval_loss"]
+    def drain_step_metrics(self):
+        reserved = {key: -7.0 for key in self.metric_keys[-8:] if not isinstance(key, list)}
+        return {**reserved, **{key: 1.0 + self.rank for key in self.metric_keys if str(key).startswith("my/")}}
+
+class NoNames(Own):
+    drain_step_metrics = dict
+    @property
+    def metric_keys(self):
+        raise KeyError("no keys")
+
+class Values(Own):
+    metric_keys = ("my/both", "my/huge", "stream_mixing/refill/exhaust_events")
+    def drain_step_metrics(self):
+        huge = 10**400 if self.rank == 1 else 1.0
+        return {"my/both": 1.0 + self.rank, "my/huge": huge, "stream_mixing/refill/exhaust_events": huge}
+
+class Fails(Own):
+    metric_keys = ("my/mean", "stream_mixing/active/steps_since_pick_max")
+    def drain_step_metrics(self):
+        if self.rank == 1 and self.count > 1:
+            raise ValueError("no metrics")
+        return dict.fromkeys(self.metric_keys, 1.0 + self.rank)
+
+def own(rank, world_size, seed, seq_len, *, kind):
+    return {"names": Names, "nonames": NoNames, "values": Values, "fails": Fails}[kind](rank, seq_len)
+"""
+READERS = ("stream_mixing/active/modalities/a", "stream_mixing/active/modalities/b")
+SHARED = ("stream_mixing/refill/exhaust_events", "stream_mixing/active/steps_since_pick_max")
+
+
+def trained(tmp_path, *kinds):
+    """The rows of six steps on two ranks, with two data sets of one's own beside two of ours, and stderr."""
+    (tmp_path / "own_metrics.py").write_text(MODULE)
+    config = write_tiny_config(tmp_path)
+    own = [
+        f'[[data.source]]\nname = "{kind}"\ntarget = "own_metrics:own"\nargs = {{ kind = "{kind}" }}\n'
+        for kind in kinds
+    ]
+    config.write_text(config.read_text() + "\n" + "\n".join(own))
+    line = ["--config", config, "--run-dir", tmp_path / "run", "--set", "train.micro_batches=6"]
+    done = run(*line, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    rows = {step: row for (_, step), row in read_rows(tmp_path / "run" / "metrics.jsonl").items()}
+    assert len(rows) == 6
+    assert sum(rows[6][key] for key in READERS) == 8.0, "two readers of each of our sources on each rank"
+    assert all(row["non_finite_steps"] == 0.0 for row in rows.values())
+    return rows, done.stderr
+
+
+def test_names_are_agreed_on_and_those_that_are_none_or_the_trainer_s_cost_one_warning_each(tmp_path):
+    rows, said = trained(tmp_path, "names", "nonames")
+    own = {"my/both": 1.5, "my/first": 1.0, "my/second": 2.0, "my/third": 2.0}
+    assert {key: value for key, value in rows[6].items() if key.startswith("my/")} == own
+    assert not any(value == -7.0 for row in rows.values() for value in row.values())
+    (line,) = (line for line in said.splitlines() if "the ranks do not report the same metrics" in line)
+    assert "rank 0 has no my/second, my/third; rank 1 has no my/first" in line
+    for key in ("gns/b_simple", "non_finite_steps", "lr", "eval_loss"):
+        assert said.count(f"metric '{key}' is left out: the trainer reports a metric of this name itself") == 2  # ranks
+    assert said.count("the name of a metric must be a text that is not empty") == 2 * 4
+    assert said.count("metrics of the source nonames failed and is off from now on: KeyError: 'no keys'") == 2
+
+
+def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_lies(tmp_path):
+    rows, said = trained(tmp_path, "values", "fails")
+    assert rows[6]["my/both"] == 1.5
+    assert rows[6]["my/huge"] == rows[6]["my/mean"] == 1.0  # means, over the rank that has them
+    assert not rows[6].keys() & set(SHARED)
+    assert said.count("metric 'my/huge' is left out: must be a number, got 1000") == 1
+    assert said.count(" failed and is off from now on") == 1
+    assert said.count("metrics of the source fails failed and is off from now on: ValueError: no metrics") == 1
