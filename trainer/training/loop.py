@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.watchdog import DATA
 from trainer.metrics.logger import get_logger
 from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
 from trainer.training.run import Run, StepInFlight
+from trainer.training.signals import StopNow
 from trainer.training.step.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
@@ -35,6 +37,7 @@ def run_loop(run: Run) -> str:
             run.profile.step()
     report_spikes(run)
     if run.saver.last_saved != position.step and position.step > 0:
+        run.at("checkpoint", position.step, may_wait=True)
         with run.paused():
             run.saver.save(position, in_background=False)
     return reason or "all steps are done"
@@ -58,9 +61,12 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         if reason is not None:
             return reason, None
     run.tracker.start_step()
-    run.at("data", step)
-    with run.tracker.section("data"):
-        window = run.windows.read(step, num_micros)
+    run.at(DATA, step)
+    try:
+        with run.tracker.section("data"), run.reading():
+            window = run.windows.read(step, num_micros)
+    except StopNow:
+        return (None if previous is None else finish(run, previous)) or stopped_by(run), None
     if window is None:
         return "data exhausted", None
     if change is not None:

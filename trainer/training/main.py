@@ -289,8 +289,10 @@ def _start(plan: Plan, state: TrainState) -> Position:
 def _run_to_end(run: Run, run_dir: RunDir) -> int:
     """Run the loop, and record the outcome in status.json."""
     state, reason, code = "failed", "", EXIT_FAILED
+    run.stop.is_watched = True
     try:
         reason = run_loop(run)
+        run.at("end", run.position.step, may_wait=True)
         state = "stopped" if reason.startswith("stopped") else FINISHED
         run.saver.close()
         # Stopped before the first step there is no checkpoint, and what follows in a script must not take it for done.
@@ -300,26 +302,25 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
         logger.error("%s", reason)
     except OSError as error:
         reason = _describe(error, run_dir)
-        if run.watchdog is not None:
-            run.watchdog.tell(reason)
+        run.watchdog.tell(reason)
         every_rank_logger.error("%s", reason)
         raise RunFailed from error
     except UserError as error:
         reason = error.message
-        if run.watchdog is not None:
-            run.watchdog.tell(reason)
+        run.watchdog.tell(reason)
         raise
     except Exception as error:
         own = f"{type(error).__name__}: {error}"
-        reason = run.watchdog.explain(error) if run.watchdog is not None else own
+        reason = run.watchdog.explain(error)
         # Once, into this rank's log too, and without the frames of the command line above it. Where another rank is why,
         # where this one stood is in its log alone.
         frames = "".join(traceback.format_exception(error)).rstrip()
         every_rank_logger.error("%s", frames if reason == own else reason)
-        if run.watchdog is not None and reason != own:
+        if reason != own:
             run.watchdog.write(frames)
         raise RunFailed from error
     finally:
+        run.at("end", run.position.step, may_wait=True)
         guard = run.diagnostics.best_effort
         guard("end of the progress bar").run(run.progress.hide)
         if run.info.is_main:
