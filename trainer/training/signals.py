@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from trainer.ending import ProcessorUse, end_process
+from trainer.ending import STOP_SIGNALS, ProcessorUse, end_process
 from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal after it: within this
 # time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
