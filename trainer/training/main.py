@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from trainer.config.schema import RunConfig
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
+from trainer.distributed.startup import GroupError
+from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.sinks.stdout import Output, kept_for_payloads
@@ -111,6 +114,12 @@ def train(
                         stop.mute()
                         raise
             except RunFailed:
+                return EXIT_FAILED
+            except (GroupError, RuntimeError) as error:
+                if not (isinstance(error, GroupError) or is_of_a_collective(error)):
+                    raise
+                text = "rank %d: another rank has ended or does not answer, see its messages (here: %s)"
+                every_rank_logger.error(text, info.rank, shorten(str(error), 150))
                 return EXIT_FAILED
 
 

@@ -92,7 +92,8 @@ class StopRequest:
             if use.is_working():
                 since = time.monotonic()
         if not self.is_watched:
-            end_process(128 + number)
+            text = "%s: nothing has been done for %.0f s; ending without waiting for more"
+            end_process(128 + number, lambda: logger.warning(text, signal.Signals(number).name, GRACE_SEC))
 
     def mute(self) -> None:
         """Say nothing from now on, since the run ends by itself: torchrun ends the ranks that are left when one has ended."""
