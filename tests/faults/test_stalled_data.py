@@ -69,3 +69,21 @@ def test_one_signal_ends_a_run_that_waits_for_data(tmp_path, world_size, prefetc
     outcome = "`stopped`, a checkpoint of the last finished step" if world_size == 1 else "ended within seconds"
     what = f"one SIGTERM to {world_size} rank(s) that wait for data for ever, prefetch = {prefetch}"
     Injected(3, what, 1, lost, outcome).keep(f"stalled_data_sigterm_{world_size}_{prefetch}")
+
+
+@pytest.mark.parametrize(("how", "seconds", "ranks_that_do"), [("work", 20, [1]), ("sleep", 6, [0, 1])])
+def test_a_long_step_is_finished_and_saved_after_a_signal(tmp_path, how, seconds, ranks_that_do):
+    """Longer than the grace period if the rank works, while the other waits for it; shorter if all wait."""
+    run_dir = tmp_path / "run"
+    stall = {"after": 8, "how": how, "seconds": seconds, "ranks": ranks_that_do}
+    arguments = stalling_arguments(tmp_path, run_dir, prefetch=0, timeout_sec=600, **stall)
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=2) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 4)
+        ranks.signal(signal.SIGTERM)
+        codes, said = ranks.wait(180), ranks.said()
+    assert codes == [0, 0], said
+    ended = status(run_dir)
+    assert ended["state"] == "stopped"
+    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+    what = f"SIGTERM while {len(ranks_that_do)} of 2 ranks {how}s for {seconds} s in a step"
+    Injected(3, what, 1, "0", "the step was finished and saved").keep(f"long_step_{how}")

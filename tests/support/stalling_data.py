@@ -26,8 +26,17 @@ def build(
     ranks: tuple[int, ...] = (0, 1, 2, 3),
     fifo: str = "",
 ) -> Stalling:
-    """See `Stalling`; only the ranks named stall."""
+    """See `Stalling`; only the ranks named stall. `start`: never returns."""
+    if how == "start":
+        Path(os.environ["STARTED"], f"started_{rank}").touch()
+        time.sleep(seconds)
     return Stalling(seq_len, after if rank in ranks else -1, how, seconds, fifo)
+
+
+def evaluate_slowly(*, seconds: float, **_: Any) -> dict[str, float]:
+    """For `[eval] target`: waits."""
+    time.sleep(seconds)
+    return {"slowly": 1.0}
 
 
 class Stalling:

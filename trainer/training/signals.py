@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 # time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
 # A process that was asked to stop before its watchdog runs ends when it has done nothing for so long.
-GRACE_SEC = 20.0
+GRACE_SEC = 10.0
 
 
 class StopNow(BaseException):  # which no `except Exception` around a user's code swallows
