@@ -13,7 +13,7 @@ from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-# Below this share of one core a process waits. Idle ones use 0.1 % for their threads' polling; one that computes gets
+# Below this share of one core a process waits. Idle ones use 0.1 % for the polling of their threads; one that computes gets
 # several per cent even of a machine under ten times its load.
 WORKING_SHARE = 0.01
 LAST_WORDS_SEC = 10.0
@@ -24,14 +24,14 @@ WAIT_FOR_THREADS_SEC = 60.0
 
 
 class ProcessorUse:
-    """Tells a process that works (compiles, tokenizes, waits for a device by polling it) from one that waits."""
+    """Tells a process that works (compiles, tokenizes, polls a device) from one that waits. For use in one thread."""
 
     def __init__(self) -> None:
-        self._last = time.monotonic(), time.process_time()
+        self._last = 0.0, 0.0
 
     def is_working(self) -> bool:
-        """Whether this process has used its processors since the last call, in any of its threads."""
-        before, self._last = self._last, (time.monotonic(), time.process_time())
+        """Whether this process has used its processors since the last call, in any thread but the caller's."""
+        before, self._last = self._last, (time.monotonic(), time.process_time() - time.thread_time())
         return self._last[1] - before[1] > WORKING_SHARE * (self._last[0] - before[0])
 
 
