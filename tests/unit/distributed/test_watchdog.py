@@ -10,7 +10,8 @@ import torch.distributed as dist
 from tests.support.fault_runs import ARGUMENTS, make_config
 from tests.support.ranks import Ranks, status
 from trainer.distributed.env import RankInfo
-from trainer.distributed.watchdog import HangDetector, Heartbeat, Watchdog, is_of_a_collective
+from trainer.distributed.hang_detector import HangDetector, Heartbeat
+from trainer.distributed.watchdog import Watchdog, is_of_a_collective
 
 LIMIT = 10.0
 
