@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -87,3 +88,18 @@ def test_a_long_step_is_finished_and_saved_after_a_signal(tmp_path, how, seconds
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
     what = f"SIGTERM while {len(ranks_that_do)} of 2 ranks {how}s for {seconds} s in a step"
     Injected(3, what, 1, "0", "the step was finished and saved").keep(f"long_step_{how}")
+
+
+def test_a_run_that_is_suspended_for_longer_than_the_timeout_goes_on(tmp_path):
+    run_dir, timeout_sec = tmp_path / "run", 5
+    stall = {"after": 8, "how": "sleep", "seconds": 3}
+    arguments = stalling_arguments(tmp_path, run_dir, prefetch=0, timeout_sec=timeout_sec, **stall)
+    with Ranks(arguments, logs=tmp_path / "logs", world_size=1) as ranks:
+        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 4)
+        ranks.signal(signal.SIGSTOP)
+        time.sleep(2 * timeout_sec)  # the fault
+        ranks.signal(signal.SIGCONT)
+        assert ranks.wait(120) == [0], ranks.said()
+    assert status(run_dir)["state"] == "done"
+    what = "SIGSTOP of a single rank for twice the timeout, then SIGCONT"
+    Injected(5, what, 1, "0", "the run went on to its end").keep("suspended")
