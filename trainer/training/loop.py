@@ -2,7 +2,8 @@
 
 A step's numbers are read after the next step is launched, so that the device has work while the host reads: a stop, an end of
 the data and a streak of skipped steps take effect one step later, on all ranks alike. A step that logs, evaluates, samples,
-saves or may let the batch grow is read at once.
+saves or may let the batch grow is read at once. A single rank that is asked to stop does not read for another step: nobody else
+has to agree, and the data may never come.
 """
 
 from __future__ import annotations
