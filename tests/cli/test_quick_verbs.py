@@ -13,9 +13,9 @@ from trainer.metrics.payload_contract import build_payload, encode_payload
 
 PROGRAM = """
 import sys
-from trainer.cli.main import main
+from trainer.cli.main import run
 try:
-    main()
+    run()
     code = 0
 except SystemExit as ended:
     code = ended.code

@@ -110,7 +110,7 @@ def wait_as_torchrun(processes: Sequence[Forked], timeout: float) -> int:
 def _run_program(
     arguments: list[str], environ: Mapping[str, str], cwd: Path, out: Path, err: Path, max_file_bytes: int | None
 ) -> None:
-    """In the fork: become what a fresh process of the program would be."""
+    """In the fork: become what a fresh process of the program would be. KILL_AT, "module:function", ends rank 0 there."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # tests that are killed leave no process behind (Linux)
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
@@ -126,6 +126,9 @@ def _run_program(
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = ["train", *arguments]
     main = importlib.import_module("trainer.cli.main").main
+    if environ.get("KILL_AT") and environ.get("RANK") == "0":
+        module, _, function = environ["KILL_AT"].partition(":")
+        setattr(importlib.import_module(module), function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     if max_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     try:

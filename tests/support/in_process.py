@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainer.cli.main import main
+from trainer.cli.main import run
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> 
     before, sys.argv = sys.argv, ["train", *map(str, arguments)]
     code: object = None
     try:
-        main()
+        run()
     except SystemExit as end:
         code = end.code
     finally:

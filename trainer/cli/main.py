@@ -35,6 +35,7 @@ from trainer.cli.verbs import (
     report,
 )
 from trainer.cli.verbs.trained import evaluate, export, sample
+from trainer.ending import leave_soon
 from trainer.errors import UserError
 
 app = typer.Typer(
@@ -138,7 +139,19 @@ def _print_versions() -> None:
 
 
 def main() -> None:
-    """Run the program and exit."""
+    """Run the program in a process of its own, and exit."""
+    code = 1
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+        raise
+    finally:
+        leave_soon(code)
+
+
+def run() -> None:
+    """Run the program and exit; the end of the process itself, which a user's threads may keep, is the caller's."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -362,7 +362,9 @@ class DistributedTable(Table):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA, gloo on the CPU."""
     timeout_sec: Seconds = 600.0
-    """Seconds after which a collective that does not complete fails and the run ends."""
+    """Seconds after which a collective that does not complete fails, and after which a rank (a single one too) that makes no
+    progress ends the run: it enters no phase or collective, reads no micro-batch and uses no processor. Raise it if a healthy
+    read may wait longer. docs/reliability.md lists what a single rank may wait for without a limit."""
     find_unused_parameters: bool = False
     """ddp: for a model with parameters that no micro-batch, or not every one, uses: DDP searches for them in every step.
     Without it, several ranks refuse such a model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from trainer.arrays import IGNORED
 from trainer.metrics.best_effort import BestEffort
 
+CLOSE_SEC = 5.0
 TENSOR_KEYS = ("tokens", "targets", "resets", "token_types", "tokens_before", "resets_before")
 
 
@@ -61,6 +63,7 @@ class Loader:
         self._guard = guard or BestEffort("data metrics")
         self._queue: queue.Queue[LoadedBatch | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
+        self._num_loaded = 0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         if prefetch:
@@ -88,6 +91,13 @@ class Loader:
             self._failure = item
         raise self._failure
 
+    @property
+    def reading(self) -> str:
+        """What is being loaded: another text for every batch. For any thread."""
+        where = getattr(self._dataset, "now_reading", None)
+        number = f"micro-batch {self._num_loaded + 1:,}"
+        return f"{number} from {where}" if isinstance(where, str) and where else number
+
     def __enter__(self) -> Loader:
         return self
 
@@ -95,9 +105,10 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """End the thread and drop prefetched batches; may be called twice."""
+        """End the thread and drop prefetched batches; may be called twice. A read that hangs ends with the process."""
         self._stop.set()
-        while self._thread is not None and self._thread.is_alive():
+        end = time.monotonic() + CLOSE_SEC
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < end:
             try:
                 self._queue.get(timeout=0.01)
             except queue.Empty:
@@ -115,6 +126,7 @@ class Loader:
 
     def _load(self) -> LoadedBatch:
         batch = next(self._iterator)
+        self._num_loaded += 1
         state = None if self._state_dict is None else self._state_dict()
         metrics = {} if self._drain is None else self._guard.run(self._drain)
         if metrics is None:

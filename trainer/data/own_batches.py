@@ -29,6 +29,8 @@ class OwnBatches:
         key: names it in messages.
     """
 
+    now_reading = ""  # not the data set's: another thread asks, and must not run a user's code
+
     def __init__(self, dataset: Any, *, vocab_size: int, key: str) -> None:
         self._dataset = dataset
         self._vocab_size = vocab_size

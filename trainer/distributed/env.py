@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from textwrap import shorten
 
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.startup import answer_ready, claim_message
+from trainer.distributed.startup import GroupError, answer_ready, claim_message
 from trainer.errors import UserError
 
 
@@ -110,21 +111,27 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
     group alive: reference cycles that include it (DDP's reducer), which are collected here, and `torch._dynamo`, which
     keeps a reference to the group if it is imported while one exists. DDP imports it, so it is imported here before the
     group exists. References outside of cycles are the caller's to drop.
+
+    Raises:
+        GroupError: another rank has ended while they start, or does not answer in time.
     """
     if info.world_size == 1:
         yield
         return
     importlib.import_module("torch._dynamo")
-    store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
-    answer_ready(store, rank=info.rank, world_size=info.world_size, timeout_sec=timeout_sec)
-    dist.init_process_group(
-        backend,
-        store=store,
-        timeout=timedelta(seconds=timeout_sec),
-        rank=info.rank,
-        world_size=info.world_size,
-        device_id=device if backend == "nccl" else None,
-    )
+    try:
+        store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
+        answer_ready(store, rank=info.rank, world_size=info.world_size, timeout_sec=timeout_sec)
+        dist.init_process_group(
+            backend,
+            store=store,
+            timeout=timedelta(seconds=timeout_sec),
+            rank=info.rank,
+            world_size=info.world_size,
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:  # torch's DistError is one
+        raise GroupError(shorten(str(error), 150)) from error
     try:
         yield
         gc.collect()

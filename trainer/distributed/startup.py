@@ -16,6 +16,12 @@ import torch.distributed as dist
 from trainer.errors import UserError
 
 NOBODY = "nobody"
+
+
+class GroupError(Exception):
+    """The ranks cannot start together: one has ended, or does not answer."""
+
+
 # Polled: during a blocking wait Python handles no signals, and the wait warns when it times out.
 CHECK_EVERY_SEC = 0.1
 
@@ -25,7 +31,7 @@ def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: 
 
     Raises:
         UserError: a rank refuses to start; that rank prints why.
-        TimeoutError: a rank did not answer in time, and none refuses.
+        GroupError: a rank did not answer in time, and none refuses.
     """
     end = time.monotonic() + timeout_sec
     speaker = _answer(store, "ready", rank=rank, world_size=world_size, gives_up=lambda: time.monotonic() > end)
@@ -80,5 +86,5 @@ def _decide(store: dist.Store, world_size: int) -> None:
     refusing = [rank for rank in range(world_size) if store.check([f"refused_{rank}"])]
     missing = [rank for rank in range(world_size) if rank not in refusing and not store.check([f"ready_{rank}"])]
     if missing and not refusing:
-        raise TimeoutError(f"rank {', '.join(map(str, missing))} did not start in time")
+        raise GroupError(f"rank {', '.join(map(str, missing))} did not start in time")
     store.compare_set("speaker", "", str(refusing[0]) if refusing else NOBODY)

@@ -1,20 +1,25 @@
-"""Watchdog: detects a rank that never reaches a collective, names it, and ends the run with the stacks of all ranks.
+"""Watchdog: detects ranks that make no progress, names them, and ends the run with the stacks of all ranks.
 
-On each rank a thread publishes every few seconds how many collectives the rank has entered and its current activity; the
-step itself only assigns one attribute. Waiting ranks have entered one collective more than the rank they wait for. Rank 0
-compares the counts. When a wait exceeds the limit it publishes the finding, and every rank that reads it writes its stacks
-to its log. If the main thread does not return by itself after that, the watchdog thread ends the process.
+On each rank, a single one too, a thread publishes every few seconds how many collectives the rank has entered, its current
+activity, and whether it makes progress: it has noted a phase, entered a collective, read a micro-batch, or used a processor.
+The step itself only assigns one attribute. Rank 0 compares. Waiting ranks have entered one collective more than the rank
+they wait for; with equal counts, who makes no progress is a hang whoever waits for whom. When the limit is exceeded rank 0
+publishes the finding, and every rank that reads it writes its stacks to its log. If the main thread does not return by
+itself after that, the watchdog thread ends the process.
+
+After a request to stop the run ends as soon as nobody makes progress any more: a long step is finished and saved.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, BinaryIO, TypeVar
@@ -23,6 +28,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trainer.distributed.env import RankInfo
+from trainer.distributed.hang_detector import HangDetector, Heartbeat
+from trainer.ending import LAST_WORDS_SEC, ProcessorUse, end_process, within
 from trainer.metrics.logger import get_logger
 from trainer.wording import error_text, message_of
 
@@ -30,66 +37,12 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 EXIT_HUNG = 1
 LONGEST_INTERVAL_SEC = 2.0
+# Without progress for so long, a run that was asked to stop ends. torchrun kills its ranks 30 s after their SIGTERM.
+GRACE_SEC = 10.0
 HANG_KEY = "hang"
 GONE_KEY = "gone"
 PREFIX = "watchdog"
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The last message of a rank."""
-
-    collectives: int
-    """Collectives entered since the process group began."""
-    activity: str
-    """What the main thread is doing."""
-    count: int
-    """Number of this heartbeat."""
-
-
-class HangDetector:
-    """Finds the rank that the others wait for.
-
-    Args:
-        limit_sec: duration from which a wait counts as a hang.
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, world_size: int, limit_sec: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit_sec
-        self._clock = clock
-        self._last: list[Heartbeat | None] = [None] * world_size
-        self._moved_at = [clock()] * world_size
-        self._heard_at = [clock()] * world_size
-
-    def update(self, heartbeats: Sequence[Heartbeat | None]) -> str | None:
-        """Add each rank's last heartbeat (None: none yet); returns a description of the hang if there is one."""
-        now = self._clock()
-        for rank, beat in enumerate(heartbeats):
-            last = self._last[rank]
-            if beat is None or beat == last:
-                continue
-            self._heard_at[rank] = now
-            if last is None or (beat.collectives, beat.activity) != (last.collectives, last.activity):
-                self._moved_at[rank] = now
-            self._last[rank] = beat
-        counts = [-1 if beat is None else beat.collectives for beat in self._last]
-        most = max(counts)
-        waited = now - max(self._moved_at[rank] for rank, count in enumerate(counts) if count == most)
-        missing = [rank for rank, count in enumerate(counts) if count < most]
-        if not missing or waited <= self._limit:
-            return None
-        return "; ".join(self._describe(rank, now, most) for rank in missing)
-
-    def _describe(self, rank: int, now: float, most: int) -> str:
-        beat = self._last[rank]
-        if beat is None:
-            return f"rank {rank} is missing: no heartbeat since the run began"
-        silent = now - self._heard_at[rank]
-        where = f"{beat.activity}, for {now - self._moved_at[rank]:.1f} s"
-        if silent > self._limit / 2:
-            where = f"no heartbeat for {silent:.1f} s, last in {beat.activity}"
-        return f"rank {rank} is missing: {where} (it entered {beat.collectives} collectives, the others {most})"
+DATA = "data"  # the phase in which a message says what is read
 
 
 class Watchdog:
@@ -100,6 +53,8 @@ class Watchdog:
         timeout_sec: timeout of the collectives.
         log: file for the stacks.
         on_end: called with the reason before the process is ended because its main thread hangs.
+        reading: what is read from the data set now, of which every micro-batch has another text; called in the thread.
+        is_asked: whether this process was asked to stop; called in the thread.
     """
 
     def __init__(
@@ -111,6 +66,8 @@ class Watchdog:
         log: Path,
         collectives: Callable[[], int],
         on_end: Callable[[str], None],
+        reading: Callable[[], str] = lambda: "",
+        is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = dist.PrefixStore(PREFIX, store)
         self._info = info
@@ -120,18 +77,29 @@ class Watchdog:
         self._log: BinaryIO = log.open("ab", buffering=0)
         self._collectives = collectives
         self._on_end = on_end
-        self._detector = HangDetector(info.world_size, self._limit)
+        self._reading, self._is_asked = reading, is_asked
+        self._time, self._looked_at = 0.0, time.monotonic()
+        self._detector = HangDetector(info.world_size, self._limit, GRACE_SEC, lambda: self._time)
+        self._alone = HangDetector(1, self._limit, GRACE_SEC, lambda: self._time)
         self._seen: set[int] = set()
-        self._activity: tuple[str, int] = ("starting", 0)
+        self._notes = itertools.count()
+        self._activity: tuple[str, int, bool, int] = ("starting", 0, True, 0)
+        self._use = ProcessorUse()
+        self._signs: object = None
+        self._progress = 0
         self._count = 0
         self._is_closed = threading.Event()
         self.hang: str | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def at(self, what: str, step: int) -> None:
-        """Record the main thread's current activity."""
-        self._activity = (what, step)
+    def at(self, what: str, step: int, *, may_wait: bool = False) -> None:
+        """Record the main thread's current activity. To call it is progress.
+
+        Args:
+            may_wait: it may wait for a disk, a service or a user's code for as long as it takes.
+        """
+        self._activity = (what, step, may_wait, next(self._notes))
 
     def tell(self, reason: str) -> None:
         """Tell the other ranks why this one ends, so that they do not report it as missing."""
@@ -185,26 +153,40 @@ class Watchdog:
         while not is_over:
             # If something holds the interpreter so that this thread cannot run, the stacks are written without it.
             faulthandler.dump_traceback_later(self._limit, file=self._log)
-            if self._if_store_lives(self._beat) is None:
-                break
+            # Its own time: that in which the process is suspended (Ctrl-Z, a scheduler) does not count.
+            now = time.monotonic()
+            self._time += min(now - self._looked_at, 3 * self._interval)
+            self._looked_at = now
+            beat = self._own_heartbeat()
+            if self._if_store_lives(partial(self._exchange, beat)) is None:
+                # The rank that hosts it is gone; this one may be anywhere, also in a read that never ends.
+                self.hang = self._alone.update([replace(beat, collectives=0)])
             if self.hang is not None:
-                self._end(self.hang)
+                self._end(self.hang, was_asked=beat.is_asked)
                 break
             is_over = self._is_closed.wait(self._interval)
         faulthandler.cancel_dump_traceback_later()
 
-    def _beat(self) -> int:
+    def _own_heartbeat(self) -> Heartbeat:
         self._count += 1
-        what, step = self._activity
-        heartbeat = [self._collectives(), f"step {step}: {what}", self._count]
-        self._store.set(f"rank_{self._info.rank}", json.dumps(heartbeat))
+        what, step, may_wait, _ = activity = self._activity
+        reading, collectives = self._reading(), self._collectives()
+        signs = (activity, reading, collectives)
+        if self._use.is_working() or may_wait or signs != self._signs:
+            self._progress += 1
+        self._signs = signs
+        text = f"step {step}: {what}" + (f", reading {reading}" if what == DATA and reading else "")
+        return Heartbeat(collectives, text, self._progress, self._is_asked(), self._count)
+
+    def _exchange(self, beat: Heartbeat) -> bool:
+        self._store.set(f"rank_{self._info.rank}", json.dumps(astuple(beat)))
         if self._info.is_main:
             hang = self._detector.update(self._heartbeats())
             if hang is not None:
                 self._store.set(HANG_KEY, hang)
         if self._store.check([HANG_KEY]):
             self.hang = self._store.get(HANG_KEY).decode()
-        return self._count
+        return True
 
     def _heartbeats(self) -> list[Heartbeat | None]:
         """The last heartbeat of each rank, None before its first."""
@@ -225,15 +207,19 @@ class Watchdog:
         """The ranks that another one has found gone; empty if none has."""
         return self._store.get(GONE_KEY).decode() if self._store.check([GONE_KEY]) else ""
 
-    def _end(self, hang: str) -> None:
+    def _end(self, hang: str, *, was_asked: bool) -> None:
         """Write the stacks, and end the process unless its main thread does so."""
-        logger.error("a collective took more than %.1f s: %s", self._limit, hang)
+        within(LAST_WORDS_SEC, partial(self._say, hang))
+        # Within this time the backend raises in the ranks that wait, which then end normally; after a request to stop it is
+        # the time in which the others hear of it from the store that rank 0 hosts.
+        wait = 0 if self._info.world_size == 1 else 2 if was_asked else 6
+        if not self._is_closed.wait(wait * self._interval):
+            end_process(EXIT_HUNG, partial(self._on_end, hang))
+
+    def _say(self, hang: str) -> None:
         self._log.write(f"stacks of rank {self._info.rank}:\n".encode())
         faulthandler.dump_traceback(self._log, all_threads=True)
-        # Within this time the backend raises in the ranks that wait, which then end normally.
-        if not self._is_closed.wait(6 * self._interval):
-            self._on_end(hang)
-            os._exit(EXIT_HUNG)
+        logger.error("%s", hang)
 
     @staticmethod
     def _if_store_lives(action: Callable[[], T]) -> T | None:
@@ -262,24 +248,30 @@ def start_watchdog(
     timeout_sec: float,
     log: Path,
     on_end: Callable[[str], None],
+    reading: Callable[[], str],
+    is_asked: Callable[[], bool],
     groups: Sequence[dist.ProcessGroup] = (),
-) -> Watchdog | None:
-    """Start this rank's watchdog; None for a single rank, which never waits.
+) -> Watchdog:
+    """Start this rank's watchdog.
 
     Args:
         groups: further process groups of parts of the ranks, of which each rank is in as many.
     """
-    if info.world_size == 1:
-        return None
-    # torch 2.13 has both for its own monitoring, but neither public nor typed.
-    world: Any = dist.group.WORLD
-    counted: list[Any] = [world, *(group for group in groups if group is not world)]
-    store: Any = _get_default_store()
+    store: Any = dist.HashStore()
+    counted: list[Any] = []
+    if info.world_size > 1:
+        # torch 2.13 has both for its own monitoring, but neither public nor typed.
+        world: Any = dist.group.WORLD
+        counted = [world, *(group for group in groups if group is not world)]
+        default_store: Any = _get_default_store()
+        store = default_store.clone()
     return Watchdog(
-        store.clone(),
+        store,
         info,
         timeout_sec=timeout_sec,
         log=log,
         collectives=lambda: sum(group._get_sequence_number_for_group() for group in counted),
         on_end=on_end,
+        reading=reading,
+        is_asked=is_asked,
     )

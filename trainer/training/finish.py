@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.metrics.aggregate import Reported
@@ -12,6 +12,7 @@ from trainer.metrics.rank_reduction import Reporter, reduce_over_ranks
 from trainer.metrics.spikes import SpikeDetector
 from trainer.training.checkpointing.train_state import FoundSpike
 from trainer.training.run import Run, StepInFlight
+from trainer.training.signals import StopNow
 from trainer.training.step.step import StepOutcome
 
 logger = get_logger(__name__)
@@ -51,6 +52,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         report_spikes(run)
     end_step(run, taken, outcome, run.reporters if run.logs(step) else {})
     if outcome.all_saved:
+        run.at("checkpoint", step, may_wait=True)
         run.saver.publish_pending(position)
     every, is_last = run.config.eval.every, step == position.last_step
     position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or is_last)
@@ -114,11 +116,12 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     if position.evaluation_is_due and not evaluate(run):
         return False
     if run.sampler is not None and (position.step % config.sample.every == 0 or is_last):
+        run.at("sample", position.step)
         with run.paused():
             run.diagnostics.best_effort("sample").run(run.sampler.run, position.step)
     every = config.checkpoint.every
     if every and position.step % every == 0 and not is_last:  # after the last step the loop saves
-        run.at("checkpoint", position.step)
+        run.at("checkpoint", position.step, may_wait=True)
         report_spikes(run)
         with run.paused():
             run.saver.save(position, in_background=config.checkpoint.background)
@@ -129,8 +132,15 @@ def evaluate(run: Run) -> bool:
     """Evaluate and log. False, and nothing is logged, if a stop is requested meanwhile; a resumed run makes up for it."""
     assert run.evaluator is not None
     position = run.position
-    run.at("evaluation", position.step)
-    found = run.evaluator.run(position.step, lambda: run.stop.requested)
+
+    def should_stop() -> bool:  # asked between micro-batches
+        run.at("evaluation", position.step, may_wait=run.config.eval.target is not None)
+        return run.stop.requested
+
+    should_stop()
+    found: dict[str, float] | None = None
+    with suppress(StopNow), run.reading():
+        found = run.evaluator.run(position.step, should_stop)
     position.evaluation_is_due = found is None
     if found is None:
         return False

@@ -2,7 +2,8 @@
 
 A step's numbers are read after the next step is launched, so that the device has work while the host reads: a stop, an end of
 the data and a streak of skipped steps take effect one step later, on all ranks alike. A step that logs, evaluates, samples,
-saves or may let the batch grow is read at once.
+saves or may let the batch grow is read at once. A single rank that is asked to stop does not read for another step: nobody else
+has to agree, and the data may never come.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.watchdog import DATA
 from trainer.metrics.logger import get_logger
 from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
 from trainer.training.run import Run, StepInFlight
+from trainer.training.signals import StopNow
 from trainer.training.step.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
@@ -35,6 +38,7 @@ def run_loop(run: Run) -> str:
             run.profile.step()
     report_spikes(run)
     if run.saver.last_saved != position.step and position.step > 0:
+        run.at("checkpoint", position.step, may_wait=True)
         with run.paused():
             run.saver.save(position, in_background=False)
     return reason or "all steps are done"
@@ -58,9 +62,12 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         if reason is not None:
             return reason, None
     run.tracker.start_step()
-    run.at("data", step)
-    with run.tracker.section("data"):
-        window = run.windows.read(step, num_micros)
+    run.at(DATA, step)
+    try:
+        with run.tracker.section("data"), run.reading():
+            window = run.windows.read(step, num_micros)
+    except StopNow:
+        return (None if previous is None else finish(run, previous)) or stopped_by(run), None
     if window is None:
         return "data exhausted", None
     if change is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from trainer.config.schema import RunConfig
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
+from trainer.distributed.startup import GroupError
+from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.sinks.stdout import Output, kept_for_payloads
@@ -111,6 +114,12 @@ def train(
                         stop.mute()
                         raise
             except RunFailed:
+                return EXIT_FAILED
+            except (GroupError, RuntimeError) as error:
+                if not (isinstance(error, GroupError) or is_of_a_collective(error)):
+                    raise
+                text = "rank %d: another rank has ended or does not answer, see its messages (here: %s)"
+                every_rank_logger.error(text, info.rank, shorten(str(error), 150))
                 return EXIT_FAILED
 
 
@@ -289,8 +298,10 @@ def _start(plan: Plan, state: TrainState) -> Position:
 def _run_to_end(run: Run, run_dir: RunDir) -> int:
     """Run the loop, and record the outcome in status.json."""
     state, reason, code = "failed", "", EXIT_FAILED
+    run.stop.is_watched = True
     try:
         reason = run_loop(run)
+        run.at("end", run.position.step, may_wait=True)
         state = "stopped" if reason.startswith("stopped") else FINISHED
         run.saver.close()
         # Stopped before the first step there is no checkpoint, and what follows in a script must not take it for done.
@@ -300,26 +311,25 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
         logger.error("%s", reason)
     except OSError as error:
         reason = _describe(error, run_dir)
-        if run.watchdog is not None:
-            run.watchdog.tell(reason)
+        run.watchdog.tell(reason)
         every_rank_logger.error("%s", reason)
         raise RunFailed from error
     except UserError as error:
         reason = error.message
-        if run.watchdog is not None:
-            run.watchdog.tell(reason)
+        run.watchdog.tell(reason)
         raise
     except Exception as error:
         own = error_text(error)
-        reason = run.watchdog.explain(error) if run.watchdog is not None else own
+        reason = run.watchdog.explain(error)
         # Once, into this rank's log too, and without the frames of the command line above it. Where another rank is why,
         # where this one stood is in its log alone.
         frames = "".join(traceback.format_exception(error)).rstrip()
         every_rank_logger.error("%s", frames if reason == own else reason)
-        if run.watchdog is not None and reason != own:
+        if reason != own:
             run.watchdog.write(frames)
         raise RunFailed from error
     finally:
+        run.at("end", run.position.step, may_wait=True)
         guard = run.diagnostics.best_effort
         guard("end of the progress bar").run(run.progress.hide)
         if run.info.is_main:

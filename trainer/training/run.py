@@ -85,8 +85,7 @@ class Run:
     """Rank 0 only, but for a model in shards."""
     saver: Saver
     stop: StopRequest
-    watchdog: Watchdog | None
-    """None for a single rank."""
+    watchdog: Watchdog
     events: EventWriter | None
     """Rank 0 only."""
     progress: Progress
@@ -95,10 +94,15 @@ class Run:
     status: StatusKeeper | None
     """Rank 0 only."""
 
-    def at(self, what: str, step: int) -> None:
-        """Record the current phase for the watchdog."""
-        if self.watchdog is not None:
-            self.watchdog.at(what, step)
+    def at(self, what: str, step: int, *, may_wait: bool = False) -> None:
+        """Record the current phase for the watchdog; see `Watchdog.at`."""
+        self.watchdog.at(what, step, may_wait=may_wait)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Where a single rank stops at once if it is asked to."""
+        with self.stop.interrupting(self.info.world_size == 1):
+            yield
 
     def count(self, values: Mapping[str, float]) -> None:
         """Count on this rank until the next logged step."""

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
+from trainer.ending import STOP_SIGNALS, ProcessorUse, end_process
 from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal after it: within this
 # time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
+# A process that was asked to stop before its watchdog runs ends when it has done nothing for so long.
+GRACE_SEC = 10.0
+
+
+class StopNow(BaseException):  # which no `except Exception` around a user's code swallows
+    """A request to stop, raised where nothing is lost by it."""
 
 
 def say_stopping(name: str) -> None:
@@ -37,16 +45,55 @@ class StopRequest:
         self._on_first = on_first
         self._clock = clock
         self._since = 0.0
+        self._interrupts = False
+        self.is_heard = False
+        """True from the first signal on, also while the main thread is in a call that handles none."""
+        self.is_watched = False
+        """Set once something else ends the process if it cannot come to its next step."""
         self.requested = False
         """True from the first signal on."""
         self.signal_name: str | None = None
 
     def install(self) -> None:
         """Handle the stop signals of this process, from its main thread."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are its own
+        threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         for number in STOP_SIGNALS:
             # nohup has the program ignore SIGHUP, which then survives when the terminal is closed.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
+
+    @contextmanager
+    def interrupting(self, is_alone: bool) -> Iterator[None]:
+        """Raise a request as `StopNow` inside the block: it only reads, and may wait there for ever.
+
+        Args:
+            is_alone: no other rank waits for this one; otherwise nothing is raised.
+        """
+        self._interrupts = is_alone
+        try:
+            if is_alone and self.requested:
+                raise StopNow
+            yield
+        finally:
+            self._interrupts = False
+
+    def _listen(self, reader: int) -> None:
+        """Hear signals also while the main thread handles none, and end the process if it waits for ever as it starts."""
+        while (number := os.read(reader, 1)[0]) not in STOP_SIGNALS:
+            pass
+        self.is_heard = True
+        use, since = ProcessorUse(), time.monotonic()
+        while not self.is_watched and time.monotonic() - since < GRACE_SEC:
+            time.sleep(1.0)
+            if use.is_working():
+                since = time.monotonic()
+        if not self.is_watched:
+            text = "%s: nothing has been done for %.0f s; ending without waiting for more"
+            end_process(128 + number, lambda: logger.warning(text, signal.Signals(number).name, GRACE_SEC))
 
     def mute(self) -> None:
         """Say nothing from now on, since the run ends by itself: torchrun ends the ranks that are left when one has ended."""
@@ -58,5 +105,7 @@ class StopRequest:
             self._since, self.requested = now, True
             self.signal_name = signal.Signals(number).name
             self._on_first(self.signal_name)
+            if self._interrupts:
+                raise StopNow
         elif now - self._since > SAME_REQUEST_SEC:
             os._exit(128 + number)

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.data.blending.blend import BlendDataset, BlendSource
+from trainer.data.blending.weights import ConstantWeight
 from trainer.data.loader import Loader
 from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.streams import open_stream
 from trainer.data.streams.layout import Stream
 
 Write = Callable[..., list[Stream]]
@@ -101,3 +104,40 @@ def test_closing_ends_the_thread_even_if_nobody_took_its_batches() -> None:
     assert threading.active_count() == before
     with pytest.raises(StopIteration):
         next(loader)
+
+
+def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(
+    write_streams: Write, mixing: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    is_stuck, may_go_on = threading.Event(), threading.Event()
+    load = open_stream.load_documents
+
+    def stuck_at_the_third(path: str, *args: Any) -> Any:
+        opened.append(str(path))
+        if len(opened) == 3:
+            is_stuck.set()
+            may_go_on.wait(60)
+        return load(path, *args)
+
+    monkeypatch.setattr(open_stream, "load_documents", stuck_at_the_third)
+    streams = write_streams({"a": [[9, 3]] * 5})
+    blend = BlendDataset([BlendSource("first", mixing(streams, num_streams_mixed=2), ConstantWeight(1.0))], seed=0)
+    assert blend.now_reading == ""
+    with Loader(blend, device="cpu", prefetch=8) as loader:
+        assert is_stuck.wait(60)
+        number, _, where = loader.reading.partition(" from ")
+        assert number.startswith("micro-batch ")
+        assert where == f"source first: {opened[2]}"
+        may_go_on.set()
+        for _ in range(20):
+            next(loader)
+        assert loader.reading.partition(" from ")[0] != number
+
+
+def test_closing_does_not_wait_for_a_read_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.loader.CLOSE_SEC", 0.1)
+    may_go_on = threading.Event()
+    loader = Loader((may_go_on.wait(600) for _ in range(1)), device="cpu", prefetch=1)
+    loader.close()
+    may_go_on.set()

@@ -24,11 +24,11 @@ import json, sys
 from trainer.data.formats import registry
 from trainer.data.formats.token_arrays import load_npy
 registry.FORMATS = {**registry.FORMATS, "ids": registry.Format((".ids",), load_npy, kind="ids", options=("eod",))}
-from trainer.cli.main import main
+from trainer.cli.main import run
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["train", *arguments]
     try:
-        main()
+        run()
     except SystemExit as end:
         assert not end.code, (arguments, end.code)
 """

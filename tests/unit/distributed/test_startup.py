@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from trainer.distributed.startup import answer_ready, answer_refusal, claim_message
+from trainer.distributed.startup import GroupError, answer_ready, answer_refusal, claim_message
 from trainer.errors import UserError
 
 
@@ -59,7 +59,7 @@ def test_of_ranks_that_give_up_at_once_exactly_one_speaks():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    with pytest.raises(TimeoutError, match="rank 1, 2 did not start in time"):
+    with pytest.raises(GroupError, match="rank 1, 2 did not start in time"):
         answer_ready(dist.HashStore(), rank=0, world_size=3, timeout_sec=0)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch.distributed as dist
 
 from tests.support.fault_runs import ARGUMENTS, make_config
 from tests.support.ranks import Ranks, status
 from trainer.distributed.env import RankInfo
-from trainer.distributed.watchdog import HangDetector, Heartbeat, Watchdog, is_of_a_collective
+from trainer.distributed.hang_detector import HangDetector, Heartbeat
+from trainer.distributed.watchdog import Watchdog, is_of_a_collective
 
 LIMIT = 10.0
 
@@ -21,9 +24,16 @@ class Clock:
         return self.now
 
 
-def make_detector(world_size: int = 3) -> tuple[HangDetector, Clock]:
+def make_detector(world_size: int = 3, *, grace: float = math.inf) -> tuple[HangDetector, Clock]:
     clock = Clock()
-    return HangDetector(world_size, LIMIT, clock), clock
+    return HangDetector(world_size, LIMIT, grace, clock), clock
+
+
+def beat(
+    collectives: int, activity: str, count: int, *, progress: int | None = None, is_asked: bool = False
+) -> Heartbeat:
+    """A heartbeat; with progress since the last one, unless told otherwise."""
+    return Heartbeat(collectives, activity, count if progress is None else progress, is_asked, count)
 
 
 def watch(detector: HangDetector, clock: Clock, seconds: float, heartbeats_at) -> str | None:
@@ -38,12 +48,48 @@ def watch(detector: HangDetector, clock: Clock, seconds: float, heartbeats_at) -
 
 def test_ranks_that_go_on_together_are_never_a_hang():
     detector, clock = make_detector()
-    assert watch(detector, clock, 500, lambda t: [Heartbeat(t // 3, f"step {t}", t)] * 3) is None
+    assert watch(detector, clock, 500, lambda t: [beat(t // 3, f"step {t}", t)] * 3) is None
 
 
-def test_a_long_wait_of_all_without_a_collective_between_them_is_no_hang():
+def test_a_long_phase_without_a_collective_is_no_hang_while_there_is_progress_in_it():
     detector, clock = make_detector()
-    assert watch(detector, clock, 500, lambda t: [Heartbeat(7, "step 1: forward and backward", t)] * 3) is None
+    assert watch(detector, clock, 500, lambda t: [beat(7, "step 1: forward and backward", t)] * 3) is None
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_that_all_wait_without_progress_are_a_hang_after_the_limit_and_not_before(world_size):
+    detector, clock = make_detector(world_size)
+
+    def heartbeats(t: int) -> list[Heartbeat]:
+        return [beat(7, "step 2: data, reading micro-batch 3", t, progress=1)] * world_size
+
+    assert watch(detector, clock, LIMIT + 1, heartbeats) is None
+    hang = watch(detector, clock, 1, heartbeats)
+    where = "makes no progress: step 2: data, reading micro-batch 3, for 11.0 s"
+    assert hang == "; ".join(f"rank {rank} {where}" for rank in range(world_size))
+
+
+def test_one_rank_without_progress_is_a_hang_although_the_others_work_and_none_waits_for_it():
+    detector, clock = make_detector(2)
+    hang = watch(detector, clock, 30, lambda t: [beat(7, f"step {t}", t), beat(7, "step 2: data", t, progress=1)])
+    assert hang == "rank 1 makes no progress: step 2: data, for 11.0 s"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "working", "hang"),
+    [
+        # Who waits for a rank that works does not end the run, nor does one that works itself.
+        (beat(8, "step 2: optimizer", 1, is_asked=True), True, None),
+        (beat(8, "step 2: optimizer", 1, is_asked=True), False, "asked to stop, but rank 1 is missing: step 2: data"),
+        (beat(7, "step 2: data", 1, is_asked=True), True, None),
+        (beat(7, "step 2: data", 1, is_asked=True), False, "asked to stop, but rank 0 makes no progress: step 2: data"),
+        (beat(7, "step 2: data", 1), False, None),
+    ],
+)
+def test_a_run_that_was_asked_to_stop_ends_once_nobody_makes_progress(waiting, working, hang):
+    detector, clock = make_detector(2, grace=3.0)
+    found = watch(detector, clock, 8, lambda t: [waiting, beat(7, "step 2: data", t, progress=t if working else 1)])
+    assert found is None if hang is None else found is not None and found.startswith(hang)
 
 
 def test_the_rank_that_entered_fewer_collectives_is_named_after_the_limit_and_not_before():
@@ -51,9 +97,9 @@ def test_the_rank_that_entered_fewer_collectives_is_named_after_the_limit_and_no
 
     def heartbeats(t: int) -> list[Heartbeat]:
         return [
-            Heartbeat(8, "step 2: optimizer", t),
-            Heartbeat(7, "step 2: data", t),
-            Heartbeat(8, "step 2: optimizer", t),
+            beat(8, "step 2: optimizer", t),
+            beat(7, "step 2: data", t),
+            beat(8, "step 2: optimizer", t),
         ]
 
     # Seen first after a second, so that the limit is over at the twelfth.
@@ -65,12 +111,12 @@ def test_the_rank_that_entered_fewer_collectives_is_named_after_the_limit_and_no
 
 def test_a_rank_that_is_slow_but_comes_is_no_hang():
     detector, clock = make_detector(2)
-    assert watch(detector, clock, 300, lambda t: [Heartbeat(t // 9 + 1, "a", t), Heartbeat(t // 9, "b", t)]) is None
+    assert watch(detector, clock, 300, lambda t: [beat(t // 9 + 1, "a", t), beat(t // 9, "b", t)]) is None
 
 
 def test_a_rank_without_a_heartbeat_is_reported_as_such_and_one_that_never_had_one_too():
     detector, clock = make_detector()
-    hang = watch(detector, clock, 30, lambda t: [Heartbeat(8, "x", t), Heartbeat(7, "y", 1), None])
+    hang = watch(detector, clock, 30, lambda t: [beat(8, "x", t), beat(7, "y", 1), None])
     assert hang is not None
     first, second = hang.split("; ")
     assert first.startswith("rank 1 is missing: no heartbeat for ")

@@ -108,6 +108,7 @@ class BlendDataset:
         self._seed = seed
         self._uniforms = KeyedUniforms("blend", seed, *names)  # the names: a nested blend draws its own numbers
         self._batch_index = 0
+        self._now = -1  # the source that the next batch is read from
         self._ended = [False] * len(sources)
         self._counts = [0] * len(sources)
         self._first = 0  # the batch at which the table of choices begins
@@ -190,6 +191,7 @@ class BlendDataset:
             chosen = self._choices[at]
             if chosen < 0:
                 self._stop_or_refuse()
+            self._now = chosen
             self._unsaved.add(chosen)
             self._undrained.add(chosen)
             try:
@@ -204,6 +206,15 @@ class BlendDataset:
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
         return batch
+
+    @property
+    def now_reading(self) -> str:
+        """The source that is being read, and its file where that is known; empty before the first batch. For any thread."""
+        if self._now < 0:
+            return ""
+        source = self.sources[self._now]
+        where = getattr(source.dataset, "now_reading", None)
+        return f"source {source.name}" + (f": {where}" if isinstance(where, str) and where else "")
 
     def shares_at(self, step: int, batch: int) -> list[float]:
         """What the weights call for in an optimizer step that begins with this micro-batch: the share of each source, all zero

@@ -25,6 +25,7 @@ from trainer.data.streams.opener import StreamOpener
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
+from trainer.wording import printable
 
 if TYPE_CHECKING:
     import torch
@@ -192,6 +193,7 @@ class StreamMixingDataset:
         slot = pool.pick(self._uniforms(self._batch_index) if len(pool.readers) > 1 else 0.0)
         reader = pool.readers[slot]
         position = reader.position
+        self._opener.current = reader.source.stream
         batch = self._collator.batch(reader, reader.take(), epoch=queue.epoch, position=position, num_before=num_before)
         self._batch_index += 1
         if reader.remaining_picks:
@@ -200,6 +202,11 @@ class StreamMixingDataset:
             self._exhaust_events += 1
             pool.replace(slot, queue.next_reader())
         return batch
+
+    @property
+    def now_reading(self) -> str:
+        """The file that is being read; empty before the first. For any thread."""
+        return "" if self._opener.current is None else printable(self._opener.current.path)
 
     def _fill(self) -> bool:
         """Fill the empty pool, from the next epoch if this one is over; False if this rank never gets a cell."""

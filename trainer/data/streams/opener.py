@@ -28,6 +28,7 @@ class StreamOpener:
     def __init__(self, *, format: str, options: ReadOptions, cut: CutOptions, warns: bool = True) -> None:
         self._format, self._options, self._cut = format, options, cut
         self._warns = warns
+        self.current: Stream | None = None  # being opened, or read from
         self._num_documents: dict[Stream, int] = {}
         # Names of streams -> their tokens.
         self._without_eod: dict[str, int] = {}
@@ -40,6 +41,7 @@ class StreamOpener:
         Raises:
             UserError: the file is unreadable or damaged.
         """
+        self.current = stream
         opened = open_stream(stream, format=self._format, options=self._options, cut=self._cut)
         self._num_documents[stream] = opened.documents.num_documents
         if self._lacks_eod(stream, opened.documents):

@@ -113,7 +113,8 @@ def open_run(
     train_step = build.train_step(row_model, loss)
     pack(position.data_state, "data")  # one that a checkpoint cannot keep is refused before the first step
     saver = build.saver(fingerprint, wandb_run_id, is_resumed=source is not None, on_published=on_published)
-    watchdog = build.watchdog()
+    loader = build.loader()
+    watchdog = build.watchdog(stop, loader)
     details = make_details(plan, diagnostics)
     probe = build.probe(row_model, loss)
     reporters = build.reporters(details, probe)
@@ -123,7 +124,7 @@ def open_run(
         info=info,
         device=device,
         position=position,
-        windows=build.windows(is_resumed=source is not None),
+        windows=build.windows(loader, is_resumed=source is not None),
         train_step=train_step,
         length=plan.length,
         micro_batches=config.micro_batches,
@@ -278,7 +279,7 @@ class _RunBuilder:
             on_published=on_published,
         )
 
-    def watchdog(self) -> Watchdog | None:
+    def watchdog(self, stop: StopRequest, loader: Loader) -> Watchdog:
         watchdog = start_watchdog(
             self.info,
             timeout_sec=self.config.distributed.timeout_sec,
@@ -286,10 +287,11 @@ class _RunBuilder:
             on_end=lambda reason: self.run_dir.leave_status(
                 self.info, "failed", reason=reason, step=self.position.step
             ),
+            reading=lambda: loader.reading,
+            is_asked=lambda: stop.is_heard or stop.requested,
             groups=self.mesh.get_all_groups() if self.mesh is not None else (),
         )
-        if watchdog is not None:
-            self.stack.callback(watchdog.close)
+        self.stack.callback(watchdog.close)
         return watchdog
 
     def reporters(self, details: StepDetails, probe: StepProbe | None) -> dict[str, Reporter]:
@@ -304,7 +306,7 @@ class _RunBuilder:
         }
         return {name: part for name, part in parts.items() if part is not None}
 
-    def windows(self, *, is_resumed: bool) -> WindowReader:
+    def loader(self) -> Loader:
         loader = Loader(
             self.state.dataset,
             device=self.device,
@@ -312,6 +314,9 @@ class _RunBuilder:
             guard=self.diagnostics.best_effort("data metrics"),
         )
         self.stack.callback(loader.close)
+        return loader
+
+    def windows(self, loader: Loader, *, is_resumed: bool) -> WindowReader:
         return WindowReader(
             loader,
             accepted=accepted_inputs(self.state.model),

@@ -1,0 +1,52 @@
+"""A run that is done ends, whatever a user's code has left behind, with its own exit code."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.support.fault_record import Injected
+from tests.support.ranks import Ranks, status
+from tests.support.runs import write_tiny_config
+
+
+def arguments(tmp_path, *more):
+    own = ("--set", "model.target=tests.support.lingering:build", "--set", "model.contract=false")
+    return ("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 2, *own, *more)
+
+
+@pytest.mark.parametrize("what", ["thread", "handler"])
+def test_a_run_that_is_done_names_what_keeps_its_process_and_leaves_without_it(tmp_path, what):
+    with Ranks(
+        arguments(tmp_path), logs=tmp_path / "logs", world_size=1, extra={"LINGERING": what}, is_fresh=True
+    ) as ranks:
+        codes, said = ranks.wait(120), ranks.said()
+    assert codes == [0], said
+    assert status(tmp_path / "run")["state"] == "done"
+    name = "the threads uploads (in " if what == "thread" else "a handler of the program's exit, in "
+    for verb in ("waiting up to 1 s for", "leaving without"):
+        assert f"train: {verb} {name}" in said
+    assert "lingering.py:" in said
+    kept_by = "a thread of the user's that is no daemon" if what == "thread" else "a handler of the exit that hangs"
+    outcome = "named it, waited for a bounded time, left with exit code 0"
+    Injected(5, f"{kept_by}, in a run that is done", 1, "0", outcome).keep(f"lingering_{what}")
+
+
+def test_a_signal_ends_a_process_that_is_kept_at_once_with_the_exit_code_of_its_run(tmp_path):
+    extra = {"LINGERING": "thread", "LINGERING_WAIT_SEC": "3600"}
+    with Ranks(arguments(tmp_path), logs=tmp_path / "logs", world_size=1, extra=extra, is_fresh=True) as ranks:
+        assert ranks.until(lambda: "waiting up to 3600 s" in ranks.said()), ranks.said()
+        ranks.signal(signal.SIGTERM)
+        assert ranks.wait(60) == [0], ranks.said()
+
+
+def test_a_run_that_fails_is_not_kept_either(tmp_path):
+    more = ("--set", "optimizer.lr=1e30", "--steps", 5)
+    with Ranks(
+        arguments(tmp_path, *more), logs=tmp_path / "logs", world_size=1, extra={"LINGERING": "thread"}, is_fresh=True
+    ) as ranks:
+        codes, said = ranks.wait(120), ranks.said()
+    assert codes == [1], said
+    assert status(tmp_path / "run")["state"] == "failed"
+    assert "leaving without the threads uploads" in said

@@ -1,0 +1,43 @@
+"""Rank 0, which hosts the ranks' store, is killed while they start: the others end in time, with one line."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.support.fault_record import Injected
+from tests.support.ranks import Ranks
+from tests.support.runs import write_tiny_config
+
+pytestmark = pytest.mark.distributed
+TIMEOUT_SEC = 5
+MOMENTS = {
+    "before it opens the store": "trainer.distributed.env:rendezvous_store",
+    "before it answers": "trainer.distributed.env:answer_ready",
+    "before the process group": "torch.distributed:init_process_group",
+    "before the first collective": "trainer.training.main:choose_run_dir",
+    "before the run is opened": "trainer.training.main:open_run",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_others_end_in_time_and_say_why_in_one_line(tmp_path, moment):
+    arguments = ("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run")
+    with Ranks(
+        (*arguments, "--set", f"distributed.timeout_sec={TIMEOUT_SEC}"),
+        logs=tmp_path / "logs",
+        extra={"KILL_AT": MOMENTS[moment]},
+    ) as ranks:
+        codes = ranks.wait(TIMEOUT_SEC + 60)
+        said = ranks.said(1)
+    assert codes == [-signal.SIGKILL, 1], said
+    assert "Traceback" not in said
+    assert len([line for line in said.splitlines() if "rank 1: another rank has ended or does not answer" in line]) == 1
+    Injected(
+        5,
+        f"SIGKILL of rank 0 as two ranks start, {moment}",
+        1,
+        "0",
+        "the other ended within the timeout, with one line",
+    ).keep(f"start_without_rank_0_{list(MOMENTS).index(moment)}")
