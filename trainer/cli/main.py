@@ -158,6 +158,12 @@ def main() -> None:
         sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except SystemExit as error:
+        if not error.code:  # none of ours: the user's code, which a verb calls
+            from trainer.import_path import place_of
+
+            refuse(f"the code of the run called sys.exit({error.code!r}){place_of(error)}; take the call out")
+        raise
     except Exception as error:
         # A wrong command line. Its exception is click's UsageError, which typer imports in some releases and carries a
         # private copy of in others; `format_message` is what click documents for it, and both have it.

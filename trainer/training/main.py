@@ -26,6 +26,7 @@ from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.exits import exits_as_errors
 from trainer.training.finish import NonFiniteError, write_spikes
 from trainer.training.loop import run_loop
 from trainer.training.messages import say_rate_change, summarize
@@ -78,11 +79,12 @@ def train(
 
     Raises:
         UserError: on every rank alike, for what a user can mend.
+        UnexpectedExit: the user's code called `sys.exit` before the first step.
     """
     if stop is None:
         stop = StopRequest(say_stopping)
         stop.install()
-    with kept_for_payloads() as stdout:
+    with kept_for_payloads() as stdout, exits_as_errors():
         info = rank_info()
         device = pick_device(config.train.device, info)
         plan = make_plan(config, config_path, info.world_size)
@@ -290,7 +292,8 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
     """Run the loop, and record the outcome in status.json."""
     state, reason, code = "failed", "", EXIT_FAILED
     try:
-        reason = run_loop(run)
+        with exits_as_errors(lambda: f" after step {run.position.step}"):
+            reason = run_loop(run)
         state = "stopped" if reason.startswith("stopped") else FINISHED
         run.saver.close()
         # Stopped before the first step there is no checkpoint, and what follows in a script must not take it for done.
