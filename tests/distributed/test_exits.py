@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
 from tests.support.ranks import status
 from tests.support.runs import ROOT, run, write_tiny_config
+from trainer.cli.verbs.ls import entry_of
 
 pytestmark = pytest.mark.distributed
 FAULTY = ("--set", "model.target=tests.support.faulty_model:build", "--set", "model.contract=false")
@@ -18,9 +20,9 @@ WORDS = {
 }
 
 
-def run_with(fault, tmp_path, *, nproc=None):
+def run_with(fault, tmp_path, *more, nproc=None):
     config = write_tiny_config(tmp_path)
-    arguments = ["--config", config, "--run-dir", tmp_path / "run", "--steps", 10, "--stdout", "off", *FAULTY]
+    arguments = ["--config", config, "--run-dir", tmp_path / "run", "--steps", 10, "--stdout", "off", *FAULTY, *more]
     extra = {"FAULT": json.dumps({"step": 7, **fault}), "PYTHONPATH": str(ROOT)}
     return run(*arguments, nproc=nproc, extra=extra)
 
@@ -43,3 +45,31 @@ def test_a_model_that_ends_ranks_fails_the_run_on_all_of_them(tmp_path, what, ra
     found = status(tmp_path / "run")
     assert found["state"] == "failed"
     assert WORDS[what] in found["reason"]
+
+
+def test_a_resume_says_that_the_process_before_it_was_killed_and_the_record_does_too(tmp_path):
+    saves, run_dir = ("--set", "checkpoint.every=4"), tmp_path / "run"
+    assert run_with({"what": "signal", "name": "SIGKILL"}, tmp_path, *saves).returncode == -signal.SIGKILL
+    killed = status(run_dir)
+    assert killed["state"] == "running"
+    reason = f"process {killed['pid']} on {killed['host']} ended without a word at about step 6: "
+    assert entry_of(run_dir, now=0.0, diagnoses=False).reason.startswith(reason)
+    resumed = run_with({"step": 100}, tmp_path, *saves, "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stderr
+    for said in (resumed.stderr, (run_dir / "logs" / "rank_000.log").read_text()):
+        assert f"WARNING {run_dir}: {reason}" in said
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    restart = next(event for event in events if event["event"] == "restart")
+    assert restart["previous"]["state"] == "died"
+    assert restart["previous"]["last_step"] == 6
+    assert status(run_dir)["state"] == "done"
+
+
+def test_a_run_whose_process_was_killed_after_its_last_checkpoint_is_done_once_that_is_seen(tmp_path):
+    assert run_with({"step": 100}, tmp_path).returncode == 0
+    run_dir = tmp_path / "run"
+    (run_dir / "status.json").write_text(json.dumps({**status(run_dir), "state": "running", "reason": ""}))
+    again = run_with({"step": 100}, tmp_path, "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    assert "nothing is left to do" in again.stderr
+    assert (status(run_dir)["state"], status(run_dir)["last_step"]) == ("done", 10)

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,7 @@ class Launched:
 
     def wait_for_ranks(self, timeout: float = PATIENCE_SEC) -> None:
         """Wait until all ranks have ended."""
-        end = time.monotonic() + timeout
-        while left := [rank for rank in self.ranks if _is_there(rank)]:
-            assert time.monotonic() < end, f"processes {left} go on"
-            time.sleep(0.01)
+        wait_for_end(self.ranks, timeout)
 
 
 def children(pid: int) -> list[int]:
@@ -82,6 +79,14 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid:
             found.append(int(status.parent.name))
     return found
+
+
+def wait_for_end(processes: Sequence[int], timeout: float = PATIENCE_SEC) -> None:
+    """Wait until processes that need not be children of this one have ended."""
+    end = time.monotonic() + timeout
+    while left := [process for process in processes if _is_there(process)]:
+        assert time.monotonic() < end, f"processes {left} go on"
+        time.sleep(0.01)
 
 
 def _is_there(pid: int) -> bool:

@@ -21,7 +21,8 @@ from trainer.config.rules import broken_sharding
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
 from trainer.files import write_file
-from trainer.training.signals import PARENT, STOP_SIGNALS, StopRequest, say_stopping, stop_with_parent
+from trainer.training.parent import PARENT, stop_with_parent
+from trainer.training.signals import STOP_SIGNALS, StopRequest, say_stopping
 from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"

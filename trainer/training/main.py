@@ -151,6 +151,8 @@ def _train_in_group(
             text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
             unit = "tokens" if plan.length.is_in_tokens else "steps"
             logger.info(text, run_dir.path, position.step, unit, plan.length.total)
+            if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
+                run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
             return 0
         contract = _checked_contract(plan, state.model if mesh is None else None, info, device, position.step)
         run_dir = _begin_record(plan, config_path, info, run_dir, stack, position.step, state.model)
