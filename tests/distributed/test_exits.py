@@ -38,6 +38,14 @@ def test_a_model_that_ends_the_only_process_fails_the_run_and_the_reason_is_kept
     assert found["reason"] in ended.stderr
 
 
+def test_a_model_that_ends_the_process_while_it_is_built_is_an_error_too(tmp_path):
+    (tmp_path / "own.py").write_text("import os\n\ndef build(vocab_size, dim, num_layers):\n    os._exit(0)\n")
+    arguments = ["--config", write_tiny_config(tmp_path), "--set", "model.target=own:build"]
+    ended = run(*arguments, extra={"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 1, ended.stderr
+    assert f"UnexpectedExit: os._exit(0) was called ({tmp_path / 'own.py'}:4)" in ended.stderr
+
+
 @pytest.mark.parametrize(("what", "rank"), [("sys.exit", 0), ("sys.exit", 1), ("os._exit", None)])
 def test_a_model_that_ends_ranks_fails_the_run_on_all_of_them(tmp_path, what, rank):
     ended = run_with({"what": what, "rank": rank}, tmp_path, nproc=2)

@@ -159,10 +159,10 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except SystemExit as error:
-        if not error.code:  # none of ours: the user's code, which a verb calls
-            from trainer.import_path import place_of
+        from trainer.import_path import place_of
 
-            refuse(f"the code of the run called sys.exit({error.code!r}){place_of(error)}; take the call out")
+        if place := place_of(error):  # not this program: a model or a data set that a verb builds
+            refuse(f"sys.exit({error.code!r}) was called{place} before the program was done; take the call out")
         raise
     except Exception as error:
         # A wrong command line. Its exception is click's UsageError, which typer imports in some releases and carries a
