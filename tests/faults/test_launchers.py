@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
@@ -9,8 +10,10 @@ import pytest
 
 from tests.support.fault_record import Injected
 from tests.support.fault_runs import make_config
-from tests.support.launched import Launched, children
+from tests.support.launched import FAULTY, Launched, children
 from tests.support.ranks import last_logged, status
+from tests.support.runs import ROOT, run
+from trainer.runs.status import run_state
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 TIMEOUT_SEC = 12
@@ -111,3 +114,18 @@ def test_code_that_ends_ranks_with_0_fails_the_run(tmp_path, what, rank, is_torc
         "steps since the last checkpoint",
         f"exit 1; status.json: {found['state']}",
     ).keep(f"exit_{what}_{rank}_{is_torchrun}".replace(" ", "_"))
+
+
+def test_c_code_that_ends_a_single_process_is_found_by_the_next_reader(tmp_path):
+    run_dir, fault = tmp_path / "run", {"what": "exit of C", "step": 7}
+    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, "--steps", 10, *FAULTY)
+    ended = run(*arguments, extra={"PYTHONPATH": str(ROOT), "FAULT": json.dumps(fault)})
+    assert (ended.returncode, status(run_dir)["state"]) == (0, "running")
+    assert run_state(run_dir)["state"] == "died"
+    Injected(
+        10,
+        "C's `_exit(0)` at step 7 of a single process",
+        1,
+        "steps since the last checkpoint",
+        "exit 0, which nothing of ours can prevent; every reader says `died`",
+    ).keep("exit_of_c_alone")
