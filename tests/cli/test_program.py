@@ -268,6 +268,20 @@ def test_a_launch_that_is_stopped_ends_with_the_code_of_the_run(tmp_path, monkey
     assert program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys).returncode == code
 
 
+@pytest.mark.parametrize("is_nohup", [False, True])
+def test_a_launcher_passes_on_what_stops_a_run_and_ignores_what_nohup_does(tmp_path, monkeypatch, capsys, is_nohup):
+    passed_on = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda given: passed_on.extend(given.signals_to_handle.split(",")))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", "")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_nohup else signal.SIG_DFL)
+    try:
+        program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert set(passed_on) == {"SIGTERM", "SIGINT", "SIGUSR1"} | (set() if is_nohup else {"SIGHUP"})
+
+
 def test_a_launch_whose_ranks_all_exit_with_0_fails_unless_each_said_that_it_is_done(tmp_path, monkeypatch, capsys):
     for silent in (None, 1):
 
