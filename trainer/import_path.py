@@ -34,7 +34,7 @@ def resolve_target(target: str, key: str) -> Any:
         module = importlib.import_module(module_name)
     except UserError:
         raise
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise _import_error(key, module_name, error) from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -68,7 +68,7 @@ def format_error(error: BaseException, *, otherwise: str = "") -> str:
     return f"{type(error).__name__}: {' '.join(text.split())}{place_of(error) or otherwise}"
 
 
-def _import_error(key: str, module_name: str, error: Exception) -> UserError:
+def _import_error(key: str, module_name: str, error: BaseException) -> UserError:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{module_name}.".startswith(f"{missing}."):
         return UserError(

@@ -133,6 +133,11 @@ def test_a_forward_that_breaks_the_contract_is_refused_with_its_place(check, tex
             "def build(vocab_size, dim, num_layers):\n    return len(dim)\n",
             "model.target: broken_model:build fails: TypeError: object of type 'int' has no len() (broken_model.py:2)",
         ),
+        ("import sys\nsys.exit(0)\n", "broken_model fails on import: SystemExit: 0 (broken_model.py:2)"),
+        (
+            "import sys\ndef build(vocab_size, dim, num_layers):\n    sys.exit(0)\n",
+            "sys.exit(0) was called (broken_model.py:3) before the program was done; take the call out",
+        ),
         (
             "def build(vocab_size, dim):\n    return None\n",
             "model.target: cannot call broken_model:build with vocab_size, dim, num_layers and the keys of args: got an "

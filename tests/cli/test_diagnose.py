@@ -16,6 +16,7 @@ from trainer.diagnostics.rules.all_rules import RULES
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.runs.load import load_run
+from trainer.runs.status import take_lock
 
 Diagnosed = Callable[..., Ended]
 
@@ -74,6 +75,7 @@ def test_a_short_run_says_what_could_not_be_judged_yet(tmp_path: Path, diagnosed
     rows = [build_payload("train", step, {"loss": 2.0, "tokens_per_sec": 1.0}) for step in (1, 10)]
     (tmp_path / "metrics.jsonl").write_text("".join(encode_payload(row) + "\n" for row in rows), encoding="utf-8")
     (tmp_path / "status.json").write_text('{"state": "running"}', encoding="utf-8")
+    lock = take_lock(tmp_path)
     done = diagnosed(tmp_path)
     assert done.returncode == 0
     assert re.search(r"^loss_spikes +not yet +needs 17 logged losses, has 2", done.stdout, re.M)
@@ -84,6 +86,7 @@ def test_a_short_run_says_what_could_not_be_judged_yet(tmp_path: Path, diagnosed
     assert "judged the run, 3 could not yet, " in done.stdout.splitlines()[-1]
     rules = json.loads(diagnosed(tmp_path, "--json").stdout)["rules"]
     assert [rule["rule"] for rule in rules if rule["not_yet"]] == ["loss_spikes", "throughput_regression", "ending"]
+    lock.close()
 
 
 def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, diagnosed: Diagnosed) -> None:
@@ -154,7 +157,7 @@ def test_a_run_that_ended_before_its_first_row_says_why(tmp_path: Path, status: 
     (tmp_path / "metrics.jsonl").touch()
     if status is not None:
         (tmp_path / "status.json").write_text(json.dumps(status))
-    with pytest.raises(UserError) as refusal:
+    with take_lock(tmp_path), pytest.raises(UserError) as refusal:
         load_run(tmp_path)
     assert message in refusal.value.message
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -15,6 +15,7 @@ from tests.support.browser import opened
 from tests.support.in_process import program
 from tests.support.runs import ROOT, environment
 from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.runs.status import take_lock
 
 PATIENCE_MS = 60_000
 
@@ -28,6 +29,13 @@ def row(step):
 def write_rows(directory, first, last):
     with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(row(step) for step in range(first, last + 1))
+
+
+@pytest.fixture
+def held():
+    """Holds a run's lock as its process does, without which `running` counts as dead."""
+    with ExitStack() as stack:
+        yield lambda directory: stack.enter_context(take_lock(directory))
 
 
 def set_state(directory, state):
@@ -65,7 +73,8 @@ def top_of(page, title):
     return plot_of(page, title).evaluate("plot => plot.closest('.card').getBoundingClientRect().top")
 
 
-def test_a_reader_keeps_scroll_zoom_and_open_parts_while_rows_come(tmp_path):
+def test_a_reader_keeps_scroll_zoom_and_open_parts_while_rows_come(tmp_path, held):
+    held(tmp_path)
     write_rows(tmp_path, 1, 20)
     set_state(tmp_path, "running")
     with following(tmp_path) as (_, url), opened(url) as seen:
@@ -109,7 +118,8 @@ def test_a_reader_keeps_scroll_zoom_and_open_parts_while_rows_come(tmp_path):
         assert seen.requests == []
 
 
-def test_the_page_says_when_the_run_ends_and_when_the_server_does(tmp_path):
+def test_the_page_says_when_the_run_ends_and_when_the_server_does(tmp_path, held):
+    held(tmp_path)
     set_state(tmp_path, "running")
     with following(tmp_path) as (process, url), opened(url, has_charts=False) as seen:
         page = seen.page
@@ -127,11 +137,12 @@ def test_the_page_says_when_the_run_ends_and_when_the_server_does(tmp_path):
         assert plot_of(page, "Loss").is_visible()
 
 
-def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
+def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path, held):
     with following(tmp_path / "run") as (_, url), opened(url, has_charts=False) as seen:
         live = seen.page.locator("#live")
         assert "waiting for" in live.inner_text()
         (tmp_path / "run").mkdir()
+        held(tmp_path / "run")
         set_state(tmp_path / "run", "running")
         live.filter(has_text="run: no row yet").wait_for(timeout=PATIENCE_MS)
         write_rows(tmp_path / "run", 1, 3)

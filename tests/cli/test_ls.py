@@ -18,6 +18,7 @@ from trainer.cli.verbs.ls import age_text, entry_of, find_runs, ls
 from trainer.diagnostics.rules.all_rules import RULES
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.runs.status import take_lock
 
 NOW = 1_000_000.0
 
@@ -129,11 +130,12 @@ def test_the_verdict_beside_the_bar_is_looked_up_from_time_to_time(tmp_path):
     assert verdict() == ""
     now[0] = MIN_INTERVAL_SEC
     assert verdict() == "", "no run is there yet"
-    make_run(tmp_path / "a", "running", [5.0, 4.0])
+    lock = take_lock(make_run(tmp_path / "a", "running", [5.0, 4.0]))
     now[0] += MIN_INTERVAL_SEC - 1
     assert verdict() == "", "not again so soon"
     now[0] += 1
     assert verdict() == f"no finding by 2 of {len(RULES)} rules"
+    lock.close()
 
 
 def test_a_name_stays_in_one_piece_in_a_pipe(tmp_path, monkeypatch, capsys):

@@ -241,8 +241,12 @@ def test_a_run_directory_that_is_taken_is_told_before_ranks_are_started(tmp_path
 
 @pytest.mark.parametrize("num_cores", [1, 3])
 def test_more_ranks_than_cores_are_warned_of(tmp_path, monkeypatch, capsys, num_cores):
+    def run_ranks(_: object) -> None:
+        for rank in range(3):
+            report_to_launcher(EXIT_CODE, "0", {**os.environ, "RANK": str(rank)})
+
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
-    monkeypatch.setattr("torch.distributed.run.run", lambda _: None)
+    monkeypatch.setattr("torch.distributed.run.run", run_ranks)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", "")
     found = program(["--nproc", 3, "--config", write_tiny_config(tmp_path)], capsys)
@@ -251,17 +255,46 @@ def test_more_ranks_than_cores_are_warned_of(tmp_path, monkeypatch, capsys, num_
     assert ("WARNING" in found.stderr) == (num_cores == 1)
 
 
-@pytest.mark.parametrize(("reported", "code"), [("0", 0), ("1", 1), (None, 130)])
+@pytest.mark.parametrize(("reported", "code"), [("00", 0), ("11", 1), ("0", 130), ("", 130)])
 def test_a_launch_that_is_stopped_ends_with_the_code_of_the_run(tmp_path, monkeypatch, capsys, reported, code):
     def stopped(_: object) -> None:
-        if reported is not None:
-            report_to_launcher(EXIT_CODE, reported, {**os.environ, "RANK": "0"})
+        for rank, code in enumerate(reported):
+            report_to_launcher(EXIT_CODE, code, {**os.environ, "RANK": str(rank)})
         raise SignalException("stopped", signal.SIGINT)
 
     monkeypatch.setattr("torch.distributed.run.run", stopped)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", "")
     assert program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys).returncode == code
+
+
+@pytest.mark.parametrize("is_nohup", [False, True])
+def test_a_launcher_passes_on_what_stops_a_run_and_ignores_what_nohup_does(tmp_path, monkeypatch, capsys, is_nohup):
+    passed_on = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda given: passed_on.extend(given.signals_to_handle.split(",")))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", "")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_nohup else signal.SIG_DFL)
+    try:
+        program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert set(passed_on) == {"SIGTERM", "SIGINT", "SIGUSR1"} | (set() if is_nohup else {"SIGHUP"})
+
+
+def test_a_launch_whose_ranks_all_exit_with_0_fails_unless_each_said_that_it_is_done(tmp_path, monkeypatch, capsys):
+    for silent in (None, 1):
+
+        def run_ranks(_: object, silent: int | None = silent) -> None:
+            for rank in {0, 1, 2} - {silent}:
+                report_to_launcher(EXIT_CODE, "0", {**os.environ, "RANK": str(rank)})
+
+        monkeypatch.setattr("torch.distributed.run.run", run_ranks)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("PYTHONPATH", "")
+        found = program(["--nproc", 3, "--config", write_tiny_config(tmp_path)], capsys)
+        assert found.returncode == (0 if silent is None else 1)
+        assert ("train: rank 1 exited with 0 before the run was over" in found.stderr) == (silent == 1)
 
 
 def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):

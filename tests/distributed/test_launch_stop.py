@@ -1,39 +1,63 @@
-"""Ctrl-C under `train --nproc`: the run stops with a checkpoint, and so has ended well."""
+"""Signals to the launcher of `train --nproc`, and its death: the ranks stop with a checkpoint, and none is left behind."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 
 import pytest
 
-from tests.support.ranks import last_logged, status
-from tests.support.runs import TIMEOUT_SEC, command, environment, write_tiny_config
+from tests.support.launched import Launched
+from tests.support.ranks import status
+from tests.support.runs import TIMEOUT_SEC, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 
 
-def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(tmp_path):
-    run_dir = tmp_path / "run"
-    config = write_tiny_config(tmp_path)
-    line = command(["--nproc", 2, "--config", config, "--run-dir", run_dir, "--steps", 100_000, "--stdout", "off"])
-    # A session of its own, as a terminal gives it: the signal goes to the launcher and to every rank.
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    environ = environment({"TMPDIR": str(temporary)})
-    process = subprocess.Popen(line, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        while last_logged(run_dir / "metrics.jsonl") < 3:
-            assert process.poll() is None, process.stderr.read()
-        os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=TIMEOUT_SEC)
-    finally:
-        process.kill()
-    assert process.returncode == 0, stderr
-    assert "torch" not in stderr, "the ranks and the launcher have said it in their own words"
-    left = [path.name for path in temporary.iterdir()]
-    assert not [name for name in left if name.startswith(("torchelastic", "trainer"))], left
+@pytest.fixture
+def launched(tmp_path):
+    """A run on two ranks that has logged some steps and would go on for long."""
+    with Launched(write_tiny_config(tmp_path), tmp_path / "run") as launched:
+        launched.wait_for_step(3)
+        yield launched
+
+
+def check_stopped(run_dir, reason):
     ended = status(run_dir)
-    assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGINT")
+    assert (ended["state"], ended["reason"]) == ("stopped", reason)
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+
+
+def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(launched, tmp_path):
+    os.killpg(launched.process.pid, signal.SIGINT)  # as a terminal does, to the launcher and to every rank
+    _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
+    assert launched.process.returncode == 0, stderr
+    assert "torch" not in stderr, "the ranks and the launcher have said it in their own words"
+    left = [path.name for path in launched.temporary.iterdir()]
+    assert not [name for name in left if name.startswith(("torchelastic", "trainer"))], left
+    check_stopped(tmp_path / "run", "stopped by SIGINT")
+
+
+def test_sigusr1_to_the_launcher_alone_stops_the_ranks_with_a_checkpoint_and_exit_code_0(launched, tmp_path):
+    launched.process.send_signal(signal.SIGUSR1)
+    _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
+    assert launched.process.returncode == 0, stderr
+    launched.wait_for_ranks()
+    check_stopped(tmp_path / "run", "stopped by SIGUSR1")
+
+
+def test_ranks_whose_launcher_is_killed_save_and_end(launched, tmp_path):
+    launched.process.kill()
+    launched.process.wait()
+    launched.wait_for_ranks()
+    check_stopped(tmp_path / "run", "stopped by the end of its launcher")
+
+
+def test_a_launcher_notices_ranks_that_exit_with_0_before_the_end(tmp_path):
+    with Launched(write_tiny_config(tmp_path), tmp_path / "run", fault={"what": "exit of C", "step": 7}) as launched:
+        _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
+    assert launched.process.returncode == 1, stderr
+    ended = status(tmp_path / "run")
+    assert ended["state"] == "failed"
+    assert ended["reason"] == "rank 0, 1 exited with 0 before the run was over"
+    assert ended["reason"] in stderr

@@ -7,9 +7,11 @@ goes on. The weights, their names and what is computed without a fault are the r
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -19,6 +21,9 @@ from torch import Tensor
 from trainer.model.build import build as build_reference
 from trainer.model.encoder import RecurrentEncoder
 from trainer.model.protocol import ModelOutput
+
+# `os._exit` is looked up when it is called, as a user's code does.
+EXITS = {"sys.exit": sys.exit, "os._exit": lambda code: os._exit(code), "exit of C": ctypes.CDLL(None)._exit}
 
 
 class _Spoil(torch.autograd.Function):
@@ -76,6 +81,10 @@ class Fault:
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "raise":
             raise ArithmeticError("made up")
+        if what in EXITS:
+            EXITS[what](0)
+        if what == "interrupt":
+            raise KeyboardInterrupt
         if what == "signal":
             os.kill(os.getpid(), getattr(signal, self.settings.get("name", "SIGTERM")))
         return output

@@ -31,6 +31,7 @@ from trainer.errors import UserError
 from trainer.files import remove_tree, write_file
 from trainer.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
+from trainer.training.parent import PARENT
 from trainer.training.run_dir import FINISHED, RunDir
 
 POLL_SEC = 0.1
@@ -214,7 +215,7 @@ def _run_program(
         # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
         process = subprocess.Popen(
             command,
-            env={**inherited, **environment, "PYTHONPATH": path},
+            env={**inherited, **environment, "PYTHONPATH": path, PARENT: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

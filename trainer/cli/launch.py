@@ -21,7 +21,8 @@ from trainer.config.rules import broken_sharding
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
 from trainer.files import write_file
-from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.parent import PARENT, stop_with_parent
+from trainer.training.signals import STOP_SIGNALS, StopRequest, say_stopping
 from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
@@ -48,6 +49,7 @@ def run_training(
         faulthandler.enable()
     config = load_config(config_path, overrides)
     if nproc is not None:
+        stop_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM), within_sec=config.distributed.timeout_sec)
         with located(config_path, overrides):
             _refuse_ranks(config, nproc)
             _say_starting(f"starting {counted(nproc, 'rank')}")
@@ -60,6 +62,7 @@ def run_training(
     # Before torch is imported, so that a signal during the import stops the run instead of killing it.
     stop = StopRequest(say_stopping)
     stop.install()
+    stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
         from trainer.cli.diagnosis import LiveVerdict
@@ -123,7 +126,8 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     """Run `train <arguments>` on `nproc` ranks and return the exit code of the run.
 
     torchrun turns every failure into 1; this returns the first failed rank's own code. Of a run that a signal stopped it is
-    rank 0's own code, 0 with a checkpoint; or 128 + the signal if the ranks were ended before they had one.
+    the ranks' own code, 0 with a checkpoint; or 128 + the signal if one was ended before it had one. A rank that exits with 0
+    without saying that its run is over has failed.
 
     Args:
         uses_cuda: a rank takes a CUDA device, if there are any.
@@ -136,40 +140,47 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         # torchrun never removes the directory of its logs, which stays empty here.
-        own = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}", "-m", "trainer", *arguments]
-        os.environ[REPORT_FOLDER] = folder
+        own = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
+        # Those that the ranks take for a request to stop; nohup's ignored SIGHUP stays ignored.
+        passed_on = [each.name for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        own += [f"--signals-to-handle={','.join(passed_on)}", "-m", "trainer", *arguments]
+        os.environ.update({REPORT_FOLDER: folder, PARENT: str(os.getpid())})
         try:
             return _launch(own, nproc, uses_cuda=uses_cuda)
         finally:
-            del os.environ[REPORT_FOLDER]  # later runs of the same caller have no launcher
+            del os.environ[REPORT_FOLDER], os.environ[PARENT]  # later runs of the same caller have no launcher
 
 
 def report_to_launcher(what: str, value: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Pass the run's exit code, or its directory, to the launcher of `launch_ranks`, if there is one (rank 0)."""
-    if REPORT_FOLDER in environ and environ.get("RANK") == "0":
-        write_file(Path(environ[REPORT_FOLDER], what), os.fsencode(value), sync=False)
+    """Pass this rank's exit code, or the run's directory, to the launcher of `launch_ranks`, if there is one."""
+    if REPORT_FOLDER in environ:
+        with suppress(OSError):  # the launcher is gone
+            write_file(Path(environ[REPORT_FOLDER], f"{what}_{environ.get('RANK')}"), os.fsencode(value), sync=False)
 
 
-def _reported(what: str) -> str | None:
+def _reported(what: str, rank: int = 0) -> str | None:
     try:
-        return os.fsdecode(Path(os.environ[REPORT_FOLDER], what).read_bytes())
+        return os.fsdecode(Path(os.environ[REPORT_FOLDER], f"{what}_{rank}").read_bytes())
     except OSError:
         return None  # killed before it reported
 
 
-def _leave_status(reason: str) -> None:
-    """Say in status.json why the run ended, if no rank was left to do it."""
+def _leave_status(reason: str) -> bool:
+    """Say in status.json why the run ended, if no rank was left to do it. False: one did, or the run had not begun."""
     from trainer.training.run_dir import RunDir
 
-    run_dir = RunDir(Path(_reported(RUN_DIR) or ""))
+    if (path := _reported(RUN_DIR)) is None:
+        return False
+    run_dir = RunDir(Path(path))
     status = run_dir.status()
-    if status.get("state") != "running":
-        return
+    if status.get("state") not in ("running", "died"):
+        return False
     _say(f"train: {reason}")
     with suppress(OSError):
         run_dir.write_status(
             "failed", reason=reason, step=status.get("last_step", 0), wandb_run_id=status.get("wandb_run_id")
         )
+    return True
 
 
 class _HeldBack(logging.Filter):
@@ -224,18 +235,29 @@ def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode != EXIT_USER_ERROR:
             held_back.release()
-        if failure.exitcode < 0:
-            number = -failure.exitcode
-            hint = "; a data file was cut while it was read, or its disk failed" if number == signal.SIGBUS else ""
-            _leave_status(f"rank {rank} was ended by {signal.Signals(number).name}{hint}")
+        _leave_status(f"rank {rank} {_ending(failure.exitcode)}")
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
-        own_code = _reported(EXIT_CODE)
-        if own_code is None:
+        codes = [_reported(EXIT_CODE, rank) for rank in range(nproc)]
+        if None in codes:
             held_back.release()
+            _leave_status(f"ended by {error.sigval.name} before it could save")
         _say(f"train: stopped by {error.sigval.name}")
-        return int(own_code or 128 + error.sigval)
-    return 0
+        return max(int(code or 128 + error.sigval) for code in codes)
+    silent = [str(rank) for rank in range(nproc) if _reported(EXIT_CODE, rank) is None]
+    if silent:
+        reason = f"rank {', '.join(silent)} exited with 0 before the run was over"
+        if not _leave_status(reason):
+            _say(f"train: {reason}")
+    return int(bool(silent))
+
+
+def _ending(exit_code: int) -> str:
+    """How a rank ended that failed."""
+    if exit_code > 0:
+        return f"exited with {exit_code}"
+    hint = "; a data file was cut while it was read, or its disk failed" if -exit_code == signal.SIGBUS else ""
+    return f"was ended by {signal.Signals(-exit_code).name}{hint}"
 
 
 def _without_nproc(arguments: list[str]) -> list[str]:

@@ -171,6 +171,12 @@ def run() -> None:
         sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except SystemExit as error:
+        from trainer.import_path import place_of
+
+        if place := place_of(error):  # not this program: a model or a data set that a verb builds
+            refuse(f"sys.exit({error.code!r}) was called{place} before the program was done; take the call out")
+        raise
     except Exception as error:
         # A wrong command line. Its exception is click's UsageError, which typer imports in some releases and carries a
         # private copy of in others; `format_message` is what click documents for it, and both have it.

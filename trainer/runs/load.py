@@ -29,13 +29,13 @@ from trainer.metrics.payload_contract import (
     parse_line,
     strip_launcher_prefix,
 )
-from trainer.runs.status import STATUS_NAME, is_held
+from trainer.runs.status import STATUS_NAME, judged, run_state
 from trainer.runs.table import RowTable
 from trainer.wording import counted
 
 METRICS_NAME: Final = "metrics.jsonl"
-ENDED_STATES: Final = {"failed": "failed", "stopped": "was stopped", "done": "ended"}
-"""Final states of status.json, in the past tense."""
+ENDED_STATES: Final = {"failed": "failed", "stopped": "was stopped", "done": "ended", "died": "died"}
+"""Final states of a run, in the past tense."""
 SHOWN_REASON: Final = 300
 MAX_STEP: Final = 2**63 - 1  # columns hold steps in 64 bits
 _NUMBERS: Final = frozenset({int, float})
@@ -52,7 +52,7 @@ class RunRecord:
         restarts: in file order; rows after a restart may repeat steps above its `global_step`.
         steps_redone: for each restart, the number of steps between it and the last row before it.
         events: lines of events.jsonl, `restart` included.
-        status, config, environment: status.json, config.resolved.toml and env.json; empty if absent.
+        status, config, environment: status.json (see `judged`), config.resolved.toml and env.json; empty if absent.
         notes: problems of the files: lines that were skipped, rows that were replaced.
         label: display name; empty: the name of the directory or file.
     """
@@ -103,7 +103,7 @@ class RunRecord:
 
     @property
     def has_ended(self) -> bool:
-        """Whether status.json says so; a run that was killed may never get to."""
+        """Whether status.json says so, or the run's process is gone."""
         return str(self.status.get("state")) in ENDED_STATES
 
     @property
@@ -241,7 +241,7 @@ class _Reader:
 
 def _no_rows(metrics: Path) -> UserError:
     """The error for an empty record: the run ended before its first row, or may still log one."""
-    status = (_read(metrics.with_name(STATUS_NAME), _json_object, []) or {}) if metrics.name == METRICS_NAME else {}
+    status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
     state = status.get("state")
     if state not in ENDED_STATES:
         return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
@@ -293,11 +293,9 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
 def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
     """The fields of a `RunRecord` that come from the files beside metrics.jsonl."""
     lines = _read(directory / "events.jsonl", lambda data: list(map(_json_or_none, data.splitlines())), notes) or []
-    status = _read(directory / STATUS_NAME, _json_object, notes) or {}
-    if status.get("state") == "running" and not is_held(directory):
-        notes.append(
-            "status.json says running, but no process of this machine holds the run: it died, or runs elsewhere"
-        )
+    status = judged(_read(directory / STATUS_NAME, _json_object, notes) or {}, directory)
+    if status.get("state") in ("died", "unknown") and status.get("reason"):
+        notes.append(f"the run {ENDED_STATES.get(status['state'], 'may go on')}: {status['reason']}")
     events = [event for event in lines if isinstance(event, dict)]
     if len(events) < len(lines):
         notes.append(f"skipped {counted(len(lines) - len(events), 'line')} of events.jsonl")

@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
     """Keep status.json of a loop that is not the trainer's: `running`, and at the end `done`, `stopped` or `failed`, and why.
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a code other than 0 is `failed`.
-    A process that is killed leaves `running`; it held a lock on the directory, without which `train ls` says `died`.
+    A process that is killed leaves `running`; it held a lock on the directory, without which readers take it for `died`.
     `last_step` is that of the last row of metrics.jsonl.
 
     Args:
@@ -82,8 +83,7 @@ def take_lock(directory: Path) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        pid = read_status(directory / STATUS_NAME).get("pid")
-        problem = f"is in use by another run (process {pid} on the machine that wrote status.json)"
+        problem = f"is in use by another run ({_process_of(read_status(directory / STATUS_NAME))})"
         raise UserError(str(directory), problem, "wait for it, stop it, or name another directory") from None
     except OSError as error:
         # Some network file systems have no locks; training there must be possible.
@@ -107,9 +107,50 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
     Raises:
         OSError: it cannot be written.
     """
-    known = {"state": state, "reason": reason, "last_step": step, **more, "pid": os.getpid()}
+    known = {
+        "state": state,
+        "reason": reason,
+        "last_step": step,
+        **more,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
     # Not synced: it is written while the run is alive, and a crash of the machine leaves the one before it.
     write_json(file, {**known, "time": round(time.time(), 3)}, sync=False)
+
+
+def run_state(directory: Path) -> dict[str, Any]:
+    """What status.json says, corrected where its process cannot: see `judged`."""
+    return judged(read_status(directory / STATUS_NAME), directory)
+
+
+def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The status of a run that says `running`, as `died`, with the reason, if its process is gone; any other as it is.
+
+    It is `unknown` if the run was started on another machine: the lock of a process there may not be visible here.
+    """
+    if status.get("state") != "running" or is_held(directory):
+        return status
+    status = read_status(directory / STATUS_NAME)  # it may have ended properly between the two looks
+    if status.get("state") != "running":
+        return status
+    if status.get("host") not in (None, socket.gethostname()):
+        reason = f"{_process_of(status)} has it, or is gone: that machine can tell"
+        return {**status, "state": "unknown", "reason": reason}
+    return dead(status, directory)
+
+
+def dead(status: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The status of a run whose process is gone, though it says `running`."""
+    steps = [step for step in (status.get("last_step"), last_step(directory)) if isinstance(step, int)]
+    step = max(steps, default=None)
+    where = "" if step is None else f" at about step {step}"
+    reason = f"{_process_of(status)} ended without a word{where}: killed, perhaps for want of memory"
+    return {**status, "state": "died", "reason": reason, "last_step": step}
+
+
+def _process_of(status: dict[str, Any]) -> str:
+    return f"process {status.get('pid', 'unknown')} on {status.get('host', 'the machine that wrote status.json')}"
 
 
 def is_held(directory: Path) -> bool:
@@ -120,11 +161,23 @@ def is_held(directory: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks: the process itself, which may be one of another machine
+        return _is_alive(read_status(directory / STATUS_NAME).get("pid"))
     finally:
         os.close(descriptor)
     return False
+
+
+def _is_alive(pid: Any) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, TypeError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def last_step(directory: Path) -> int | None:

@@ -29,6 +29,7 @@ from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.exits import exits_as_errors
 from trainer.training.finish import NonFiniteError, write_spikes
 from trainer.training.loop import run_loop
 from trainer.training.messages import say_rate_change, summarize
@@ -81,11 +82,12 @@ def train(
 
     Raises:
         UserError: on every rank alike, for what a user can mend.
+        UnexpectedExit: the user's code called `sys.exit` before the first step.
     """
     if stop is None:
         stop = StopRequest(say_stopping)
         stop.install()
-    with kept_for_payloads() as stdout:
+    with kept_for_payloads() as stdout, exits_as_errors():
         info = rank_info()
         device = pick_device(config.train.device, info)
         plan = make_plan(config, config_path, info.world_size)
@@ -158,6 +160,8 @@ def _train_in_group(
             text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
             unit = "tokens" if plan.length.is_in_tokens else "steps"
             logger.info(text, run_dir.path, position.step, unit, plan.length.total)
+            if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
+                run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
             return 0
         contract = _checked_contract(plan, state.model if mesh is None else None, info, device, position.step)
         run_dir = _begin_record(plan, config_path, info, run_dir, stack, position.step, state.model)
@@ -300,7 +304,8 @@ def _run_to_end(run: Run, run_dir: RunDir) -> int:
     state, reason, code = "failed", "", EXIT_FAILED
     run.stop.is_watched = True
     try:
-        reason = run_loop(run)
+        with exits_as_errors(lambda: f" after step {run.position.step}"):
+            reason = run_loop(run)
         run.at("end", run.position.step, may_wait=True)
         state = "stopped" if reason.startswith("stopped") else FINISHED
         run.saver.close()

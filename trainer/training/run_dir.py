@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.files import remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
-from trainer.runs.status import OWN_LOOP, STATUS_NAME, read_status, take_lock, write_status
+from trainer.runs.status import OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
 from trainer.storage import is_url
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, refuse_absent
 
@@ -127,8 +127,8 @@ class RunDir:
         return file
 
     def status(self) -> dict[str, Any]:
-        """What status.json says; see `read_status`."""
-        return read_status(self.status_file)
+        """The state of the run; see `run_state`. Of one that this process holds, what status.json says."""
+        return run_state(self.path)
 
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
         """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
@@ -146,8 +146,10 @@ class RunDir:
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)
 
     def has_nothing(self) -> bool:
-        """Whether the run in it has ended, failed or stopped, without a checkpoint or a row: there is nothing to lose."""
-        if self.status().get("state") not in (None, "failed", "stopped") or any(self.checkpoints.glob("step_*")):
+        """Whether the run in it failed, stopped or died without a checkpoint or a row: there is nothing to lose."""
+        if self.status().get("state") not in (None, "failed", "stopped", "died") or any(
+            self.checkpoints.glob("step_*")
+        ):
             return False
         try:
             with self.metrics.open(encoding="utf-8") as lines:

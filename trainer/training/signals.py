@@ -53,6 +53,13 @@ class StopRequest:
         self.requested = False
         """True from the first signal on."""
         self.signal_name: str | None = None
+        self._cause: str | None = None
+
+    def request(self, cause: str) -> None:
+        """Request the stop because of `cause`, from any thread; a stop that is requested already goes on."""
+        if not self.requested:
+            self._cause = cause
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def install(self) -> None:
         """Handle the stop signals of this process, from its main thread."""
@@ -103,7 +110,7 @@ class StopRequest:
         now = self._clock()
         if not self.requested:
             self._since, self.requested = now, True
-            self.signal_name = signal.Signals(number).name
+            self.signal_name = self._cause or signal.Signals(number).name
             self._on_first(self.signal_name)
             if self._interrupts:
                 raise StopNow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.launched import children, wait_for_end
 from tests.support.runs import ROOT
 from trainer.data import open_documents
 from trainer.data.corpus import tokenize as module
@@ -95,7 +95,7 @@ def test_files_and_globs_keep_their_modality(source, monkeypatch):
         assert sorted(s.modality for s in discover([str(out)]).streams) == sorted(s.modality for s in streams)
 
 
-def test_a_killed_call_is_gone_on_with(source):
+def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source):
     big = "".join(json.dumps({"text": text * 10}) + "\n" for text in TEXTS * 4)
     (source / "text" / "prose" / "big.jsonl").write_text(big)
     run(source, "whole", workers=2, span_bytes=100_000)
@@ -111,17 +111,20 @@ def test_a_killed_call_is_gone_on_with(source):
     script = source / "call.py"
     script.write_text(call)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, str(script), str(source)], env=environment, start_new_session=True
-    ) as process:
+    with subprocess.Popen([sys.executable, str(script), str(source)], env=environment) as process:
         parts = source / "out" / module.PARTS
         while process.poll() is None and len(list(parts.glob("*.npy"))) < 3:
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
+        with pytest.raises(UserError, match="is in use by another train data tokenize"):
+            run(source, "out", span_bytes=100_000)
+        workers = children(process.pid)
+        process.kill()
         process.wait()
+    wait_for_end(workers)
     (source / "out" / "code").mkdir(exist_ok=True)
     (source / "out" / "code" / ".a.md.bin.1234567.tmp").touch()  # what a kill in the middle of a write leaves behind
     kept = {path: path.stat().st_mtime_ns for path in parts.glob("*.npy")}
+    assert workers
     assert len(kept) >= 3, "it ended before it could be killed"
     seen: list[int] = []
     again = run(source, "out", workers=1, span_bytes=100_000, report=lambda done, total, what: seen.append(done))

@@ -12,6 +12,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.report.follow import BUSY_FACTOR, Follower
+from trainer.runs.status import take_lock
 
 
 def line(step, loss=1.0, mode="train", key="loss"):
@@ -35,6 +36,7 @@ class Followed:
     def __init__(self, directory, clock=None):
         self.directory, self.clock = directory, clock or Clock()
         directory.mkdir(parents=True, exist_ok=True)
+        self.lock = take_lock(directory)  # or a run that says "running" counts as dead
         self.metrics = directory / "metrics.jsonl"
 
     def start(self):
@@ -135,6 +137,10 @@ def test_a_heartbeat_is_no_news_and_the_end_is(run):
     assert found["line"] == "run has ended at step 1: done, all steps are done"
     run.status("running")
     assert "running at step 1, last row at " in run.ask()["line"]
+    run.lock.close()  # a process that is killed writes nothing
+    found = run.ask()
+    assert "has ended at step 1: died, process" in found["line"]
+    assert "html" in found
 
 
 def test_reading_pauses_in_proportion_to_how_long_it_takes(run):

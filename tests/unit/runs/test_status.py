@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from trainer.cli.verbs.ls import entry_of
 from trainer.diagnostics.diagnose import diagnose
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
+from trainer.report.follow import Follower
 from trainer.runs.load import load_run
 from trainer.runs.status import is_held, last_step, run_status
 
@@ -112,14 +114,40 @@ def test_only_rank_0_writes_and_two_runs_in_one_directory_are_refused(tmp_path: 
     assert status(tmp_path)["state"] == "done"
 
 
-def test_a_killed_loop_is_noted_as_dead(tmp_path: Path) -> None:
+def kill_loop(tmp_path: Path) -> None:
+    """Leave a run whose process was killed."""
     code = "import os, sys\nfrom trainer.runs.status import run_status\nwith run_status(sys.argv[1]):\n os.kill(os.getpid(), 9)"
     env = environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=False)
     assert done.returncode == -signal.SIGKILL
+
+
+def test_every_reader_says_in_the_same_words_that_a_killed_process_is_gone(tmp_path: Path) -> None:
+    kill_loop(tmp_path)
+    with pytest.raises(UserError, match=r"has no rows: the run died: process \d+ on .* ended without a word"):
+        load_run(tmp_path)
+    write_rows(tmp_path, 1, 7)
+    words = f"process {status(tmp_path)['pid']} on {socket.gethostname()} ended without a word at about step 7"
+    entry, run = entry_of(tmp_path, now=0.0, diagnoses=False), load_run(tmp_path)
+    assert (entry.state, entry.step) == ("died", 7)
+    assert entry.reason is not None
+    assert entry.reason.startswith(words)
+    assert run.notes == [f"the run died: {entry.reason}"]
+    assert run.has_ended
+    assert ending(tmp_path) == ("finding", f"the run died: {entry.reason}")
+    assert Follower([str(tmp_path)])._line().endswith(f"has ended at step 7: died, {entry.reason}")
+
+
+def test_a_run_of_another_machine_may_live_or_not(tmp_path: Path) -> None:
+    kill_loop(tmp_path)
     write_rows(tmp_path, 1)
-    assert entry_of(tmp_path, now=0.0, diagnoses=False).state == "died"
-    assert "no process of this machine holds the run" in load_run(tmp_path).notes[0]
+    (tmp_path / "status.json").write_text(json.dumps({**status(tmp_path), "host": "node7"}))
+    entry = entry_of(tmp_path, now=0.0, diagnoses=False)
+    assert entry.state == "unknown"
+    assert entry.reason is not None
+    assert "on node7" in entry.reason
+    assert not load_run(tmp_path).has_ended
+    assert ending(tmp_path)[0] == "not_measured"
 
 
 @pytest.mark.parametrize("tail", ["", '{"schema_version":1,"mode":"train","global', "nonsense\n"])

@@ -31,7 +31,7 @@ class RunEntry:
     """One run.
 
     Args:
-        state: as in status.json; `died` where that says running but no process of this machine holds the directory.
+        state: as in status.json; `died` where that says running but the process is gone, `unknown` if it is another machine's.
         step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
         loss, eval_loss: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
@@ -101,12 +101,10 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     from trainer.cli.diagnosis import verdict_text
     from trainer.runs.load import load_run
-    from trainer.runs.status import is_held
+    from trainer.runs.status import run_state
 
-    status = _status(path)
+    status = run_state(path)
     state = str(status.get("state", "unknown"))
-    if state == "running" and not is_held(path):
-        state = "died"
     entry = RunEntry(str(path), state, reason=str(status["reason"]) if status.get("reason") else None)
     try:
         run = load_run(path)
@@ -141,14 +139,6 @@ def _age(path: Path, now: float, *names: str) -> float | None:
     return None
 
 
-def _status(path: Path) -> dict[str, Any]:
-    try:
-        status = json.loads((path / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
-
-
 def _last(run: RunRecord, key: str) -> float | None:
     values = run.column(key)[1]
     return values[-1] if values else None
@@ -174,7 +164,7 @@ def _verdict_cell(entry: RunEntry) -> str:
     from trainer.diagnostics.diagnose import NO_FINDING
 
     verdict = entry.verdict or "-"
-    if entry.state == "failed" and entry.reason is not None:  # why it failed matters more than earlier findings
+    if entry.state in ("failed", "died", "unknown") and entry.reason is not None:  # matters more than earlier findings
         shown = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
         verdict = shown if entry.verdict is None else f"{entry.verdict}: {shown}"
     colour = "unknown" if verdict.startswith(NO_FINDING) else "warning"

@@ -8,14 +8,17 @@ since every file is renamed into place; so a second call leaves out what a first
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,8 +106,8 @@ def tokenize(
         report: told (megabytes done, of, file).
 
     Raises:
-        UserError: a file is damaged or holds no text; or `out` holds tokens of other files, or made otherwise. What was
-            finished stays.
+        UserError: a file is damaged or holds no text; or `out` is in use, or holds tokens of other files, or made otherwise.
+            What was finished stays.
     """
     if tokenizer == "ids":
         raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
@@ -118,19 +121,20 @@ def tokenize(
     identity = (
         hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16] if tokenizer.endswith(".json") else tokenizer
     )
-    _claim(out, sources, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
-    for folder in {out, *(source.target.parent for source in sources)}:
-        remove_leftovers(folder)
-    (out / PARTS).mkdir(exist_ok=True)
-    jobs = {
-        Job(source.path, source.format, span, source.part(out, number)): source
-        for source in sources
-        if not _is_whole(source.target)
-        for number, span in enumerate(source.spans)
-    }
-    kept = sum(_is_whole(source.target) for source in sources)
-    _run(jobs, sources, out, _Settings(tokenizer, text_split, dtype.str), workers, report)
-    shutil.rmtree(out / PARTS)
+    with _alone(out):
+        _claim(out, sources, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
+        for folder in {out, *(source.target.parent for source in sources)}:
+            remove_leftovers(folder)
+        (out / PARTS).mkdir(exist_ok=True)
+        jobs = {
+            Job(source.path, source.format, span, source.part(out, number)): source
+            for source in sources
+            if not _is_whole(source.target)
+            for number, span in enumerate(source.spans)
+        }
+        kept = sum(_is_whole(source.target) for source in sources)
+        _run(jobs, sources, out, _Settings(tokenizer, text_split, dtype.str), workers, report)
+        shutil.rmtree(out / PARTS)
     lengths = [load_megatron(source.target, ReadOptions(words)).lengths for source in sources]
     documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
     return Tokenized(len(sources), documents, tokens, sum(os.path.getsize(source.path) for source in sources), kept)
@@ -186,6 +190,27 @@ def _source(stream: Stream, above: Path, out: Path, format: str, span_bytes: int
     return _Source(stream.path, name, out / folder / f"{path.name}.bin", spans)
 
 
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves nothing behind.
+
+    Raises:
+        UserError: another one does.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    directory = os.open(out, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = "is in use by another train data tokenize"
+                raise UserError(str(out), problem, "wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(directory)
+
+
 def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
     """Record in `out` what it is made of; what was made of a file that has changed since is removed.
 
@@ -215,7 +240,6 @@ def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
             source.target.with_suffix(".idx").unlink(missing_ok=True)
             for part in (out / PARTS).glob(source.part(out, 0).name.replace("_000000.bin", "_*")):
                 part.unlink()
-    out.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps({"settings": settings, "files": files}, indent=1))
 
 
@@ -233,8 +257,17 @@ def _begin(tokenizer: str, text_split: str, dtype: str) -> None:
     global _options, _written_as
     # A terminal sends it to all processes: the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _options, _written_as = ReadOptions(load_tokenizer(tokenizer), text_split=text_split), np.dtype(dtype)
+
+
+def _end_with_parent() -> None:
+    """End when the first process is gone, which may be killed without a word: another call would write the same files."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _tokenize_span(job: Job) -> None:

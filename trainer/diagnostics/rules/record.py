@@ -39,19 +39,19 @@ def check_restarts(run: RunRecord) -> Outcome:
 
 
 def check_ending(run: RunRecord) -> Outcome:
-    """The final state of the run in status.json."""
+    """The final state of the run, from status.json and whether its process is there."""
     state = run.status.get("state")
     if state is None:
         hint = "" if run.config else " (trainer.runs.status.run_status writes it)"
         return not_measured(f"needs status.json beside the metrics{hint}")
-    if state == "running":
+    if state in ("running", "unknown"):
         return not_yet("status.json says that the run has not ended")
-    if state != "failed":
+    if state not in ("failed", "died"):
         return healthy(f"the run is {state}")
     step = run.status.get("last_step")
     steps = (step,) if isinstance(step, int) else ()
     return finding(
-        f"the run failed: {run.status.get('reason') or 'unknown reason'}",
+        f"the run {state}: {run.status.get('reason') or 'unknown reason'}",
         evidence=[Evidence("status.json", steps, tuple(map(float, steps)))],
     )
 
@@ -71,7 +71,7 @@ RULES = (
     Rule(
         name="ending",
         uses=("status.json",),
-        threshold="the state is `failed`",
+        threshold="the state is `failed`, or `running` while the process is gone",
         why="status.json has the reason even where torchrun replaced the exit code with 1.",
         knob="depends on the reason",
         severity="error",

@@ -28,6 +28,7 @@ from trainer.metrics.rank_reduction import Operations, Reporter, rank_operations
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.objective.compose import Loss
+from trainer.runs.status import dead
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.checkpointing.tree import pack
@@ -227,8 +228,14 @@ class _RunBuilder:
         self.state.tracker.init_backends(sinks)
         step = self.position.step
         if is_restart:
+            previous = self.run_dir.status()
+            if previous.get("state") == "running":  # and this process has its lock
+                previous = dead(previous, self.run_dir.path)
+            if previous.get("state") == "died":
+                logger.warning("%s: %s; continuing from step %d", self.run_dir.path, previous["reason"], step)
             self.state.tracker.log_restart(step, checkpoint=source)
-            events.write({"event": "restart", "global_step": step, "checkpoint": source})
+            ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
+            events.write({"event": "restart", "global_step": step, "checkpoint": source, "previous": ended})
         self.run_dir.write_status("running", reason="", step=step, wandb_run_id=wandb_id(sinks))
         return wandb_id(sinks)
 

@@ -1,0 +1,90 @@
+"""Exit code 0 means that the run is over: a model that ends the process before that gets another one, and a reason."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tests.support.ranks import status
+from tests.support.runs import ROOT, run, write_tiny_config
+from trainer.cli.verbs.ls import entry_of
+
+pytestmark = pytest.mark.distributed
+FAULTY = ("--set", "model.target=tests.support.faulty_model:build", "--set", "model.contract=false")
+WORDS = {
+    "sys.exit": "UnexpectedExit: sys.exit(0) was called after step 6 (",
+    "os._exit": "UnexpectedExit: os._exit(0) was called after step 6 (",
+    "interrupt": "UnexpectedExit: KeyboardInterrupt was raised after step 6 (",
+}
+
+
+def run_with(fault, tmp_path, *more, nproc=None):
+    config = write_tiny_config(tmp_path)
+    arguments = ["--config", config, "--run-dir", tmp_path / "run", "--steps", 10, "--stdout", "off", *FAULTY, *more]
+    extra = {"FAULT": json.dumps({"step": 7, **fault}), "PYTHONPATH": str(ROOT)}
+    return run(*arguments, nproc=nproc, extra=extra)
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_a_model_that_ends_the_only_process_fails_the_run_and_the_reason_is_kept(tmp_path, what):
+    ended = run_with({"what": what}, tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    found = status(tmp_path / "run")
+    assert (found["state"], found["last_step"]) == ("failed", 6)
+    assert found["reason"].startswith(WORDS[what])
+    assert "faulty_model.py:" in found["reason"]
+    assert found["reason"] in ended.stderr
+
+
+def test_a_model_that_ends_the_process_while_it_is_built_is_an_error_too(tmp_path):
+    (tmp_path / "own.py").write_text("import os\n\ndef build(vocab_size, dim, num_layers):\n    os._exit(0)\n")
+    arguments = ["--config", write_tiny_config(tmp_path), "--set", "model.target=own:build"]
+    ended = run(*arguments, extra={"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 1, ended.stderr
+    assert f"UnexpectedExit: os._exit(0) was called ({tmp_path / 'own.py'}:4)" in ended.stderr
+
+
+@pytest.mark.parametrize(("what", "rank"), [("sys.exit", 0), ("sys.exit", 1), ("os._exit", None)])
+def test_a_model_that_ends_ranks_fails_the_run_on_all_of_them(tmp_path, what, rank):
+    ended = run_with({"what": what, "rank": rank}, tmp_path, nproc=2)
+    assert ended.returncode == 1, ended.stderr
+    found = status(tmp_path / "run")
+    assert found["state"] == "failed"
+    assert WORDS[what] in found["reason"]
+
+
+def test_a_resume_says_that_the_process_before_it_was_killed_and_the_record_does_too(tmp_path):
+    saves, run_dir = ("--set", "checkpoint.every=4"), tmp_path / "run"
+    assert run_with({"what": "signal", "name": "SIGKILL"}, tmp_path, *saves).returncode == -signal.SIGKILL
+    killed = status(run_dir)
+    assert killed["state"] == "running"
+    reason = f"process {killed['pid']} on {killed['host']} ended without a word at about step 6: "
+    assert entry_of(run_dir, now=0.0, diagnoses=False).reason.startswith(reason)
+    resumed = run_with({"step": 100}, tmp_path, *saves, "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stderr
+    for said in (resumed.stderr, (run_dir / "logs" / "rank_000.log").read_text()):
+        assert f"WARNING {run_dir}: {reason}" in said
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    restart = next(event for event in events if event["event"] == "restart")
+    assert restart["previous"]["state"] == "died"
+    assert restart["previous"]["last_step"] == 6
+    assert status(run_dir)["state"] == "done"
+
+
+def test_a_run_whose_process_was_killed_after_its_last_checkpoint_is_done_once_that_is_seen(tmp_path):
+    assert run_with({"step": 100}, tmp_path).returncode == 0
+    run_dir = tmp_path / "run"
+    (run_dir / "status.json").write_text(json.dumps({**status(run_dir), "state": "running", "reason": ""}))
+    again = run_with({"step": 100}, tmp_path, "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    assert "nothing is left to do" in again.stderr
+    assert (status(run_dir)["state"], status(run_dir)["last_step"]) == ("done", 10)
+
+
+def test_a_process_that_c_code_ends_is_found_dead_by_the_next_reader(tmp_path):
+    """Nothing of Python's runs after it, so its exit code is what it is."""
+    assert run_with({"what": "exit of C"}, tmp_path).returncode == 0
+    assert status(tmp_path / "run")["state"] == "running"
+    assert entry_of(tmp_path / "run", now=0.0, diagnoses=False).state == "died"

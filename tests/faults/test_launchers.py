@@ -1,0 +1,131 @@
+"""A launcher that dies or is asked to stop, and code of the user's that ends ranks: the run ends, and says how."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.support.fault_record import Injected
+from tests.support.fault_runs import make_config
+from tests.support.launched import FAULTY, Launched, children
+from tests.support.ranks import last_logged, status
+from tests.support.runs import ROOT, run
+from trainer.runs.status import run_state
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+TIMEOUT_SEC = 12
+# A second until they notice, a step and a save; or the timeout of a run that hangs. The rest is a busy machine.
+GRACE_SEC = 60
+TIMEOUT = ("--set", f"distributed.timeout_sec={TIMEOUT_SEC}")
+
+
+def name_of(is_torchrun: bool) -> str:
+    return "torchrun" if is_torchrun else "`train --nproc`"
+
+
+@pytest.mark.parametrize("is_torchrun", [False, True])
+def test_ranks_whose_launcher_is_killed_in_a_step_save_and_end(tmp_path, is_torchrun):
+    run_dir = tmp_path / "run"
+    with Launched(make_config(tmp_path), run_dir, *TIMEOUT, is_torchrun=is_torchrun) as launched:
+        launched.wait_for_step(7)
+        launched.process.kill()
+        launched.wait_for_ranks(GRACE_SEC)
+    ended = status(run_dir)
+    assert (ended["state"], ended["reason"]) == ("stopped", "stopped by the end of its launcher")
+    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+    Injected(
+        3,
+        f"SIGKILL of {name_of(is_torchrun)} alone, two ranks in their steps",
+        1,
+        "0",
+        "the ranks noticed, `stopped` with a checkpoint of the last step",
+    ).keep(f"launcher_killed_{is_torchrun}")
+
+
+@pytest.mark.parametrize("is_torchrun", [False, True])
+def test_ranks_whose_launcher_is_killed_as_they_start_end(tmp_path, is_torchrun):
+    run_dir = tmp_path / "run"
+    with Launched(make_config(tmp_path), run_dir, *TIMEOUT, is_torchrun=is_torchrun) as launched:
+        while len(ranks := children(launched.process.pid)) < 2:
+            assert launched.process.poll() is None
+            time.sleep(0.001)
+        launched.ranks = ranks
+        launched.process.kill()
+        launched.wait_for_ranks(GRACE_SEC + TIMEOUT_SEC)
+    assert last_logged(run_dir / "metrics.jsonl") == 0
+    Injected(
+        3, f"SIGKILL of {name_of(is_torchrun)} alone, two ranks starting", 1, "0", "the ranks ended without a step"
+    ).keep(f"launcher_killed_early_{is_torchrun}")
+
+
+def test_a_rank_that_hangs_does_not_outlive_its_launcher(tmp_path):
+    run_dir = tmp_path / "run"
+    fault = {"what": "sleep", "rank": 0, "step": 8}
+    with Launched(make_config(tmp_path), run_dir, *TIMEOUT, fault=fault) as launched:
+        launched.wait_for_step(7)
+        launched.process.kill()
+        launched.wait_for_ranks(GRACE_SEC + TIMEOUT_SEC)
+    Injected(
+        3,
+        "SIGKILL of `train --nproc` alone, one of two ranks asleep for ever",
+        1,
+        "steps since the last checkpoint",
+        "both ended within the timeout",
+    ).keep("launcher_killed_hang")
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP", "SIGTERM"])
+def test_a_signal_to_the_launcher_alone_stops_all_ranks(tmp_path, name):
+    run_dir = tmp_path / "run"
+    with Launched(make_config(tmp_path), run_dir) as launched:
+        launched.wait_for_step(7)
+        launched.process.send_signal(getattr(signal, name))
+        assert launched.process.wait(GRACE_SEC) == 0
+        launched.wait_for_ranks(0.0)
+    ended = status(run_dir)
+    assert (ended["state"], ended["reason"]) == ("stopped", f"stopped by {name}")
+    Injected(
+        3, f"{name} to `train --nproc` alone", 1, "0", "exit 0, `stopped`, a checkpoint of the last step on both ranks"
+    ).keep(f"launcher_{name.lower()}")
+
+
+@pytest.mark.parametrize("is_torchrun", [False, True])
+@pytest.mark.parametrize(
+    ("what", "rank"), [("sys.exit", 0), ("sys.exit", None), ("os._exit", 1), ("os._exit", None), ("exit of C", 1)]
+)
+def test_code_that_ends_ranks_with_0_fails_the_run(tmp_path, what, rank, is_torchrun):
+    run_dir = tmp_path / "run"
+    fault = {"what": what, "rank": rank, "step": 7}
+    with Launched(make_config(tmp_path), run_dir, *TIMEOUT, is_torchrun=is_torchrun, fault=fault) as launched:
+        _, said = launched.process.communicate(timeout=GRACE_SEC + TIMEOUT_SEC)
+    assert launched.process.returncode == 1, said
+    found = status(run_dir)
+    assert found["state"] == "failed", (found, said)
+    if what != "exit of C":
+        assert f"{what}(0) was called after step 6" in found["reason"]
+    where = "both ranks" if rank is None else f"rank {rank} of two"
+    Injected(
+        10,
+        f"`{what}(0)` at step 7 on {where} under {name_of(is_torchrun)}".replace("`exit of C(0)`", "C's `_exit(0)`"),
+        1,
+        "steps since the last checkpoint",
+        f"exit 1; status.json: {found['state']}",
+    ).keep(f"exit_{what}_{rank}_{is_torchrun}".replace(" ", "_"))
+
+
+def test_c_code_that_ends_a_single_process_is_found_by_the_next_reader(tmp_path):
+    run_dir, fault = tmp_path / "run", {"what": "exit of C", "step": 7}
+    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, "--steps", 10, *FAULTY)
+    ended = run(*arguments, extra={"PYTHONPATH": str(ROOT), "FAULT": json.dumps(fault)})
+    assert (ended.returncode, status(run_dir)["state"]) == (0, "running")
+    assert run_state(run_dir)["state"] == "died"
+    Injected(
+        10,
+        "C's `_exit(0)` at step 7 of a single process",
+        1,
+        "steps since the last checkpoint",
+        "exit 0, which nothing of ours can prevent; every reader says `died`",
+    ).keep("exit_of_c_alone")
