@@ -64,7 +64,7 @@ def put_text(text: str, out: str | None) -> None:
         typer.echo(text, nl=False)
         return
     try:
-        write_file(Path(out), text)
+        write_file(Path(out), text, follow=True)
     except OSError as error:
         raise UserError(out, f"cannot be written: {error.strerror}", "name a file in a directory that exists") from None
     typer.echo(f"wrote {out}", err=True)

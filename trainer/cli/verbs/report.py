@@ -67,7 +67,7 @@ def _write(runs: list[str], out: str, *, force: bool) -> None:
 def _write_atomically(target: Path, page: bytes) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, page)
+        write_file(target, page, follow=True)
     except OSError as error:
         raise UserError("--out", f"{target} cannot be written: {error.strerror}", "choose another path") from None
 
