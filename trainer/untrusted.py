@@ -7,19 +7,20 @@ hang the program nor make it write somewhere else, and no content may be more th
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, Final, cast
 
 MOST_BYTES: Final = 1 << 28
 """Of a file that is read as a whole; none of ours comes near."""
 LONGEST_LINE: Final = 1 << 24
 _MOST_LEVELS: Final = 64
-_MOST_BITS: Final = 128  # of an integer; the state of a generator has as many
+_MOST_BITS: Final = 1023  # of an integer, which a float can still be made of
 _KINDS: Final = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a directory",
@@ -49,9 +50,9 @@ def open_descriptor(path: str | Path, flags: int) -> int:
     return descriptor
 
 
-def open_plain(path: str | Path, mode: str = "rb") -> BinaryIO:
+def open_plain(path: str | Path, mode: str = "rb") -> io.BufferedRandom:
     """`open` of a plain file, in binary, for reading or appending; see `open_descriptor`."""
-    return cast(BinaryIO, open(path, mode, opener=open_descriptor))
+    return cast(io.BufferedRandom, open(path, mode, opener=open_descriptor))
 
 
 def refuse_special(path: Path) -> None:

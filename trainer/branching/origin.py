@@ -26,6 +26,7 @@ from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import Source
 from trainer.training.step.schedule import make_schedule
+from trainer.untrusted import open_descriptor, read_bytes
 
 RATE_ROWS = 10  # logged rows before the checkpoint, over which the median speed is taken
 
@@ -90,10 +91,12 @@ def reserved(run_dir: Path) -> Iterator[None]:
 @contextmanager
 def _locked(path: Path, kind: int, *, flags: int) -> Iterator[bool]:
     try:
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = open_descriptor(path, flags)
     except FileNotFoundError:  # a copy of a run: nobody trains it
         yield True
         return
+    except OSError as error:
+        raise UserError(str(path), f"cannot be used: {error.strerror}", "remove it, or branch from a copy") from None
     try:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -166,7 +169,7 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
         # Not over steps, which may have had other numbers of micro-batches.
         tokens_per_step=tokens_seen / batches * micro_batches,
         sequences_per_step=_latest(run, "gns/b_big", step) or float(plan.facts.cells_per_step),
-        marker=hashlib.sha256((path / checkpoint.MARKER).read_bytes()).hexdigest(),
+        marker=hashlib.sha256(read_bytes(path / checkpoint.MARKER)).hexdigest(),
     )
 
 

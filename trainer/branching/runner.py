@@ -32,6 +32,7 @@ from trainer.files import remove_tree, write_file
 from trainer.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.run_dir import FINISHED, RunDir
+from trainer.untrusted import open_plain
 
 POLL_SEC = 0.1
 OUTPUT_FILE = "output.txt"
@@ -210,7 +211,7 @@ def _run_program(
     here = str(Path(__file__).resolve().parents[2])
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join(filter(None, [here, inherited.get("PYTHONPATH")]))
-    with (run_dir / OUTPUT_FILE).open("ab") as output:
+    with open_plain(run_dir / OUTPUT_FILE, "ab") as output:
         # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
         process = subprocess.Popen(
             command,

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from trainer.distributed.env import RankInfo
 from trainer.metrics.logger import get_logger
+from trainer.untrusted import open_descriptor
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -116,7 +117,7 @@ class Watchdog:
         self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 20)
         # Shorter than the backend's timeout, so that the waiting ranks still wait when their stacks are written.
         self._limit = timeout_sec - 4 * self._interval
-        self._log: BinaryIO = log.open("ab", buffering=0)
+        self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
         self._collectives = collectives
         self._on_end = on_end
         self._detector = HangDetector(info.world_size, self._limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TextIO
 
+from trainer.untrusted import open_plain
 from trainer.wording import printable
 
 ROOT: Final = "trainer"
@@ -69,6 +71,13 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+class _LogFile(logging.FileHandler):
+    """Appends to a plain file."""
+
+    def _open(self) -> io.TextIOWrapper:
+        return io.TextIOWrapper(open_plain(self.baseFilename, "ab"), encoding=self.encoding)
+
+
 def _stderr_handler() -> _StderrHandler:
     root = logging.getLogger(ROOT)
     for handler in root.handlers:
@@ -101,7 +110,7 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 def add_log_file(path: Path) -> logging.Handler:
     """Also append all of this rank's records to a file, with their time, until `remove_log_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(has_time=True))
     logging.getLogger(ROOT).addHandler(handler)
     return handler

@@ -15,6 +15,7 @@ from trainer.errors import UserError
 from trainer.report.names import with_distinct_names
 from trainer.report.page import render_page, render_parts
 from trainer.runs.load import METRICS_NAME, RunRecord, load_run
+from trainer.runs.status import STATUS_NAME, read_status
 from trainer.runs.table import RowTable
 
 SHORTEST_PAUSE_SEC: Final = 1.0
@@ -72,7 +73,7 @@ def _signature(path: Path) -> Any:
     """Changes whenever the page would. status.json is rewritten without any news, so its words count, not its time."""
     directory = path.parent if path.is_file() else path
     metrics = path if path.is_file() else path / METRICS_NAME
-    status = _status(directory)
+    status = read_status(directory / STATUS_NAME)
     stamps = [_stamp(file) for file in (metrics, *(directory / name for name in _OTHER_FILES))]
     return [*stamps, status.get("state"), status.get("reason"), path.exists()]
 
@@ -83,14 +84,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _status(directory: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((directory / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 class Follower:

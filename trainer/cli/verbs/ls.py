@@ -101,9 +101,9 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     from trainer.cli.diagnosis import verdict_text
     from trainer.runs.load import load_run
-    from trainer.runs.status import is_held
+    from trainer.runs.status import STATUS_NAME, is_held, read_status
 
-    status = _status(path)
+    status = read_status(path / STATUS_NAME)
     state = str(status.get("state", "unknown"))
     if state == "running" and not is_held(path):
         state = "died"
@@ -139,14 +139,6 @@ def _age(path: Path, now: float, *names: str) -> float | None:
         if (path / name).is_file():
             return max(now - (path / name).stat().st_mtime, 0.0)
     return None
-
-
-def _status(path: Path) -> dict[str, Any]:
-    try:
-        status = json.loads((path / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
 
 
 def _last(run: RunRecord, key: str) -> float | None:
