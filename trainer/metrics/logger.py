@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from trainer.untrusted import open_plain
-from trainer.wording import printable
+from trainer.wording import printable_lines
 
 ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
@@ -38,9 +38,8 @@ class _RankFormatter(logging.Formatter):
         if self._colour:
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
-        lines = super().format(record).split("\n")
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime(record.created)) if self._has_time else ""
-        return f"{when}[rank {_rank()}] {level} " + "\n".join(map(printable, lines))
+        return f"{when}[rank {_rank()}] {level} " + printable_lines(super().format(record))
 
 
 class _RankFilter(logging.Filter):

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import JsonOption
-from trainer.cli.terminal import output
+from trainer.cli.terminal import echo, output
 from trainer.errors import UserError, UserErrors
 
 PlaceArgument = Annotated[
@@ -171,7 +171,7 @@ def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
 
 def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool, is_deep: bool = False) -> None:
     if as_json:
-        typer.echo(json.dumps({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]}, indent=2))
+        echo(json.dumps({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]}, indent=2))
         return
     table = Table(title=escape(f"checkpoints of {run_dir}"), title_justify="left")
     for name in ("step", "saved", "MB", "ranks"):

@@ -10,7 +10,7 @@ import typer
 
 from trainer.cli.imports import uncollected
 from trainer.cli.options import JsonOption, require_run
-from trainer.cli.terminal import output
+from trainer.cli.terminal import echo, output
 from trainer.errors import UserError
 from trainer.files import did_you_mean
 from trainer.storage import is_url
@@ -63,7 +63,7 @@ def evaluate(
         tokenizer=tokenizer,
     )
     if as_json:
-        typer.echo(json.dumps({"run": run_dir, "step": found.step, "metrics": found.metrics}, indent=2))
+        echo(json.dumps({"run": run_dir, "step": found.step, "metrics": found.metrics}, indent=2))
         return
     output().print(_table(run_dir, found.step, found.metrics, output().width))
 

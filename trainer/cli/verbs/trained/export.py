@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer.cli.terminal import echo
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def export(
     if format is None:
         format = SUFFIXES.get(target.suffix, ExportFormat.safetensors)
         others = ", ".join(each for each in ExportFormat if each is not format)
-        typer.echo(f"no --format: writing {format.value}; the others: {others}", err=True)
+        echo(f"no --format: writing {format.value}; the others: {others}", err=True)
     if target.exists() and not force:
         raise UserError(out, "exists already", "name another place, or add --force")
     if target.is_dir() and not _is_own(target):
@@ -83,7 +84,7 @@ def _export_weights(run_dir: str, out: Path, step: int | None, *, as_hugging_fac
     from trainer.training.export.export import export_model
 
     saved = export_model(Path(run_dir), out, step=step, as_hugging_face=as_hugging_face)
-    typer.echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
+    echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
 
 
 def _export_metrics(run_dir: str, out: Path, format: ExportFormat) -> None:
@@ -98,8 +99,8 @@ def _export_metrics(run_dir: str, out: Path, format: ExportFormat) -> None:
     run = load_run(run_dir)
     count = writers[format](run, out)
     for note in run.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
+        echo(f"note: {note}", err=True)
+    echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
 
 
 def _write_tensorboard(run: RunRecord, out: Path) -> int:

@@ -111,5 +111,5 @@ def _write(text: str) -> None:
         text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
     if sys.stdout.encoding.lower().replace("-", "") != "utf8":
         text = text.encode(sys.stdout.encoding, errors="replace").decode(sys.stdout.encoding)
-    typer.echo(text, nl=False)
+    sys.stdout.write(text)
     sys.stdout.flush()
