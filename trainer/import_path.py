@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trainer.errors import UserError
@@ -27,8 +28,8 @@ def resolve_target(target: str, key: str) -> Any:
         UserError: the module does not exist, fails on import, or has no such function.
     """
     module_name, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:  # as with `python -m`, however the program was started
-        sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:  # behind what is installed: no file here is taken for a package of that name
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except UserError:
@@ -37,8 +38,18 @@ def resolve_target(target: str, key: str) -> Any:
         raise _import_error(key, module_name, error) from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise UserError(key, f"{module_name} has no function {name}", "name a function of the module")
+        fix = "name a function of the module"
+        if (file := _shadowed(module)) is not None:
+            fix = f"rename {file}, if you mean it: the package {module.__file__} has its name, and comes first"
+        raise UserError(key, f"{module_name} has no function {name}", fix)
     return found
+
+
+def _shadowed(module: ModuleType) -> Path | None:
+    """The file in the working directory that would be the module, if that were not another one."""
+    path = Path.cwd().joinpath(*module.__name__.split("."))
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    return files[0] if files and module.__file__ not in map(str, files) else None
 
 
 def place_of(error: BaseException) -> str:

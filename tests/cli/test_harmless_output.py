@@ -36,7 +36,9 @@ def everything(path: Path) -> Path:
     ]
     (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     (path / "status.json").write_text(json.dumps({"state": ODD, "reason": ODD, "last_step": 39}))
-    (path / "env.json").write_text(json.dumps({"world_size": 1, "packages": {ODD: ODD, "torch": ODD}, "devices": [ODD]}))
+    (path / "env.json").write_text(
+        json.dumps({"world_size": 1, "packages": {ODD: ODD, "torch": ODD}, "devices": [ODD]})
+    )
     events = [{"event": name, "global_step": 3, "message": ODD, "error": ODD} for name in (ODD, "warning", "restart")]
     (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     text = json.dumps(ODD, ensure_ascii=True).replace("\\u202e", "\\u202e")
@@ -73,8 +75,23 @@ def nested(levels: int) -> str:
 DAMAGES = {
     "status.json": ["", "[]", '{"state": [1]}', '{"last_step": 1e400}', '{"last_step": ' + "9" * 5000 + "}", "\xff"],
     "env.json": ["3", '{"world_size": [2]}', '{"state_width": {"a": 1}}', '{"python": NaN}', '{"packages": 7}'],
-    "events.jsonl": ["[]\n", '{"event": {}}\n', '{"event": "restart", "global_step": "x"}\n', "\0\n", '{"time": NaN}\n'],
-    "config.resolved.toml": ["a = [", "train = 3", "[train]\nsteps = [1]", "[data]\nsource = 7", "a = " + "9" * 5000],
+    "events.jsonl": [
+        "[]\n",
+        '{"event": {}}\n',
+        '{"event": "restart", "global_step": "x"}\n',
+        "\0\n",
+        '{"time": NaN}\n',
+    ],
+    "config.resolved.toml": [
+        "a = [",
+        "[run]\nseed = [1]",
+        "[ledger]\nprobe_every = [1]",
+        "[train]\nclip = nan",
+        "train = 3",
+        "[train]\nsteps = [1]",
+        "[data]\nsource = 7",
+        "a = " + "9" * 5000,
+    ],
     "metrics.jsonl": ["[]\n", '{"global_step": ' + "9" * 5000 + "}\n", '{"a": 1' + "\n"],
 }
 

@@ -22,6 +22,7 @@ from trainer.errors import UserError
 from trainer.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.export.saved_model import refuse_code
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import Source
@@ -130,11 +131,15 @@ def find_checkpoint(run_dir: Path, at: int | None) -> Path:
     raise UserError("--at", f"{run_dir} has no checkpoint at step {at}; there are {steps}", fix)
 
 
-def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
+def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None, trust_code: bool = False) -> Origin:
     """Read what is needed of the run and its checkpoint.
 
+    Args:
+        trust_code: import the code that its config names.
+
     Raises:
-        UserError: the checkpoint is damaged or of format 1; the data are gone; the learning rate there is zero.
+        UserError: the checkpoint is damaged or of format 1; the data are gone; the learning rate there is zero; or
+            its config names code.
     """
     try:
         saved = checkpoint.verify(path)
@@ -146,6 +151,7 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
         )
     step, world_size = saved["step"], saved["world_size"]
     config = _config_of(saved, path)
+    refuse_code(config, path, trusted=trust_code)
     plan = _plan_of(config, _config_path(saved, run_dir), world_size)
     micro_batches = micro_batches_in_force(config, saved)
     lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)

@@ -293,7 +293,7 @@ def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"skipped {counted(len(lines) - len(events), 'line')} of events.jsonl")
     return {
         "status": status,
-        "environment": _read(directory / "env.json", read_json, notes) or {},
+        "environment": usable(_read(directory / "env.json", read_json, notes) or {}),
         "config": _read(directory / "config.resolved.toml", read_toml, notes) or {},
         "events": events,
     }

@@ -28,7 +28,7 @@ _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop"), str),
-    **dict.fromkeys(("last_step", "pid", "world_size"), int),
+    **dict.fromkeys(("last_step", "pid", "world_size", "state_width"), int),
     "time": (int, float),
 }
 
@@ -105,7 +105,7 @@ def read_status(file: Path) -> dict[str, Any]:
 
 
 def usable(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The status without values that none of its writers has written."""
+    """The content of status.json or env.json without values that none of their writers has written."""
     return {
         key: value
         for key, value in status.items()

@@ -211,7 +211,7 @@ def test_two_runs_cannot_share_a_prefix(checkpoints, url):
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "..", MARKER, ""])
 def test_a_marker_that_lists_a_path_is_damage(name):
-    marker = b'{"format_version": 2, "files": {"%s": {"bytes": 1, "sha256": ""}}}' % name.encode()
+    marker = b'{"format_version": 2, "step": 1, "files": {"%s": {"bytes": 1, "sha256": ""}}}' % name.encode()
     with pytest.raises(CheckpointError, match="which is no file of the checkpoint"):
         parse_marker(marker, "x")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainer.cli.imports import uncollected
-from trainer.cli.options import JsonOption, require_run
+from trainer.cli.options import JsonOption, TrustOption, require_run
 from trainer.cli.terminal import echo, output
 from trainer.errors import UserError
 
@@ -44,6 +44,7 @@ def cbs(
     parallel: Annotated[int | None, typer.Option(min=1, help="Branches at once, without --devices.")] = None,
     out: Annotated[str | None, typer.Option(help="Picture, .svg or .png; default: in RUN_DIR/cbs/STEP.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Start without asking.")] = False,
+    trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
@@ -60,7 +61,7 @@ def cbs(
         check_picture(out, example="cbs.svg")
     path = find_checkpoint(run, at)
     with reserved(run):
-        origin = open_origin(run, path, num_ranks=nproc)
+        origin = open_origin(run, path, num_ranks=nproc, trust_code=trust_code)
         if at is None:
             echo(f"--at is not given: branching from the latest checkpoint, step {origin.step:,}", err=True)
         directory = run / "cbs" / str(origin.step)

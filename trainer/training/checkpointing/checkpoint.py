@@ -303,12 +303,14 @@ def parse_marker(marker: bytes, where: Path | str) -> tuple[dict[str, dict[str, 
     try:
         found = parse_json(marker)
         files = {n: {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for n, e in found["files"].items()}
-        version = found["format_version"]
+        version, step = found["format_version"], found["step"]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise CheckpointError(f"{where}: is damaged") from None
     if version not in (FORMER_VERSION, FORMAT_VERSION):
         versions = f"{FORMER_VERSION} and {FORMAT_VERSION}"
         raise CheckpointError(f"{where}: has format version {version}, this program reads {versions}")
+    if (named := step_of(Path(where).parent)) not in (-1, step):
+        raise CheckpointError(f"{where}: is damaged: it is of step {step}, not {named}")
     for name in files:
         if not is_file_name(name) or name == MARKER:
             raise CheckpointError(f"{where}: lists {name!r}, which is no file of the checkpoint")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer.cli.options import TrustOption
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
 
@@ -45,6 +46,7 @@ def export(
     ] = None,
     step: Annotated[int | None, typer.Option(help="Weights: step of the checkpoint; default: the newest.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
+    trust_code: TrustOption = False,
 ) -> None:
     """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet, TensorBoard)."""
     target = Path(out)
@@ -59,7 +61,7 @@ def export(
     if not target.absolute().parent.is_dir():
         raise UserError(out, "is in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
     if format in (ExportFormat.safetensors, ExportFormat.hf):
-        _export_weights(run_dir, target, step, as_hugging_face=format is ExportFormat.hf)
+        _export_weights(run_dir, target, step, as_hugging_face=format is ExportFormat.hf, trust_code=trust_code)
         return
     if step is not None:
         raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors or hf")
@@ -80,10 +82,10 @@ def _is_own(directory: Path) -> bool:
     return names <= written or all(name.startswith("events.out.tfevents.") for name in names)
 
 
-def _export_weights(run_dir: str, out: Path, step: int | None, *, as_hugging_face: bool) -> None:
+def _export_weights(run_dir: str, out: Path, step: int | None, *, as_hugging_face: bool, trust_code: bool) -> None:
     from trainer.training.export.export import export_model
 
-    saved = export_model(Path(run_dir), out, step=step, as_hugging_face=as_hugging_face)
+    saved = export_model(Path(run_dir), out, step=step, as_hugging_face=as_hugging_face, trust_code=trust_code)
     echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
 
 
