@@ -1,16 +1,17 @@
 """`torchrun -m trainer ...` and `python -m trainer ...`: the program `train`."""
 
+import os
 import sys
-from pathlib import Path
-
-if not __package__:  # started by its path, as `train --nproc` starts ranks
-    sys.path[0] = str(Path(__file__).parents[1])
-import trainer  # noqa: F401 - this one, wherever it lies
-
-if not sys.flags.safe_path:
-    # The working directory comes behind what is installed: no fsspec.py there is taken for the package.
-    sys.path.append(sys.path.pop(0))
-from trainer.cli.main import main
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # The working directory, or where this file lies: no fsspec.py there is taken for the package. `resolve_target` looks
+        # there too, behind what is installed.
+        del sys.path[0]
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import trainer  # noqa: F401 - this one
+
+    sys.path.append(sys.path.pop(0))
+    from trainer.cli.main import main
+
     main()

@@ -13,6 +13,8 @@ from typing import Any
 
 from trainer.errors import UserError
 
+PROGRAM = Path(__file__).resolve().with_name("__main__.py")
+"""What another Python runs as `train`, of this installation, wherever it is started."""
 _PATHS = sysconfig.get_paths()
 _NOT_USER_CODE = (Path(__file__).parent, *(Path(_PATHS[name]) for name in ("stdlib", "purelib", "platlib")))
 
@@ -49,7 +51,7 @@ def _shadowed(module: ModuleType) -> Path | None:
     """The file in the working directory that would be the module, if that were not another one."""
     path = Path.cwd().joinpath(*module.__name__.split("."))
     files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
-    return files[0] if files and module.__file__ not in map(str, files) else None
+    return files[0] if files and Path(module.__file__ or "") not in files else None
 
 
 def place_of(error: BaseException) -> str:

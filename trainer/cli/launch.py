@@ -21,6 +21,7 @@ from trainer.config.rules import broken_sharding
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
 from trainer.files import write_file
+from trainer.import_path import PROGRAM
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import counted
 
@@ -132,11 +133,9 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
         UserError: there are CUDA devices, but fewer than ranks.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    package_parent = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         # torchrun never removes the directory of its logs, which stays empty here.
-        own = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}", "-m", "trainer", *arguments]
+        own = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}", str(PROGRAM), *arguments]
         os.environ[REPORT_FOLDER] = folder
         try:
             return _launch(own, nproc, uses_cuda=uses_cuda)

@@ -22,7 +22,8 @@ from trainer.training.setup.plan import build_model
 HUGGING_FACE_CONFIG = "config.json"
 
 
-def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
+def export_model(
+    run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
 ) -> SavedCheckpoint:
     """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, `tokenizer.json` into `out`.
 
@@ -34,8 +35,8 @@ def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face:
         trust_code: import the model that the config names, which `as_hugging_face` builds.
 
     Raises:
-        UserError: the config names code; no checkpoint, a missing tokenizer or package, a model that is none of `transformers`, or `out` cannot be
-            written.
+        UserError: the config names code; no checkpoint, a missing tokenizer or package, a model that is none of `transformers`,
+            or `out` cannot be written.
     """
     saved = read_checkpoint(run_dir, step)
     config = saved.config

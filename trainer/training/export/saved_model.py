@@ -96,7 +96,9 @@ def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: boo
     for key, path in () if trusted else _named_code(config.model_dump()):
         if not tables or key.partition(".")[0] in tables:
             problem = f"the config in {place} names code: {path}"
-            raise UserError(key, problem, "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it")
+            raise UserError(
+                key, problem, "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
+            )
 
 
 def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
