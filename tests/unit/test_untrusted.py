@@ -108,7 +108,7 @@ def test_nesting_is_damage(tmp_path, levels):
     assert parse_json(nested(60))
 
 
-@pytest.mark.parametrize("number", ["1" * 60, "-" + "1" * 60, "9" * 6_000])
+@pytest.mark.parametrize("number", ["1" * 400, "-" + "1" * 400, "9" * 6_000])
 def test_so_is_an_endless_integer(tmp_path, number):
     (tmp_path / "it.toml").write_text(f"a = {number}")
     with pytest.raises(ValueError, match="integer"):
