@@ -67,6 +67,15 @@ def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name,
     assert content(run_dir) == before
 
 
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_latest_is_a_link_or_nothing(trained, tmp_path, kind):
+    config, whole = trained
+    run_dir = copy_with(whole, tmp_path, "checkpoints/latest", kind)
+    done = run("--config", config, "--run-dir", run_dir, "--resume", "auto", "--steps", 4, "--stdout", "off")
+    assert done.returncode == 2, done.stderr
+    assert f"{run_dir}/checkpoints/latest: cannot be written: a {kind}, not a plain file" in done.stderr
+
+
 @pytest.mark.parametrize("kind", PLANTS)
 @pytest.mark.parametrize("name", [*FILES, "profile/summary.json"])
 def test_reading_verbs_neither_wait_nor_fail(trained, tmp_path, capsys, name, kind):
