@@ -1,5 +1,17 @@
 """`torchrun -m trainer ...` and `python -m trainer ...`: the program `train`."""
 
-from trainer.cli.main import main
+import os
+import sys
 
-main()
+if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # The working directory, or where this file lies: no fsspec.py there is taken for the package. `resolve_target` looks
+        # there too, behind what is installed.
+        del sys.path[0]
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import trainer  # noqa: F401 - this one
+
+    sys.path.append(sys.path.pop(0))
+    from trainer.cli.main import main
+
+    main()

@@ -43,19 +43,21 @@ def did_you_mean(path: str | Path) -> str:
 
 
 @contextmanager
-def replacing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, sync: bool = True, follow: bool = False) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends well; otherwise `path` stays as it was.
 
     Args:
         sync: wait until the disk has it. Without, a crash of the machine (not of the process) may lose it.
+        follow: for a path that a user has given: a link stays a link, and a pipe or device is written to.
 
     Raises:
         OSError: it cannot be written.
     """
-    if path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
+    if follow and path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
         with path.open("wb") as file:
             yield file
         return
+    path = Path(os.path.realpath(path)) if follow else path
     with replacing_path(path, sync=sync) as temporary, temporary.open("wb") as file:
         yield file
 
@@ -63,10 +65,10 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 @contextmanager
 def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
     """As `replacing`, for a writer that opens the file itself: the path to write to."""
-    path = Path(os.path.realpath(path))  # a link stays a link
     temporary = _temporary(path)
     try:
-        temporary.touch()
+        temporary.unlink(missing_ok=True)  # of an earlier process of this number, or planted
+        temporary.touch(exist_ok=False)  # which follows no link
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)  # the writer may have put a file of its own there, for its user alone
@@ -82,9 +84,9 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
         sync_directory(path.parent)
 
 
-def write_file(path: Path, content: str | bytes, *, sync: bool = True) -> None:
+def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: bool = False) -> None:
     """Write a whole file; text as UTF-8. See `replacing`."""
-    with replacing(path, sync=sync) as file:
+    with replacing(path, sync=sync, follow=follow) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 

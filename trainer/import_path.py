@@ -8,11 +8,14 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trainer.errors import UserError
 from trainer.wording import message_of
 
+PROGRAM = Path(__file__).resolve().with_name("__main__.py")
+"""What another Python runs as `train`, of this installation, wherever it is started."""
 _PATHS = sysconfig.get_paths()
 _NOT_USER_CODE = (Path(__file__).parent, *(Path(_PATHS[name]) for name in ("stdlib", "purelib", "platlib")))
 
@@ -28,8 +31,8 @@ def resolve_target(target: str, key: str) -> Any:
         UserError: the module does not exist, fails on import, or has no such function.
     """
     module_name, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:  # as with `python -m`, however the program was started
-        sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:  # behind what is installed: no file here is taken for a package of that name
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except UserError:
@@ -38,8 +41,18 @@ def resolve_target(target: str, key: str) -> Any:
         raise _import_error(key, module_name, error) from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise UserError(key, f"{module_name} has no function {name}", "name a function of the module")
+        fix = "name a function of the module"
+        if (file := _shadowed(module)) is not None:
+            fix = f"rename {file}, if you mean it: the package {module.__file__} has its name, and comes first"
+        raise UserError(key, f"{module_name} has no function {name}", fix)
     return found
+
+
+def _shadowed(module: ModuleType) -> Path | None:
+    """The file in the working directory that would be the module, if that were not another one."""
+    path = Path.cwd().joinpath(*module.__name__.split("."))
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    return files[0] if files and Path(module.__file__ or "") not in files else None
 
 
 def place_of(error: BaseException) -> str:

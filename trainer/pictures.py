@@ -51,7 +51,7 @@ def save_picture(figure: Figure, out: Path) -> None:
     """
     kind = out.suffix.removeprefix(".").lower()
     try:
-        with replacing(out) as file:
+        with replacing(out, follow=True) as file:
             figure.savefig(file, format=kind, dpi=90, metadata={"Date": None} if kind == "svg" else None)
     except OSError as error:
         raise UserError("--out", f"{out} cannot be written: {error.strerror}", "check the path") from None

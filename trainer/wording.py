@@ -20,6 +20,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else _escape(character) for character in text)
 
 
+def printable_lines(text: str) -> str:
+    """The text with all but its line breaks `printable`."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def _escape(character: str) -> str:
     if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8, as os.fsdecode returns it
         return f"\\x{ord(character) - 0xDC00:02x}"

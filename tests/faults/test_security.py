@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -108,6 +109,46 @@ def test_torch_distributed_checkpoint_runs_its_metadata(tmp_path):
     with contextlib.suppress(Exception, CheckpointException):
         dcp.load({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     assert (tmp_path / "proof").exists()
+
+
+def test_code_that_a_checkpoint_names_is_not_imported(untouched, tmp_path):
+    _, whole = untouched
+    run_dir, proof = tmp_path / "run", tmp_path / "proof"
+    shutil.copytree(whole, run_dir, symlinks=True)
+    (tmp_path / "planted.py").write_text(f"import pathlib\npathlib.Path({str(proof)!r}).touch()\n")
+    path = run_dir / "checkpoints" / "step_00000005"
+    state = json.loads((path / "state.json").read_text())
+    state["config"]["model"]["target"] = "planted:build"
+    (path / "state.json").write_text(json.dumps(state))
+    sign(path)
+    verbs = (["sample", run_dir], ["eval", run_dir], ["export", run_dir, "--format", "hf", "--out", tmp_path / "out"])
+    for verb in verbs:
+        result = run(*verb, cwd=tmp_path)
+        assert result.returncode == 2, result.stderr
+        assert "names code: planted:build; add --trust-code" in result.stderr
+    assert not proof.exists()
+    run("sample", run_dir, "--trust-code", cwd=tmp_path)
+    assert proof.exists(), "the plant works"
+    Injected(
+        8, "code named in a checkpoint's state.json", 3, "–", "not imported; refused with one line and exit code 2"
+    ).keep("code_of_checkpoint")
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "status.json"])
+def test_a_link_in_the_place_of_a_runs_file_is_not_followed(untouched, tmp_path, name):
+    config, whole = untouched
+    run_dir, victim = tmp_path / "run", tmp_path / "victim"
+    shutil.copytree(whole, run_dir, symlinks=True)
+    victim.write_text("precious, without a newline")
+    (run_dir / name).unlink()
+    (run_dir / name).symlink_to(victim)
+    result = run("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 8)
+    assert result.returncode == 2, result.stderr
+    assert "a symbolic link, not a plain file" in result.stderr
+    assert victim.read_text() == "precious, without a newline"
+    Injected(7, f"a link in the place of {name}", 1, "0", "refused with one line; its target was untouched").keep(
+        f"link_{name}"
+    )
 
 
 ESCAPES = [

@@ -85,13 +85,16 @@ def test_a_write_that_fails_anywhere_leaves_the_old_file(
     assert path.read_text() == "new"
 
 
-def test_a_link_stays_a_link_and_a_device_is_written_to(tmp_path: Path) -> None:
+def test_a_link_that_a_user_names_stays_one_and_a_device_is_written_to(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("old")
     (tmp_path / "link").symlink_to("target")
-    write_file(tmp_path / "link", "new")
+    write_file(tmp_path / "link", "new", follow=True)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "new"
-    write_file(Path(os.devnull), "nowhere")
+    write_file(Path(os.devnull), "nowhere", follow=True)
+    write_file(tmp_path / "link", "own")
+    assert not (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "new"
 
 
 def test_links_and_trees_are_replaced_and_removed(tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from trainer.errors import UserError
 from trainer.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import CheckpointError
+from trainer.training.export.saved_model import refuse_code
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import Source
 from trainer.training.step.schedule import make_schedule
+from trainer.untrusted import open_descriptor, read_bytes
 
 RATE_ROWS = 10  # logged rows before the checkpoint, over which the median speed is taken
 
@@ -90,10 +92,12 @@ def reserved(run_dir: Path) -> Iterator[None]:
 @contextmanager
 def _locked(path: Path, kind: int, *, flags: int) -> Iterator[bool]:
     try:
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = open_descriptor(path, flags)
     except FileNotFoundError:  # a copy of a run: nobody trains it
         yield True
         return
+    except OSError as error:
+        raise UserError(str(path), f"cannot be used: {error.strerror}", "remove it, or branch from a copy") from None
     try:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -127,11 +131,15 @@ def find_checkpoint(run_dir: Path, at: int | None) -> Path:
     raise UserError("--at", f"{run_dir} has no checkpoint at step {at}; there are {steps}", fix)
 
 
-def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
+def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None, trust_code: bool = False) -> Origin:
     """Read what is needed of the run and its checkpoint.
 
+    Args:
+        trust_code: import the code that its config names.
+
     Raises:
-        UserError: the checkpoint is damaged or of format 1; the data are gone; the learning rate there is zero.
+        UserError: the checkpoint is damaged or of format 1; the data are gone; the learning rate there is zero; or
+            its config names code.
     """
     try:
         saved = checkpoint.verify(path)
@@ -143,6 +151,7 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
         )
     step, world_size = saved["step"], saved["world_size"]
     config = _config_of(saved, path)
+    refuse_code(config, path, trusted=trust_code)
     plan = _plan_of(config, _config_path(saved, run_dir), world_size)
     micro_batches = micro_batches_in_force(config, saved)
     lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
@@ -166,7 +175,7 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None) -> Origin:
         # Not over steps, which may have had other numbers of micro-batches.
         tokens_per_step=tokens_seen / batches * micro_batches,
         sequences_per_step=_latest(run, "gns/b_big", step) or float(plan.facts.cells_per_step),
-        marker=hashlib.sha256((path / checkpoint.MARKER).read_bytes()).hexdigest(),
+        marker=hashlib.sha256(read_bytes(path / checkpoint.MARKER)).hexdigest(),
     )
 
 

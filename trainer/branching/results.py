@@ -7,8 +7,6 @@ cbs.json, cbs.svg           the answer of the latest call
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from trainer.branching.study import Branch, Study
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.runs.load import RunRecord, load_run
+from trainer.untrusted import read_json
 
 STUDY_FILE, RESULT_FILE, ANSWER_FILE = "study.json", "result.json", "cbs.json"
 LAST_PART = 4  # the last quarter of the steps counts, without held-out documents
@@ -105,11 +104,8 @@ def last_training_loss(run: RunRecord, *, last: int, num_steps: int) -> float | 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise UserError(str(path), f"cannot be read: {error}", "remove it") from None
-    if not isinstance(found, Mapping):
-        raise UserError(str(path), "is no JSON object", "remove it")
-    return dict(found)

@@ -29,10 +29,12 @@ from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.files import remove_tree, write_file
+from trainer.import_path import PROGRAM
 from trainer.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.parent import PARENT
 from trainer.training.run_dir import FINISHED, RunDir
+from trainer.untrusted import open_plain
 
 POLL_SEC = 0.1
 OUTPUT_FILE = "output.txt"
@@ -204,18 +206,16 @@ def _run_program(
     """
     config_file = run_dir / "branch.toml"
     write_file(config_file, to_toml(config))
-    command = [sys.executable, "-m", "trainer", "--config", str(config_file), "--run-dir", str(run_dir)]
+    command = [sys.executable, str(PROGRAM), "--config", str(config_file), "--run-dir", str(run_dir)]
     if study.origin.num_ranks > 1:
         command += ["--nproc", str(study.origin.num_ranks)]
-    # It finds the package that this process is of, and no launcher's variables.
-    here = str(Path(__file__).resolve().parents[2])
+    # Without a launcher's variables.
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    path = os.pathsep.join(filter(None, [here, inherited.get("PYTHONPATH")]))
-    with (run_dir / OUTPUT_FILE).open("ab") as output:
+    with open_plain(run_dir / OUTPUT_FILE, "ab") as output:
         # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
         process = subprocess.Popen(
             command,
-            env={**inherited, **environment, "PYTHONPATH": path, PARENT: str(os.getpid())},
+            env={**inherited, **environment, PARENT: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -21,6 +21,7 @@ from trainer.config.rules import broken_sharding
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors
 from trainer.files import write_file
+from trainer.import_path import PROGRAM
 from trainer.training.parent import PARENT, stop_with_parent
 from trainer.training.signals import STOP_SIGNALS, StopRequest, say_stopping
 from trainer.wording import counted
@@ -136,14 +137,12 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
         UserError: there are CUDA devices, but fewer than ranks.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    package_parent = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         # torchrun never removes the directory of its logs, which stays empty here.
         own = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
         # Those that the ranks take for a request to stop; nohup's ignored SIGHUP stays ignored.
         passed_on = [each.name for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-        own += [f"--signals-to-handle={','.join(passed_on)}", "-m", "trainer", *arguments]
+        own += [f"--signals-to-handle={','.join(passed_on)}", str(PROGRAM), *arguments]
         os.environ.update({REPORT_FOLDER: folder, PARENT: str(os.getpid())})
         try:
             return _launch(own, nproc, uses_cuda=uses_cuda)

@@ -19,6 +19,7 @@ import typer
 
 from trainer.cli.options import ConfigOption, ReplicasOption, SetOption, StrategyOption, require_config
 from trainer.cli.refuse import refuse
+from trainer.cli.terminal import echo
 from trainer.cli.verbs import (
     cbs,
     check,
@@ -135,7 +136,7 @@ def _print_versions() -> None:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             versions.append(f"{name} (not installed)")
-    typer.echo(", ".join(versions))
+    echo(", ".join(versions))
 
 
 def main() -> None:

@@ -24,6 +24,12 @@ StrategyOption = Annotated[
 ]
 ReplicasOption = Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code", help="Import the code that the run's config names: your own, or of somebody you trust."
+    ),
+]
 RunArgument = Annotated[str, typer.Argument(help="A run directory, or a metrics.jsonl.", metavar="RUN_DIR")]
 FormatOption = Annotated[
     str, typer.Option(help="auto (by file extension), a format's name, or package.module:function.", metavar="NAME")

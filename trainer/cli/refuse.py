@@ -12,6 +12,8 @@ from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
 
+from trainer.wording import printable_lines
+
 EXIT_USER_ERROR = 2
 # A rank that has not answered by then is not waited for; those that have still agree on one speaker.
 WAIT_FOR_RANKS_SEC = 60.0
@@ -37,7 +39,7 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if message and (speaker is None or str(speaker) == rank):
         prefix = "" if rank == "0" else f"[rank {rank}] "
-        print(prefix + message, file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
+        print(prefix + printable_lines(message), file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
     if is_waiting:  # C++ code in another thread may abort the process while the interpreter shuts down
         sys.stdout.flush()
         os._exit(EXIT_USER_ERROR)

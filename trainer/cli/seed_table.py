@@ -15,7 +15,7 @@ from trainer.diagnostics.diagnose import Diagnosis
 from trainer.fitted_table import Column, fitted_table, needed_width
 from trainer.report.markup import value_text
 from trainer.report.seed_groups import ERRORS_WIDE, Excess, SeedGroup, Spread, excess, reservations, seed_groups
-from trainer.wording import few, number_text, printable
+from trainer.wording import few, number_text
 
 # By importance; of a narrow terminal the last are left out first.
 _LOSSES: Final = ("Held-out loss", "Final loss", "Best held-out loss", "Best loss")
@@ -30,7 +30,7 @@ def print_groups(diagnoses: Sequence[Diagnosis], window: int | None) -> None:
     console = output(needed_width=needed_width(columns))
     console.print(_table(label, columns, console.width), highlight=False)
     for remark in reservations(label, groups):
-        console.print(Text(printable(remark), style=COLOURS["warning"]))
+        console.print(Text(remark, style=COLOURS["warning"]))
 
 
 def _table(label: str, columns: Sequence[Column], width: int) -> Table:
@@ -45,8 +45,8 @@ def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
     labels = [label, *(name for name in _LOSSES if name != label), "Speed", "Noise scale", *_IF_ANY]
     settings = [
         Column(
-            escape(printable(key)).replace(".", ".\n"),
-            [escape(printable(value_text(group.settings[key]))) for group in groups],
+            escape(key).replace(".", ".\n"),
+            [escape(value_text(group.settings[key])) for group in groups],
             leave_out=_FIRST_SETTING + place,
         )
         for place, key in enumerate(groups[0].settings)

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 
 from trainer.errors import UserError
 from trainer.files import write_file
-from trainer.wording import printable
+from trainer.wording import printable_lines
 
 PIPE_WIDTH = 120  # characters of a line where stdout is no terminal
 COLOURS = {
@@ -24,13 +25,27 @@ COLOURS = {
 }  # fmt: skip
 
 
+class _Console(Console):
+    """Escapes what is in the texts that it shows, which come from anywhere; colours are not in texts."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """The pieces of a renderable."""
+        for piece in super().render(renderable, options):
+            yield piece if piece.control else piece._replace(text=printable_lines(piece.text))
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text that may hold names of any file: nothing but its line breaks acts on the terminal."""
+    typer.echo(printable_lines(text), err=err, nl=nl)
+
+
 def output(*, needed_width: int = 0) -> Console:
     """Stdout, as wide as the terminal; in a pipe as `COLUMNS` says, else `PIPE_WIDTH`, or `needed_width` if that is more."""
     columns = os.environ.get("COLUMNS", "")
     is_told = sys.stdout.isatty() or (columns.isdecimal() and int(columns) > 0)  # by the terminal or by COLUMNS
     if not is_told:
-        return Console(file=sys.stdout, width=max(PIPE_WIDTH, needed_width))
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else int(columns))
+        return _Console(file=sys.stdout, width=max(PIPE_WIDTH, needed_width))
+    return _Console(file=sys.stdout, width=None if sys.stdout.isatty() else int(columns))
 
 
 def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:
@@ -47,11 +62,9 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
+    with Progress(*columns, console=_Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("reading")
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=escape(printable(what))
-        )
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=escape(what))
 
 
 def put_text(text: str, out: str | None) -> None:
@@ -61,10 +74,10 @@ def put_text(text: str, out: str | None) -> None:
         UserError: the file cannot be written.
     """
     if out is None:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
         return
     try:
-        write_file(Path(out), text)
+        write_file(Path(out), text, follow=True)
     except OSError as error:
         raise UserError(out, f"cannot be written: {error.strerror}", "name a file in a directory that exists") from None
-    typer.echo(f"wrote {out}", err=True)
+    echo(f"wrote {out}", err=True)

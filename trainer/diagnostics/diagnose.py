@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from trainer.diagnostics.outcome import Outcome, Severity
+from trainer.diagnostics.outcome import Outcome, Severity, not_measured
 from trainer.diagnostics.rules.all_rules import RULES
 from trainer.diagnostics.rules.rule import Rule
 from trainer.runs.load import RunRecord
@@ -172,4 +172,12 @@ class Diagnosis:
 
 def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
     """Apply every rule."""
-    return Diagnosis(run, tuple(Ruling(rule, rule.apply(run), bool(run.config)) for rule in rules))
+    return Diagnosis(run, tuple(Ruling(rule, _outcome(rule, run), bool(run.config)) for rule in rules))
+
+
+def _outcome(rule: Rule, run: RunRecord) -> Outcome:
+    """The rule's outcome. Its config and events may hold anything, which is no reason not to judge the rest, or other runs."""
+    try:
+        return rule.apply(run)
+    except Exception as error:  # noqa: BLE001 - see above
+        return not_measured(f"the run's files do not fit together ({type(error).__name__}: {error})")

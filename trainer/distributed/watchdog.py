@@ -15,6 +15,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.hang_detector import HangDetector, Heartbeat
 from trainer.ending import LAST_WORDS_SEC, ProcessorUse, end_process, within
 from trainer.metrics.logger import get_logger
+from trainer.untrusted import open_descriptor
 from trainer.wording import error_text, message_of
 
 T = TypeVar("T")
@@ -74,7 +76,7 @@ class Watchdog:
         self._interval = min(LONGEST_INTERVAL_SEC, timeout_sec / 20)
         # Shorter than the backend's timeout, so that the waiting ranks still wait when their stacks are written.
         self._limit = timeout_sec - 4 * self._interval
-        self._log: BinaryIO = log.open("ab", buffering=0)
+        self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
         self._collectives = collectives
         self._on_end = on_end
         self._reading, self._is_asked = reading, is_asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TextIO
 
-from trainer.wording import printable
+from trainer.untrusted import open_plain
+from trainer.wording import printable_lines
 
 ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
@@ -36,9 +38,8 @@ class _RankFormatter(logging.Formatter):
         if self._colour:
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
-        lines = super().format(record).split("\n")
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime(record.created)) if self._has_time else ""
-        return f"{when}[rank {_rank()}] {level} " + "\n".join(map(printable, lines))
+        return f"{when}[rank {_rank()}] {level} " + printable_lines(super().format(record))
 
 
 class _RankFilter(logging.Filter):
@@ -67,6 +68,13 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
             colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
             self.setFormatter(_RankFormatter(colour=colour))
         super().emit(record)
+
+
+class _LogFile(logging.FileHandler):
+    """Appends to a plain file."""
+
+    def _open(self) -> io.TextIOWrapper:
+        return io.TextIOWrapper(open_plain(self.baseFilename, "ab"), encoding=self.encoding)
 
 
 def _stderr_handler() -> _StderrHandler:
@@ -101,7 +109,7 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 def add_log_file(path: Path) -> logging.Handler:
     """Also append all of this rank's records to a file, with their time, until `remove_log_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(has_time=True))
     logging.getLogger(ROOT).addHandler(handler)
     return handler

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.files import replacing_path
 from trainer.shards import as_shard, is_dtensor, own_rows
+from trainer.untrusted import parse_json
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"  # metadata: JSON, name of an omitted tensor -> name of the tensor that it shares memory with
@@ -70,7 +71,7 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
             metadata: dict[str, str] = opened.metadata() or {}
-        for name, owner in json.loads(metadata.get(SHARED_KEY, "{}")).items():
+        for name, owner in parse_json(metadata.get(SHARED_KEY, "{}")).items():
             tensors[name] = tensors[owner]
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise UserError(

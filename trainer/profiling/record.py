@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Final
 
 from trainer.files import write_json
 from trainer.profiling.trace import TraceSummary
+from trainer.untrusted import read_json
 
 FOLDER: Final = "profile"
 TRACE: Final = "trace.json.gz"
@@ -33,7 +33,7 @@ def write_summary(folder: Path, found: TraceSummary, *, first_step: int) -> None
 def read_summary(run_dir: Path) -> Mapping[str, Any] | None:
     """What `write_summary` wrote; None if the run was not profiled, or it cannot be read."""
     try:
-        content = json.loads((run_dir / FOLDER / SUMMARY).read_text(encoding="utf-8"))
+        content = read_json(run_dir / FOLDER / SUMMARY)
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) and content.get("profile_version") == 1 else None
+    return content if content.get("profile_version") == 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.profiling.record import FOLDER, TRACE, read_summary
+from trainer.profiling.record import FOLDER, SUMMARY, TRACE, read_summary
 from trainer.report.markup import Html, element, join, table
 from trainer.report.sections import section
 from trainer.runs.load import RunRecord
@@ -15,8 +15,16 @@ from trainer.wording import counted
 def profile_section(runs: Sequence[RunRecord]) -> Html:
     """A table of kernels for each run that was profiled; nothing if none was."""
     found = [(run, read_summary(run.path)) for run in runs if run.path.is_dir()]
-    parts = [_profile(run, summary, is_single=len(runs) == 1) for run, summary in found if summary is not None]
+    parts = [_readable(run, summary, is_single=len(runs) == 1) for run, summary in found if summary is not None]
     return section("Where the time went", *parts) if parts else Html("")
+
+
+def _readable(run: RunRecord, summary: Mapping[str, Any], *, is_single: bool) -> Html:
+    """The run's part, or a note that its summary cannot be one."""
+    try:
+        return _profile(run, summary, is_single=is_single)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return element("p", f"{run.name}: {FOLDER}/{SUMMARY} is damaged.", class_="note")
 
 
 def _profile(run: RunRecord, summary: Mapping[str, Any], *, is_single: bool) -> Html:

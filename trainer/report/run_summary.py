@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -245,7 +246,8 @@ def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]
     flat = []
     for run in runs:
         recorded = {"env": {key: value for key, value in run.environment.items() if key in _RECORDED}}
-        flat.append({**flatten(run.config), **flatten(recorded)})
+        settings = json.dumps({**flatten(run.config), **flatten(recorded)}, default=str)
+        flat.append(json.loads(settings, parse_constant=str))  # strict JSON has neither nan nor inf
     keys = dict.fromkeys(key for one in flat for key in one if key not in _NAMES_OF_THE_RUN)
     rows = [(key, [one.get(key) for one in flat]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]

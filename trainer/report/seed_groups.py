@@ -119,7 +119,7 @@ def excess(best: Spread, other: Spread) -> Excess:
 
 def _seed(run: RunRecord) -> Any:
     seed = run.setting(SEED)
-    return str(run.path) if seed is None else seed
+    return seed if isinstance(seed, int) else str(run.path)
 
 
 def seed_groups(diagnoses: Sequence[Diagnosis], *, window: int | None = None) -> tuple[str, list[SeedGroup]]:

@@ -6,10 +6,8 @@ refused.
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
-import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,8 +27,9 @@ from trainer.metrics.payload_contract import (
     parse_line,
     strip_launcher_prefix,
 )
-from trainer.runs.status import STATUS_NAME, judged, run_state
+from trainer.runs.status import STATUS_NAME, judged, run_state, usable
 from trainer.runs.table import RowTable
+from trainer.untrusted import parse_json, read_json, read_lines, read_toml
 from trainer.wording import counted
 
 METRICS_NAME: Final = "metrics.jsonl"
@@ -131,18 +130,17 @@ class _Reader:
 
     def read(self, path: Path) -> None:
         """Read a whole file."""
-        with path.open("rb") as lines:
-            for line in lines:
-                if line.isspace():
-                    continue
-                self._num_lines += 1
-                if self._take_plain(line):
-                    continue
-                # Only the last line can lack its newline.
-                if not line.endswith(b"\n") and not _is_json(line):
-                    self._is_truncated = True
-                else:
-                    self._take_any(line)
+        for line in read_lines(path):
+            if line.isspace():
+                continue
+            self._num_lines += 1
+            if self._take_plain(line):
+                continue
+            # Only the last line can lack its newline, or a piece of one beyond all measure.
+            if not line.endswith(b"\n") and _json_or_none(line) is None:
+                self._is_truncated = True
+            else:
+                self._take_any(line)
 
     def _take_plain(self, line: bytes) -> bool:
         """Fast path for payloads of finite numbers only; False: not such a line, or invalid."""
@@ -247,17 +245,9 @@ def _no_rows(metrics: Path) -> UserError:
         return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
     reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
     step = status.get("last_step")
-    where = f" at step {step}" if isinstance(step, int) else ""
+    where = f" at step {step}" if step is not None else ""
     problem = f"has no rows: the run {ENDED_STATES[state]}{where}: {reason}"
     return UserError(str(metrics), problem, "see logs/ in the run directory, or name another run")
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
@@ -271,7 +261,7 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     """
     path = Path(path)
     metrics = path / METRICS_NAME if path.is_dir() else path
-    has_begun = metrics.is_file()
+    has_begun = metrics.exists() if path.is_dir() else path.is_file()
     if not has_begun and not (allow_empty and path.is_dir()):
         if (path / STATUS_NAME).is_file():
             raise _no_rows(metrics)
@@ -292,8 +282,8 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
 
 def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
     """The fields of a `RunRecord` that come from the files beside metrics.jsonl."""
-    lines = _read(directory / "events.jsonl", lambda data: list(map(_json_or_none, data.splitlines())), notes) or []
-    status = judged(_read(directory / STATUS_NAME, _json_object, notes) or {}, directory)
+    lines = _read(directory / "events.jsonl", lambda path: list(map(_json_or_none, read_lines(path))), notes) or []
+    status = judged(usable(_read(directory / STATUS_NAME, read_json, notes) or {}), directory)
     if status.get("state") in ("died", "unknown") and status.get("reason"):
         notes.append(f"the run {ENDED_STATES.get(status['state'], 'may go on')}: {status['reason']}")
     events = [event for event in lines if isinstance(event, dict)]
@@ -301,32 +291,25 @@ def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"skipped {counted(len(lines) - len(events), 'line')} of events.jsonl")
     return {
         "status": status,
-        "environment": _read(directory / "env.json", _json_object, notes) or {},
-        "config": _read(directory / "config.resolved.toml", lambda data: tomllib.loads(data.decode()), notes) or {},
+        "environment": usable(_read(directory / "env.json", read_json, notes) or {}),
+        "config": _read(directory / "config.resolved.toml", read_toml, notes) or {},
         "events": events,
     }
 
 
-def _read(path: Path, parse: Callable[[bytes], Any], notes: list[str]) -> Any:
-    """The parsed file; None if it is absent, or cannot be read, which becomes a note."""
+def _read(path: Path, read: Callable[[Path], Any], notes: list[str]) -> Any:
+    """The content of a file; None if it is absent, or cannot be read, which becomes a note."""
     try:
-        return parse(path.read_bytes())
+        return read(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {error}")
+        notes.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
         return None
-
-
-def _json_object(data: bytes) -> dict[str, Any]:
-    found = json.loads(data)
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
-    return found
 
 
 def _json_or_none(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
         return None

@@ -49,7 +49,7 @@ def write_csv(run: RunRecord, path: Path) -> int:
     """
     rows, keys = list(rows_of(run)), run.keys
     try:
-        with replacing(path) as raw:
+        with replacing(path, follow=True) as raw:
             file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             writer = csv.writer(file)
             writer.writerow(["mode", "global_step", *keys])
@@ -86,7 +86,7 @@ def write_parquet(run: RunRecord, path: Path) -> int:
         # from_pandas=False keeps NaN apart from null.
         columns[key] = pyarrow.array([row.values.get(key) for row in rows], pyarrow.float64(), from_pandas=False)
     try:
-        with replacing(path) as file:
+        with replacing(path, follow=True) as file:
             parquet.write_table(pyarrow.table(columns), file)
     except OSError as error:
         raise UserError(str(path), f"cannot be written: {error}", "choose another --out") from None

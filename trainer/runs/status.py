@@ -7,18 +7,18 @@ with run_status(directory, rank=rank):
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, BinaryIO, Final
 
 from trainer.errors import UserError
 from trainer.files import write_json
+from trainer.untrusted import open_descriptor, open_plain, parse_json, read_json
 from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,11 @@ OWN_LOOP: Final = "own"
 """`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
 _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20
+_TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
+    **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
+    **dict.fromkeys(("last_step", "pid", "world_size", "state_width"), int),
+    "time": (int, float),
+}
 
 
 @contextmanager
@@ -71,14 +76,14 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
             write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), **own)
 
 
-def take_lock(directory: Path) -> TextIO:
+def take_lock(directory: Path) -> BinaryIO:
     """The lock of a run's directory, held until the file is closed or the process ends, however it ends.
 
     Raises:
         UserError: another process holds it; two runs in one record would spoil it.
         OSError: the file cannot be written.
     """
-    file = (directory / LOCK_NAME).open("w", encoding="utf-8")
+    file = open_plain(directory / LOCK_NAME, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -95,10 +100,18 @@ def take_lock(directory: Path) -> TextIO:
 def read_status(file: Path) -> dict[str, Any]:
     """What status.json says; empty if there is none or it is damaged (it is for people: checkpoints decide)."""
     try:
-        status = json.loads(file.read_text(encoding="utf-8"))
+        return usable(read_json(file))
     except (OSError, ValueError):
         return {}
-    return status if isinstance(status, dict) else {}
+
+
+def usable(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of status.json or env.json without values that none of their writers has written."""
+    return {
+        key: value
+        for key, value in status.items()
+        if isinstance(value, _TYPES.get(key, object)) and not (isinstance(value, int) and not 0 <= value < 2**63)
+    }
 
 
 def write_status(file: Path, state: str, *, reason: str, step: int | None, **more: Any) -> None:
@@ -156,7 +169,7 @@ def _process_of(status: dict[str, Any]) -> str:
 def is_held(directory: Path) -> bool:
     """Whether a process holds the run's lock. One on another machine is seen only where the file system shares locks."""
     try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY)
+        descriptor = open_descriptor(directory / LOCK_NAME, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -183,15 +196,15 @@ def _is_alive(pid: Any) -> bool:
 def last_step(directory: Path) -> int | None:
     """The step of the last complete row of metrics.jsonl; None without one."""
     try:
-        with (directory / _METRICS_NAME).open("rb") as file:
+        with open_plain(directory / _METRICS_NAME) as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
             lines = file.read().splitlines()
     except OSError:
         return None
     for line in reversed(lines):
         try:
-            return int(json.loads(line)["global_step"])
-        except (ValueError, TypeError, KeyError):  # cut off, or no row
+            return int(parse_json(line)["global_step"])
+        except (ValueError, TypeError, KeyError, OverflowError):  # cut off, or no row
             continue
     return None
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -22,13 +22,19 @@ from trainer.errors import UserError
 from trainer.files import remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
-from trainer.runs.status import OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
+from trainer.runs.status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
 from trainer.storage import is_url
-from trainer.training.checkpointing.checkpoint import CHECKPOINTS, refuse_absent
+from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
+from trainer.untrusted import read_lines, refuse_special
 
 logger = get_logger(__name__)
+METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
+CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
+ID_FILE = "remote.json"
+"""The id under which the run is known to its store."""
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
 FINISHED = "done"
+OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, LOCK_NAME, ID_FILE)
 
 
 class RunDir:
@@ -45,10 +51,10 @@ class RunDir:
 
     def _set(self, path: Path) -> None:
         self.path = path
-        self.metrics = path / "metrics.jsonl"
-        self.events = path / "events.jsonl"
+        self.metrics = path / METRICS
+        self.events = path / EVENTS
         self.status_file = path / STATUS_NAME
-        self.resolved_config = path / "config.resolved.toml"
+        self.resolved_config = path / RESOLVED_CONFIG
         self.checkpoints = path / CHECKPOINTS
         self.logs = path / "logs"
 
@@ -91,7 +97,7 @@ class RunDir:
 
     def _unwritable(self, error: OSError) -> UserError:
         problem = f"cannot be written: {error.strerror}"
-        return UserError(str(self.path), problem, "choose another place with --run-dir")
+        return UserError(str(error.filename or self.path), problem, "choose another place with --run-dir")
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, *, state_width: int) -> None:
         """Write what the run was started with (rank 0).
@@ -107,19 +113,24 @@ class RunDir:
             if (
                 source.resolve() != self.resolved_config.resolve()
             ):  # a run that continues from it keeps the one written by hand
-                write_file(self.path / "config.toml", source.read_bytes())
+                write_file(self.path / CONFIG, source.read_bytes())
             write_file(self.resolved_config, to_toml(config))
-            write_json(self.path / "env.json", {**environment(info), "state_width": state_width})
+            write_json(self.path / ENVIRONMENT, {**environment(info), "state_width": state_width})
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def lock(self) -> TextIO:
+    def lock(self) -> BinaryIO:
         """Hold the directory for this process until the file is closed or the process ends, however it ends (rank 0).
 
         Raises:
-            UserError: another process holds it; two runs in one record would spoil it.
+            UserError: another process holds it; two runs in one record would spoil it. Or a link, a pipe or the like is in
+                the place of one of its files, none of which has been written to then.
         """
         try:
+            for path in (*(self.path / name for name in OWN_FILES), *self.logs.glob("rank_*")):
+                refuse_special(path)
+            if not (latest := self.checkpoints / LATEST).is_symlink():
+                refuse_special(latest)
             file = take_lock(self.path)
         except OSError as error:
             raise self._unwritable(error) from None
@@ -152,8 +163,7 @@ class RunDir:
         ):
             return False
         try:
-            with self.metrics.open(encoding="utf-8") as lines:
-                return all(isinstance(parse_line(line), Restart) for line in lines)
+            return all(isinstance(parse_line(line), Restart) for line in read_lines(self.metrics))
         except FileNotFoundError:
             return True
         except (OSError, ValueError, PayloadError):  # what cannot be read may be worth something

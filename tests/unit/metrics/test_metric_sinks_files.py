@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from trainer.metrics.logger import add_log_file
 from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
 from trainer.metrics.sinks.base import display_key
 from trainer.metrics.sinks.events import EventWriter
@@ -70,12 +72,30 @@ def test_a_file_that_holds_one_fragment_alone_is_emptied(tmp_path: Path) -> None
     assert list(validate_stream(path.read_bytes().splitlines())) == []
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_an_error_that_names_the_file() -> None:
-    sink = JsonlSink(Path("/dev/full"))
-    with pytest.raises(OSError, match=r"No space left on device.*/dev/full"):
-        sink.log(payload(1))
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*/metrics.jsonl"):
+            sink.log(payload(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     sink.close()
+
+
+@pytest.mark.parametrize("plant", ["link", "pipe", "directory", "device"])
+@pytest.mark.parametrize("opens", [JsonlSink, EventWriter, add_log_file])
+def test_only_a_plain_file_is_appended_to(tmp_path: Path, plant: str, opens: Any) -> None:
+    path, victim = tmp_path / "it", tmp_path / "victim"
+    victim.write_text("precious, without a newline")
+    if plant == "device":
+        path = Path("/dev/zero")
+    else:
+        {"link": lambda: path.symlink_to(victim), "pipe": lambda: os.mkfifo(path), "directory": path.mkdir}[plant]()
+    with pytest.raises(OSError, match=f"a (symbolic )?{plant}, not a plain file"):
+        opens(path)
+    assert victim.read_text() == "precious, without a newline"
 
 
 def test_events_are_strict_json_with_their_time(tmp_path: Path) -> None:

@@ -12,10 +12,17 @@ from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
 from trainer.storage import StorageError
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, complete_checkpoints, step_of
-from trainer.training.remote.checkpoints import ABANDONED, Owner, RemoteCheckpoints, kept, listed_files
-from trainer.training.remote.claim import ID_FILE, claim, save_id
+from trainer.training.checkpointing.checkpoint import (
+    MARKER,
+    CheckpointError,
+    complete_checkpoints,
+    parse_marker,
+    step_of,
+)
+from trainer.training.remote.checkpoints import ABANDONED, Owner, RemoteCheckpoints, kept
+from trainer.training.remote.claim import claim, save_id
 from trainer.training.remote.mirror import Mirror
+from trainer.training.run_dir import ID_FILE
 
 OWNER = Owner("id", "run", "writer")
 
@@ -202,9 +209,9 @@ def test_two_runs_cannot_share_a_prefix(checkpoints, url):
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "..", MARKER, ""])
 def test_a_marker_that_lists_a_path_is_damage(name):
-    marker = b'{"files": {"%s": {"bytes": 1, "sha256": ""}}}' % name.encode()
+    marker = b'{"format_version": 2, "step": 1, "files": {"%s": {"bytes": 1, "sha256": ""}}}' % name.encode()
     with pytest.raises(CheckpointError, match="which is no file of the checkpoint"):
-        listed_files(marker, "x")
+        parse_marker(marker, "x")
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b"!" + content[1:]])

@@ -10,8 +10,8 @@ from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError
-from trainer.training.remote.checkpoints import RemoteCheckpoints, listed_files
+from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, parse_marker
+from trainer.training.remote.checkpoints import RemoteCheckpoints
 from trainer.training.remote.claim import claim, save_id
 from trainer.training.remote.resume import find_checkpoint
 from trainer.training.run_dir import RunDir
@@ -22,7 +22,7 @@ def sizes_alone(monkeypatch):
     """These checkpoints have no state of a run: the sizes of their files are verified, and no more."""
 
     def verify(path):
-        for name, expected in listed_files((path / MARKER).read_bytes(), str(path)).items():
+        for name, expected in parse_marker((path / MARKER).read_bytes(), path)[0].items():
             if (path / name).stat().st_size != expected["bytes"]:
                 raise CheckpointError(f"{path / name}: is damaged")
         return {}

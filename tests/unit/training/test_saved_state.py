@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,8 @@ def test_any_other_value_anywhere_is_refused_in_one_line_or_restored(saved, data
         (("world_size",), "1"),
         (("step",), -1),
         (("step",), 2.5),
+        (("step",), 7),
+        (("step",), 2**62),
         (("step",), ...),
         (("tracker", "tokens_seen"), None),
         (("tracker", "smoothed"), []),
@@ -131,9 +135,60 @@ def test_what_state_json_cannot_hold_counts_as_damage_so_that_auto_falls_back(sa
     assert "--resume" in resume(config_path, path)
 
 
-def test_nesting_without_end_is_damage(saved):
-    _, path, state, parts = saved
+@pytest.fixture
+def copied(saved, tmp_path):
+    """(config, a copy of the checkpoint)."""
+    config_path, path, state, parts = saved
     write(path, state, parts)
-    (path / files.MARKER).write_text("[" * 100_000)
+    return config_path, Path(shutil.copytree(path, tmp_path / path.name))
+
+
+@pytest.mark.parametrize("name", [files.MARKER, files.STATE_FILE])
+@pytest.mark.parametrize("levels", [100, 900, 100_000])
+def test_nesting_without_end_is_damage(copied, name, levels):
+    config_path, path = copied
+    (path / name).write_text('{"files": {}, "format_version": 2, "a": ' + "[" * levels + "]" * levels + "}")
     with pytest.raises(CheckpointError, match="is damaged"):
+        files.read_state(path)
+    assert "is damaged" in resume(config_path, path)
+
+
+@pytest.mark.parametrize(
+    ("place", "new"),
+    [
+        (("step",), 7),
+        (("step",), ...),
+        (("step",), "\0"),
+        (("files", "a\0b"), {"bytes": 0, "sha256": ""}),
+        (("files", ".."), {"bytes": 0, "sha256": ""}),
+        (("files", files.STATE_FILE), "\0"),
+        (("files", files.STATE_FILE, "bytes"), math.inf),
+        (("files",), []),
+    ],
+)
+def test_so_is_a_marker_that_cannot_be(copied, place, new):
+    config_path, path = copied
+    marker = json.loads((path / files.MARKER).read_text())
+    (path / files.MARKER).write_text(json.dumps(changed(marker, place, new)))
+    with pytest.raises(CheckpointError, match=r"is damaged|is no file of the checkpoint"):
         files.verify(path)
+    assert "\n" not in resume(config_path, path)
+
+
+@pytest.mark.parametrize("name", [files.MARKER, files.STATE_FILE, files.model_file(0), files.rank_file(0)])
+@pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.timeout(60)
+def test_and_what_is_no_plain_file(copied, name, plant):
+    config_path, path = copied
+    (path / name).unlink()
+    plant(path / name)
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        files.verify(path)
+    assert "not a plain file" in resume(config_path, path)
+
+
+def test_a_checkpoint_under_another_name_is_one(copied, tmp_path):
+    config_path, path = copied
+    mine = Path(shutil.copytree(path, tmp_path / "mine"))
+    (tmp_path / "latest").symlink_to(path)
+    assert resume(config_path, mine) == resume(config_path, tmp_path / "latest") == "restored"

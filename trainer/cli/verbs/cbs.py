@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainer.cli.imports import uncollected
-from trainer.cli.options import JsonOption, require_run
-from trainer.cli.terminal import output
+from trainer.cli.options import JsonOption, TrustOption, require_run
+from trainer.cli.terminal import echo, output
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def cbs(
     parallel: Annotated[int | None, typer.Option(min=1, help="Branches at once, without --devices.")] = None,
     out: Annotated[str | None, typer.Option(help="Picture, .svg or .png; default: in RUN_DIR/cbs/STEP.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Start without asking.")] = False,
+    trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
@@ -60,9 +61,9 @@ def cbs(
         check_picture(out, example="cbs.svg")
     path = find_checkpoint(run, at)
     with reserved(run):
-        origin = open_origin(run, path, num_ranks=nproc)
+        origin = open_origin(run, path, num_ranks=nproc, trust_code=trust_code)
         if at is None:
-            typer.echo(f"--at is not given: branching from the latest checkpoint, step {origin.step:,}", err=True)
+            echo(f"--at is not given: branching from the latest checkpoint, step {origin.step:,}", err=True)
         directory = run / "cbs" / str(origin.step)
         before = read_common(directory)
         study = make_study(
@@ -97,13 +98,13 @@ def _run(study: Study, environments: list[dict[str, str]], *, asks: bool) -> Non
 
     todo, done = missing(study)
     for line in cost_lines(study, len(done), len(environments)):
-        typer.echo(line, err=True)
+        echo(line, err=True)
     if not todo:
         return
     if asks and not typer.confirm("Start?", err=True):
         raise typer.Exit(0)
     claim(study)
-    stop = StopRequest(lambda name: typer.echo(f"{name}: stopping the branches at their next step", err=True))
+    stop = StopRequest(lambda name: echo(f"{name}: stopping the branches at their next step", err=True))
     stop.install()
     num_done = len(done)
 
@@ -112,18 +113,18 @@ def _run(study: Study, environments: list[dict[str, str]], *, asks: bool) -> Non
         num_done += 1
         loss = "not finite" if result.loss is None else f"{result.loss:.4f}"
         what = f"batch {branch.batch.factor} x, learning rate {branch.lr:.3g}, seed {branch.seed}"
-        typer.echo(f"{num_done} of {len(study.branches)}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
+        echo(f"{num_done} of {len(study.branches)}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
 
     try:
         is_complete = run_branches(
             study, todo, environments=environments, should_stop=lambda: stop.requested, on_result=on_result
         )
     except BranchFailed as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(EXIT_FAILED) from None
     if not is_complete:
         how = "the same command continues"
-        typer.echo(f"stopped: {num_done} of {len(study.branches)} branches are done; {how}", err=True)
+        echo(f"stopped: {num_done} of {len(study.branches)} branches are done; {how}", err=True)
         raise typer.Exit(0)
 
 
@@ -148,9 +149,9 @@ def _tell(study: Study, tolerance: float, out: str | None, *, as_json: bool) -> 
         draw(answer, picture)
         written.append(picture)
     else:
-        typer.echo("no picture: matplotlib is not installed (pip install matplotlib)", err=True)
+        echo("no picture: matplotlib is not installed (pip install matplotlib)", err=True)
     if as_json:
-        typer.echo(json.dumps(found, indent=2, allow_nan=False))
+        echo(json.dumps(found, indent=2, allow_nan=False))
     else:
         print_answer(answer, output())
-    typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
+    echo(f"wrote {', '.join(map(str, written))}", err=True)

@@ -15,6 +15,7 @@ from trainer.cli.options import (
     StrategyOption,
     require_config,
 )
+from trainer.cli.terminal import echo
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -80,18 +81,18 @@ def check(
     if as_json:
         facts |= {"sources": sources, "eval_sources": eval_sources}
         content = {"config": resolved.model_dump(mode="json"), "facts": facts}
-        typer.echo(json.dumps(content, indent=2))
+        echo(json.dumps(content, indent=2))
         return
     facts["tokens_in_run"] = _tokens_in_run(plan, preview)
     # The values are comments, so that the output is itself a config.
     with_defaults = defaults or not sys.stdout.isatty()
-    typer.echo(to_toml(resolved, with_defaults=with_defaults))
+    echo(to_toml(resolved, with_defaults=with_defaults))
     if not with_defaults:
-        typer.echo("# All other keys have their defaults; --defaults prints them.")
-    typer.echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
+        echo("# All other keys have their defaults; --defaults prints them.")
+    echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
     _print_facts(facts, sources)
     for name, found in eval_sources.items():
-        typer.echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
+        echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
 
 
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
@@ -251,9 +252,9 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
 def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> None:
     memory = facts.pop("memory_megabytes")
     for name, value in facts.items():
-        typer.echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
+        echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
     if isinstance(memory, str):
-        typer.echo(f"#   memory per rank: {memory}")
+        echo(f"#   memory per rank: {memory}")
     else:
         parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items() if name not in TEMPORARY)
         line = f"#   memory per rank: {memory['peak']:,.1f} MB of tensors at the worst moment of a step "
@@ -263,16 +264,14 @@ def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> N
             line += (
                 f", and {memory['process']:,.0f} MB of the process itself: {memory['peak'] + memory['process']:,.0f} MB"
             )
-        typer.echo(line)
+        echo(line)
     for name, found in sources.items():
         what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
-        typer.echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
+        echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
         for modality, share in found.get("corpus_share", {}).items():
-            typer.echo(
-                f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn"
-            )
+            echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
         if "rank_token_shares" in found:
             tokens, masked = found["rank_token_shares"], found["masked_share"]
             by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in masked.items())
-            typer.echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}, in both batching modes")
-            typer.echo(f"#     micro-batches without rows on the worst rank: {by_mode}")
+            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}, in both batching modes")
+            echo(f"#     micro-batches without rows on the worst rank: {by_mode}")

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import JsonOption
-from trainer.cli.terminal import output
+from trainer.cli.terminal import echo, output
 from trainer.errors import UserError, UserErrors
 
 PlaceArgument = Annotated[
@@ -108,6 +108,7 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
     from trainer.storage import StorageError
     from trainer.training.checkpointing.checkpoint import MARKER, STATE_FILE, CheckpointError, checkpoint_name
     from trainer.training.remote.checkpoints import RemoteCheckpoints
+    from trainer.untrusted import parse_json
 
     remote, entries = RemoteCheckpoints(url, key="URL"), []
     try:
@@ -117,7 +118,7 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
             path = f"{remote.url}/{checkpoint_name(step)}"
             problem, world_size = None if MARKER in files else f"{path}: is not complete (no {MARKER})", None
             try:
-                world_size = int(json.loads(remote.storage.read(f"{checkpoint_name(step)}/{STATE_FILE}"))["world_size"])
+                world_size = int(parse_json(remote.storage.read(f"{checkpoint_name(step)}/{STATE_FILE}"))["world_size"])
                 if is_deep and problem is None:
                     remote.verify(step)
             except CheckpointError as error:
@@ -170,7 +171,7 @@ def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
 
 def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool, is_deep: bool = False) -> None:
     if as_json:
-        typer.echo(json.dumps({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]}, indent=2))
+        echo(json.dumps({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]}, indent=2))
         return
     table = Table(title=escape(f"checkpoints of {run_dir}"), title_justify="left")
     for name in ("step", "saved", "MB", "ranks"):

@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli.options import JsonOption
-from trainer.cli.terminal import COLOURS, output
+from trainer.cli.terminal import COLOURS, echo, output
 from trainer.errors import UserError
 from trainer.fitted_table import folded
-from trainer.wording import printable
 
 _KEY_WIDTH = 26  # of a folded key, so that a row of two runs fits into 80 characters
 _NO_LIMIT = 10_000
@@ -55,13 +54,13 @@ def compare(
         return
     means = key_means(runs[0], runs[1], window=last)
     if as_json:
-        typer.echo(json.dumps(_as_json(diagnoses, means, last), indent=2, allow_nan=False, default=str))
+        echo(json.dumps(_as_json(diagnoses, means, last), indent=2, allow_nan=False, default=str))
         return
     console = output()
     for part in (_config_table(runs), _outcome_table(diagnoses, last), _fitted_means(console, runs, means, last)):
         console.print(part)
     for remark in reservations_of_runs(seed_groups(diagnoses, window=last)[1]):
-        console.print(Text(printable(remark), style=COLOURS["warning"]))
+        console.print(Text(remark, style=COLOURS["warning"]))
     _print_notes(runs)
 
 
@@ -69,7 +68,7 @@ def _compare_many(diagnoses: Sequence[Diagnosis], window: int | None, *, as_json
     from trainer.cli.seed_table import groups_as_json, print_groups
 
     if as_json:
-        typer.echo(json.dumps(groups_as_json(diagnoses, window), indent=2, allow_nan=False, default=str))
+        echo(json.dumps(groups_as_json(diagnoses, window), indent=2, allow_nan=False, default=str))
         return
     print_groups(diagnoses, window)
     _print_notes([diagnosis.run for diagnosis in diagnoses])

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainer.cli.options import JsonOption
-from trainer.cli.terminal import put_text
+from trainer.cli.terminal import echo, put_text
 
 EXIT_DIFFERENT = 1
 OutOption = Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="FILE")]
@@ -45,11 +45,11 @@ def diff(
 
     found = differences(load_config(_config_of(first)), load_config(_config_of(second)))
     if as_json:
-        typer.echo(json.dumps({d.key: {"a": d.first, "b": d.second} for d in found}, indent=2))
+        echo(json.dumps({d.key: {"a": d.first, "b": d.second} for d in found}, indent=2))
     elif found:
-        typer.echo(render_differences(found, first, second))
+        echo(render_differences(found, first, second))
     else:
-        typer.echo(f"{first} and {second} do not differ", err=True)
+        echo(f"{first} and {second} do not differ", err=True)
     if found:
         raise typer.Exit(EXIT_DIFFERENT)
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import EodOption, FormatOption, JsonOption
-from trainer.cli.terminal import output, progress_bar
+from trainer.cli.terminal import echo, output, progress_bar
 from trainer.errors import UserError, UserErrors
 from trainer.wording import counted, few
 
@@ -81,12 +81,12 @@ def text(
 
 def _summarise(out: str, manifest: Manifest) -> None:
     if manifest.skipped:
-        typer.echo(f"skipped {_skipped_line(manifest.skipped)}; the manifest lists them all", err=True)
+        echo(f"skipped {_skipped_line(manifest.skipped)}; the manifest lists them all", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
-        typer.echo(f"{modality}: {documents}, {streams}, {totals['text_bytes'] / 1e6:.1f} MB of text", err=True)
-    typer.echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
+        echo(f"{modality}: {documents}, {streams}, {totals['text_bytes'] / 1e6:.1f} MB of text", err=True)
+    echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
 
 
 def _skipped_line(skipped: Sequence[Skipped]) -> str:
@@ -134,12 +134,12 @@ def tokenize(
                 report=bar or _now_and_then(),
             )
     except KeyboardInterrupt:
-        typer.echo("interrupted; run the same command again to continue", err=True)
+        echo("interrupted; run the same command again to continue", err=True)
         raise
     kept = f" ({found.kept_files:,} of them already there)" if found.kept_files else ""
     counts = f"{counted(found.files, 'file')}{kept}, {found.documents:,} documents, {found.tokens:,} tokens"
-    typer.echo(f"{counts} from {found.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - began:.0f} s", err=True)
-    typer.echo(f"wrote {out}; a config for it: train init {out} --tokenizer {tokenizer}", err=True)
+    echo(f"{counts} from {found.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - began:.0f} s", err=True)
+    echo(f"wrote {out}; a config for it: train init {out} --tokenizer {tokenizer}", err=True)
 
 
 def _now_and_then() -> ReportProgress:
@@ -150,7 +150,7 @@ def _now_and_then() -> ReportProgress:
         nonlocal said
         if time.perf_counter() - said >= SECONDS_PER_LINE:
             said = time.perf_counter()
-            typer.echo(f"{done:,} of {total:,} MB: {what}", err=True)
+            echo(f"{done:,} of {total:,} MB: {what}", err=True)
 
     return report
 
@@ -172,14 +172,12 @@ def key_recall(
         Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
     )
     totals = manifest.totals()
-    typer.echo(
-        f"{totals['documents']:,} groups of {cells} cells of {seq_len} bytes, {totals['streams']} streams", err=True
-    )
+    echo(f"{totals['documents']:,} groups of {cells} cells of {seq_len} bytes, {totals['streams']} streams", err=True)
     asked = math.log(NUM_SYMBOLS)
     floor = 2 * asked / (cells * seq_len)
-    typer.echo(f"token_type/digit/loss: at least {asked:.3f} without carried state, 0 with it", err=True)
-    typer.echo(f"loss over all bytes with carried state: at least {floor:.4f}", err=True)
-    typer.echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
+    echo(f"token_type/digit/loss: at least {asked:.3f} without carried state, 0 with it", err=True)
+    echo(f"loss over all bytes with carried state: at least {floor:.4f}", err=True)
+    echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
 
 
 @app.command()
@@ -213,7 +211,7 @@ def verify(
         raise UserErrors(found.errors)
     hashes = ", hashes as in manifest.json" if found.is_hashed else ""
     counts = f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens"
-    typer.echo(f"{counts}: no damage{hashes}")
+    echo(f"{counts}: no damage{hashes}")
 
 
 @app.command()
@@ -258,7 +256,7 @@ def inspect(
         **_facts(found, seq_len, options.tokenizer),
     }
     if as_json:
-        typer.echo(json.dumps(content, indent=2))
+        echo(json.dumps(content, indent=2))
     else:
         _print_tables(content)
 

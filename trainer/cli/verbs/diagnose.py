@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import JsonOption, RunArgument
-from trainer.cli.terminal import coloured, output
+from trainer.cli.terminal import coloured, echo, output
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def diagnose(
         )
     diagnosis = apply_rules(run)
     if as_json:
-        typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
+        echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
     else:
         _print_diagnosis(diagnosis, output(), shows_all=show_all)
     if diagnosis.findings:

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from trainer.cli.options import JsonOption
-from trainer.cli.terminal import coloured, output
+from trainer.cli.terminal import coloured, echo, output
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def doctor(
     built = build_model(table, vocab_size, seq_len=seq_len).to(device)
     report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
     if as_json:
-        typer.echo(json.dumps({"model": model, "args": given, **report.to_json()}, indent=2))
+        echo(json.dumps({"model": model, "args": given, **report.to_json()}, indent=2))
     else:
         _print(model, report)
     if report.breaches or _is_unchecked(report):

@@ -9,7 +9,7 @@ import typer
 
 from trainer.cli.init.shares import Mix
 from trainer.cli.options import EodOption, FormatOption
-from trainer.cli.terminal import put_text
+from trainer.cli.terminal import echo, put_text
 from trainer.errors import UserError
 
 SCHEMA_NAME = "config.schema.json"
@@ -58,8 +58,8 @@ def init(
     if out is not None:
         put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
         for note in starter.notes:
-            typer.echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
         for line in starter.mix_lines:
-            typer.echo(line, err=True)
-        typer.echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
-        typer.echo(f"next: train check --config {out}, then: train --config {out}", err=True)
+            echo(line, err=True)
+        echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
+        echo(f"next: train check --config {out}, then: train --config {out}", err=True)

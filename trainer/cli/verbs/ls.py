@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from trainer.cli.options import JsonOption
-from trainer.cli.terminal import coloured, output
+from trainer.cli.terminal import coloured, echo, output
 from trainer.errors import UserError
 from trainer.files import did_you_mean
 
@@ -69,7 +69,7 @@ def ls(
     if not entries:
         raise UserError(", ".join(given), "holds no run", "start one in runs/ with: train --config x.toml")
     if as_json:
-        typer.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
+        echo(json.dumps([asdict(entry) for entry in entries], indent=2))
         return
     columns = _columns(entries, diagnoses=diagnose)
     # Names are there to be copied: a pipe gets all columns without a line break in them.

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.cli.terminal import echo
 from trainer.errors import UserError
 
 EXIT_INVALID = 1
@@ -26,15 +27,15 @@ def validate(
 
     violations = 0
     for violation in validate_stream(_lines(file)):
-        typer.echo(f"{file}:{violation.line}: {violation.key}: {violation.reason}", err=True)
+        echo(f"{file}:{violation.line}: {violation.key}: {violation.reason}", err=True)
         violations += 1
         if not count_all:
             break
     if violations:
         if count_all:
-            typer.echo(f"{violations} violations", err=True)
+            echo(f"{violations} violations", err=True)
         raise typer.Exit(EXIT_INVALID)
-    typer.echo(f"{file}: every line is a valid payload", err=True)
+    echo(f"{file}: every line is a valid payload", err=True)
 
 
 def _lines(file: str) -> Iterator[bytes]:

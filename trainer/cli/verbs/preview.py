@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainer.cli.options import ConfigOption, JsonOption, SetOption, require_config
-from trainer.cli.terminal import output
+from trainer.cli.terminal import echo, output
 
 
 def preview(
@@ -40,11 +40,11 @@ def preview(
     warnings = find_warnings(plan, forecast)
     if out is not None:
         draw(forecast, out)
-        typer.echo(f"wrote the picture to {out}", err=True)
+        echo(f"wrote the picture to {out}", err=True)
     if as_json:
         found = [{**asdict(each), "message": each.message} for each in warnings]
         content = {"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found}
-        typer.echo(json.dumps(content, indent=2))
+        echo(json.dumps(content, indent=2))
         return
     from trainer.preview.terminal import print_preview  # needs plotext, which JSON does not
 

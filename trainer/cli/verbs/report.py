@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.cli.terminal import echo
 from trainer.errors import UserError
 from trainer.files import write_file
 
@@ -58,16 +59,16 @@ def _write(runs: list[str], out: str, *, force: bool) -> None:
     _write_atomically(target, page)
     for diagnosis in diagnoses:
         run = diagnosis.run
-        typer.echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)
+        echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)
         for note in run.notes:
-            typer.echo(f"{run.name}: note: {note}", err=True)
-    typer.echo(f"wrote the report to {out} ({len(page) / 1e6:.1f} MB)", err=True)
+            echo(f"{run.name}: note: {note}", err=True)
+    echo(f"wrote the report to {out} ({len(page) / 1e6:.1f} MB)", err=True)
 
 
 def _write_atomically(target: Path, page: bytes) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, page)
+        write_file(target, page, follow=True)
     except OSError as error:
         raise UserError("--out", f"{target} cannot be written: {error.strerror}", "choose another path") from None
 
@@ -82,7 +83,7 @@ def _follow(runs: list[str], port: int) -> None:
     with ReportServer(follower, plotly=plotly, port=port) as server:
         yield_to_the_run()
         try:
-            typer.echo(f"following {', '.join(follower.names)} at {server.url} (end with Ctrl-C)", err=True)
+            echo(f"following {', '.join(follower.names)} at {server.url} (end with Ctrl-C)", err=True)
             server.serve_forever()
         except KeyboardInterrupt:
-            typer.echo("no longer following", err=True)
+            echo("no longer following", err=True)

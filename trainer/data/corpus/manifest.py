@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.untrusted import read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -91,13 +92,12 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST_NAME if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except FileNotFoundError:
         raise UserError(str(file), "there is no corpus here", "build one with `train data build`") from None
     except (OSError, ValueError) as error:
         raise UserError(str(file), f"cannot be read as JSON ({error})", "build the corpus again") from None
-    if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
-        found = content.get("format_version") if isinstance(content, dict) else type(content).__name__
+    if (found := content.get("format_version")) != FORMAT_VERSION:
         raise UserError(str(file), f"format_version must be {FORMAT_VERSION}, got {found}", "build the corpus again")
     try:
         return _from_json(content)

@@ -28,6 +28,7 @@ from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.metrics.logger import get_logger
 from trainer.storage import MissingError, Storage, StorageError, StoredFile
+from trainer.untrusted import open_plain, read_json
 from trainer.wording import counted
 
 logger = get_logger(__name__)
@@ -81,7 +82,7 @@ class Cache:
         target = place / "files" / (last if last not in ("", ".", "..") else "root")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            lock = (self.directory / f"{key}.lock").open("ab")
+            lock = open_plain(self.directory / f"{key}.lock", "ab")
             is_new = has_said = False
             # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost in between.
             while not (_try(lock, fcntl.LOCK_SH) and _is_whole(place, target, listing)):
@@ -193,7 +194,7 @@ class Cache:
 
     def _delete(self, place: Path) -> bool:
         """Delete a copy, unless a process uses it."""
-        with (self.directory / f"{place.name}.lock").open("ab") as lock:
+        with open_plain(self.directory / f"{place.name}.lock", "ab") as lock:
             if not _try(lock, fcntl.LOCK_EX):
                 return False
             url = _read(place / "plan.json").get("url")
@@ -205,7 +206,7 @@ class Cache:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Held while room is counted and made."""
-        with (self.directory / "room.lock").open("ab") as lock:
+        with open_plain(self.directory / "room.lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -263,7 +264,6 @@ def _has_size(path: Path, size: int) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

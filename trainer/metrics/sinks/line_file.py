@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from trainer.metrics.logger import get_logger
+from trainer.untrusted import open_descriptor, parse_json
 
 logger = get_logger(__name__)
 
@@ -33,11 +33,11 @@ class LineFile:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = open_descriptor(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
     def _is_in_place(self) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
         except FileNotFoundError:
             return False
 
@@ -97,6 +97,6 @@ class LineFile:
 
 def _is_json_object(text: bytes) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(parse_json(text), dict)
     except ValueError:
         return False

@@ -41,6 +41,7 @@ from trainer.training.checkpointing import former
 from trainer.training.checkpointing.saved_state import problem_of
 from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
 from trainer.training.checkpointing.tree import unpack
+from trainer.untrusted import is_file_name, open_plain, parse_json, read_bytes, read_json
 from trainer.wording import counted
 
 FORMAT_VERSION, FORMER_VERSION = 2, 1
@@ -268,36 +269,51 @@ def read_state(path: Path) -> dict[str, Any]:
     if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
     try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        state = read_json(path / STATE_FILE)
     except OSError as error:
         raise CheckpointError(f"{path / STATE_FILE}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        state = None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path / STATE_FILE}: is damaged")
+    except ValueError as error:
+        raise CheckpointError(f"{path / STATE_FILE}: is damaged: {error}") from None
     if (problem := problem_of(state)) is not None:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}")
     if is_former(state) != (version == FORMER_VERSION) or not (is_former(state) or state.get("model_files")):
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of another format than {MARKER} says")
+    if (named := step_of(path.resolve())) not in (-1, state["step"]):
+        raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}, not {named}")
     return state
 
 
-def _listed_files(path: Path) -> tuple[dict[str, Any], int]:
+def _listed_files(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """(name -> fingerprint, version of the format), as the marker has it."""
     try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        files = {str(name): expected for name, expected in marker["files"].items()}
-        version = marker["format_version"]
+        marker = read_bytes(path / MARKER)
     except OSError as error:
         raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path / MARKER}: is damaged") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path / MARKER}: is damaged: {error}") from None
+    return parse_marker(marker, path / MARKER)
+
+
+def parse_marker(marker: bytes, where: Path | str) -> tuple[dict[str, dict[str, Any]], int]:
+    """(file name -> `bytes` and `sha256`, version of the format).
+
+    Raises:
+        CheckpointError: it is damaged, of another version, or a name is not that of a file in the directory.
+    """
+    try:
+        found = parse_json(marker)
+        files = {n: {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for n, e in found["files"].items()}
+        version, step = found["format_version"], found["step"]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        raise CheckpointError(f"{where}: is damaged") from None
     if version not in (FORMER_VERSION, FORMAT_VERSION):
         versions = f"{FORMER_VERSION} and {FORMAT_VERSION}"
-        raise CheckpointError(f"{path}: has format version {version}, this program reads {versions}")
+        raise CheckpointError(f"{where}: has format version {version}, this program reads {versions}")
+    if (named := step_of(Path(where).parent)) not in (-1, step):
+        raise CheckpointError(f"{where}: is damaged: it is of step {step}, not {named}")
     for name in files:
-        if Path(name).name != name:
-            raise CheckpointError(f"{path / MARKER}: lists {name!r}, which is no file of the checkpoint")
+        if not is_file_name(name) or name == MARKER:
+            raise CheckpointError(f"{where}: lists {name!r}, which is no file of the checkpoint")
     return files, version
 
 
@@ -383,6 +399,6 @@ class BackgroundWriter:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+        return {"bytes": file.tell(), "sha256": digest}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer.files import replacing_path
+from trainer.untrusted import open_plain
 
 # Keys of a file's metadata, each of JSON.
 _OFFSETS = "DCP_SHARDING_INFO"  # name -> {"saved_offsets": [first row, 0, ...]}, as torch names it
@@ -159,7 +160,7 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 # A name that is no UTF-8 is refused, that of an open file is always plain.
                 name = str(path) if os.fsencode(path).isascii() else f"/dev/fd/{file.fileno()}"
                 opened: Any = safetensors.safe_open(name, framework="pt", device="cpu")

@@ -18,7 +18,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
-from trainer.training.export.saved_model import SavedModel, load_model
+from trainer.training.export.saved_model import SavedModel, load_model, refuse_code
 from trainer.training.setup.data import EvalSet, eval_sets
 from trainer.training.setup.evaluation import make_evaluator
 from trainer.training.setup.parts import model_and_loss
@@ -54,6 +54,7 @@ def evaluate_checkpoint(
     held_out: bool = False,
     device: torch.device,
     tokenizer: str | None = None,
+    trust_code: bool = False,
 ) -> Evaluated:
     """Evaluate the model of a run, or an exported one, in one process.
 
@@ -66,11 +67,13 @@ def evaluate_checkpoint(
         step: of the checkpoint; None: the latest.
         batches: of each set at most; None: all, or as many as its config says.
         tokenizer: path of the tokenizer.json, if it has moved.
+        trust_code: import the code that the config of the model names.
 
     Raises:
-        UserError: there is no such model, nothing to evaluate on, or the data cannot be read.
+        UserError: the config names code; there is no such model, nothing to evaluate on, or the data cannot be read.
     """
-    saved = load_model(directory, step=step, device=device, tokenizer=tokenizer)
+    saved = load_model(directory, step=step, device=device, tokenizer=tokenizer, trust_code=trust_code)
+    refuse_code(saved.config, directory, "data", "eval", trusted=trust_code)
     if held_out:
         saved = _without_sets(saved, sources, directory)
     plan = _plan(saved, sources, Path(directory), batches)

@@ -16,13 +16,15 @@ from trainer.model.families import DEFAULT
 from trainer.model.weights import WEIGHTS_FILE, save_weights
 from trainer.runs.load import load_run
 from trainer.training.export.model_card import render_card
-from trainer.training.export.saved_model import CONFIG_FILE, SavedCheckpoint, read_checkpoint
+from trainer.training.export.saved_model import CONFIG_FILE, SavedCheckpoint, read_checkpoint, refuse_code
 from trainer.training.setup.plan import build_model
 
 HUGGING_FACE_CONFIG = "config.json"
 
 
-def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False) -> SavedCheckpoint:
+def export_model(
+    run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
+) -> SavedCheckpoint:
     """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, the files of the tokenizer into `out`.
 
     All is written beside `out` first, so that `out` is whole or absent.
@@ -30,10 +32,11 @@ def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face:
     Args:
         as_hugging_face: weights and `config.json` as the model's own `save_pretrained` writes them, for `from_pretrained`;
             no `config.toml`.
+        trust_code: import the model that the config names, which `as_hugging_face` builds.
 
     Raises:
-        UserError: no checkpoint, a missing tokenizer or package, a model that is none of `transformers`, or `out` cannot be
-            written.
+        UserError: the config names code; no checkpoint, a missing tokenizer or package, a model that is none of `transformers`,
+            or `out` cannot be written.
     """
     saved = read_checkpoint(run_dir, step)
     config = saved.config
@@ -48,6 +51,7 @@ def export_model(run_dir: Path, out: Path, *, step: int | None, as_hugging_face:
             "run": run_dir.absolute().name,
         }
         if as_hugging_face:
+            refuse_code(config, run_dir, "model", trusted=trust_code)
             _save_pretrained(saved, tokenizer.vocab_size, staging)
         else:
             save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)

@@ -16,7 +16,7 @@ _USE = """\
 Sample from it, or start a run of your own from these weights:
 
 ```
-train sample {out} --prompt "Once" --bytes 200
+train sample {out} --prompt "Once" --bytes 200{option}
 train --config x.toml --set model.weights={out}
 ```
 
@@ -26,7 +26,7 @@ In Python:
 import torch
 from trainer.training.export.saved_model import load_model
 
-saved = load_model("{out}", step=None, device=torch.device("cpu"))
+saved = load_model("{out}", step=None, device=torch.device("cpu"){argument})
 tokens = torch.tensor([[saved.tokenizer.bos_id, *saved.tokenizer.encode("Once")]])
 logits, state = saved.model(tokens=tokens, state=None)  # [B, T, V]; the state to continue from
 ```
@@ -86,6 +86,7 @@ def render_card(
     ]
     rows += [(f"`{key}`", f"{results[key]:.4f}") for key in SHOWN_RESULTS if key in results]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    option, argument = (" --trust-code", ", trust_code=True") if model.target is not None else ("", "")
     return f"""\
 ---
 library_name: {"transformers" if as_hugging_face else "trainer"}
@@ -102,7 +103,7 @@ logged up to that step{"" if as_hugging_face else "; the whole config is in `con
 
 What the data may be used for, and so what this model may, is for whoever publishes it to say here.
 
-{_use(model, as_hugging_face).format(out=out, bos=vocab_size - 1)}"""
+{_use(model, as_hugging_face).format(out=out, bos=vocab_size - 1, option=option, argument=argument)}"""
 
 
 def _use(model: ModelTable, as_hugging_face: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,42 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     return SavedCheckpoint(path, state, config, weights)
 
 
+def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
+    """Refuse a config that was not named by the user, but lay with a checkpoint, and names code to import.
+
+    Args:
+        place: where it was.
+        tables: what is used of it; none: everything.
+
+    Raises:
+        UserError: it names some, and is not trusted.
+    """
+    for key, path in () if trusted else _named_code(config.model_dump()):
+        if not tables or key.partition(".")[0] in tables:
+            problem = f"the config in {place} names code: {path}"
+            raise UserError(
+                key, problem, "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
+            )
+
+
+def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, import path) of all that is imported, or includes a file that may name more."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        place = f"{key}.{name}" if key else str(name)
+        if isinstance(inner, str) and (name in ("target", "include") or (name == "format" and ":" in inner)):
+            yield place, inner
+        elif name != "args":
+            yield from _named_code(inner, place)
+
+
 def load_model(
-    directory: str | Path, *, step: int | None = None, device: torch.device, tokenizer: str | None = None
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    device: torch.device,
+    tokenizer: str | None = None,
+    trust_code: bool = False,
 ) -> SavedModel:
     """The model of a run's checkpoint, or of an exported directory.
 
@@ -91,15 +126,17 @@ def load_model(
         directory: a run's, or one that `train export --format safetensors` has written.
         step: which checkpoint; None: the newest.
         tokenizer: path of the tokenizer.json, if it has moved since.
+        trust_code: import the model that the config in `directory` names.
 
     Raises:
-        UserError: nothing usable is there, or the weights do not fit the model.
+        UserError: the config names code; nothing usable is there, or the weights do not fit the model.
     """
     if (Path(directory) / WEIGHTS_FILE).is_file():
         if not (Path(directory) / CONFIG_FILE).is_file():
             problem = f"has {WEIGHTS_FILE} but no {CONFIG_FILE}, which says what model they are of"
             raise UserError(str(directory), problem, "name the run, or an export with --format safetensors")
         config = load_config(Path(directory) / CONFIG_FILE)
+        refuse_code(config, directory, "model", trusted=trust_code)
         own = Path(directory) / "tokenizer.json"
         words = _tokenizer(config, tokenizer or (str(own) if own.is_file() else None))
         model = build_model(config.model, words.vocab_size, seq_len=config.data.seq_len)
@@ -107,6 +144,7 @@ def load_model(
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
         return SavedModel(model.to(device).eval(), words, config, found)
     saved = read_checkpoint(directory, step)
+    refuse_code(saved.config, saved.path, "model", trusted=trust_code)
     words = _tokenizer(saved.config, tokenizer)
     model = build_model(saved.config.model, words.vocab_size, seq_len=saved.config.data.seq_len)
     try:

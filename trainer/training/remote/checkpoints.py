@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from trainer.files import remove_tree, sync_directory, write_file
 from trainer.storage import MissingError, Storage, StorageError, StoredFile
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, step_of
+from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, parse_marker, step_of
+from trainer.untrusted import open_plain, parse_json, read_bytes
 
 KEY = "checkpoint.remote"
 OWNER_FILE = "RUN.json"
@@ -79,7 +80,7 @@ class RemoteCheckpoints:
             StorageError: it cannot be read, or is damaged.
         """
         try:
-            found = json.loads(self.storage.read(OWNER_FILE))
+            found = parse_json(self.storage.read(OWNER_FILE))
             return Owner(str(found["id"]), str(found["name"]), str(found["writer"]))
         except MissingError:
             return None
@@ -105,8 +106,8 @@ class RemoteCheckpoints:
             StorageError: a request failed, or a file does not read back as the marker says.
             OSError, CheckpointError: the local marker is gone or damaged.
         """
-        name, marker = local.name, (local / MARKER).read_bytes()
-        listed = listed_files(marker, str(local / MARKER))
+        name, marker = local.name, read_bytes(local / MARKER)
+        listed = parse_marker(marker, local / MARKER)[0]
         there = self.storage.files(name)
         if MARKER in there:  # of another content: from now on there is no checkpoint here
             self.storage.remove([f"{name}/{MARKER}"])
@@ -143,7 +144,7 @@ class RemoteCheckpoints:
             StorageError: the store cannot be read.
         """
         name = checkpoint_name(step)
-        listed = listed_files(self.marker(step), f"{self.url}/{name}/{MARKER}")
+        listed = parse_marker(self.marker(step), f"{self.url}/{name}/{MARKER}")[0]
         there = self.storage.files(name)
         for file, expected in listed.items():
             where = f"{self.url}/{name}/{file}"
@@ -168,7 +169,7 @@ class RemoteCheckpoints:
             marker = self.marker(step)
         except MissingError as error:
             raise CheckpointError(str(error)) from None
-        listed = listed_files(marker, f"{self.url}/{name}/{MARKER}")
+        listed = parse_marker(marker, f"{self.url}/{name}/{MARKER}")[0]
         staging, target = checkpoints / f".tmp_{name}.remote", checkpoints / name
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -198,7 +199,7 @@ class RemoteCheckpoints:
             self.storage.get(name, local)
         except MissingError as error:
             raise CheckpointError(str(error)) from None
-        with local.open("rb") as content:
+        with open_plain(local) as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         return bool(local.stat().st_size == expected["bytes"] and digest == expected["sha256"])
 
@@ -246,20 +247,3 @@ def kept(steps: Collection[int], *, keep_last: int, keep_every: int) -> set[int]
     """The steps that retention keeps: the newest `keep_last`, and the multiples of `keep_every` (0: none)."""
     newest = sorted(steps, reverse=True)[:keep_last]
     return {*newest, *(step for step in steps if keep_every and step % keep_every == 0)}
-
-
-def listed_files(marker: bytes, where: str) -> dict[str, dict[str, Any]]:
-    """File name -> `bytes` and `sha256`, as a marker lists them.
-
-    Raises:
-        CheckpointError: it is damaged, or a name is not that of a file in the directory.
-    """
-    try:
-        files = json.loads(marker)["files"]
-        listed = {str(n): {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for n, e in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{where}: is damaged") from None
-    for name in listed:
-        if Path(name).name != name or name in ("", "..", MARKER):
-            raise CheckpointError(f"{where}: lists {name!r}, which is no file of the checkpoint")
-    return listed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,8 @@ from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.storage import StorageError
 from trainer.training.remote.checkpoints import KEY, Owner, RemoteCheckpoints
-
-ID_FILE = "remote.json"
-"""In a run directory: the id under which the run is known to its store."""
+from trainer.training.run_dir import ID_FILE
+from trainer.untrusted import read_json
 
 
 class Claimed(NamedTuple):
@@ -60,9 +58,8 @@ def claim(remote: RemoteCheckpoints, run_dir: Path, name: str, *, resumes: bool,
 def saved_id(run_dir: Path) -> str | None:
     """The id in the run directory; None without one."""
     try:
-        found = json.loads((run_dir / ID_FILE).read_text(encoding="utf-8"))
-        return str(found["id"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(run_dir / ID_FILE)["id"])
+    except (OSError, ValueError, KeyError):
         return None
 
 

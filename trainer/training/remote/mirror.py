@@ -27,6 +27,7 @@ from trainer.training.remote.checkpoints import ABANDONED, Owner, RemoteCheckpoi
 from trainer.training.remote.claim import Claimed, save_id
 from trainer.training.run_dir import RunDir
 from trainer.training.signals import StopRequest
+from trainer.untrusted import read_bytes
 from trainer.wording import counted, error_text
 
 logger = get_logger(__name__)
@@ -220,7 +221,7 @@ class Mirror:
         self._mirrored = {
             step_of(path)
             for path in local
-            if step_of(path) in there and (path / MARKER).read_bytes() == self._remote.marker(step_of(path))
+            if step_of(path) in there and read_bytes(path / MARKER) == self._remote.marker(step_of(path))
         }
         self._others = there - self._mirrored
         self._is_prepared = True
@@ -240,7 +241,7 @@ class Mirror:
         return None if self._busy is None else local[self._busy]
 
     def _upload(self, path: Path) -> None:
-        started, marker = time.monotonic(), (path / MARKER).read_bytes()
+        started, marker = time.monotonic(), read_bytes(path / MARKER)
         if self._verified[0] != marker:
             self._verified = (marker, set())
         num_bytes = self._remote.upload(path, self._verified[1], self._count)

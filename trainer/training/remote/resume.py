@@ -17,6 +17,7 @@ from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, c
 from trainer.training.remote.checkpoints import Owner, RemoteCheckpoints
 from trainer.training.remote.claim import Claimed, claim
 from trainer.training.run_dir import RunDir
+from trainer.untrusted import read_bytes
 
 Found = tuple[Path, dict[str, Any]]
 T = TypeVar("T")
@@ -75,7 +76,7 @@ def _named_or_local(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -
         marker = _asked_again(lambda: remote.marker(step))
         local = run_dir.checkpoints / name
         if (local / MARKER).exists():
-            if (local / MARKER).read_bytes() != marker:
+            if read_bytes(local / MARKER) != marker:
                 problem = f"{run_dir.path} has another {name} than {resume}"
                 raise UserError("--resume", problem, "name a new directory with --run-dir")
             return local, checkpoint.verify(local)
@@ -127,7 +128,7 @@ def _newest(remote: RemoteCheckpoints, run_dir: RunDir, prepare: Callable[[], No
 def _was_left(remote: RemoteCheckpoints, step: int, run_dir: RunDir) -> bool:
     """Whether a checkpoint of the store is of a branch that the run has left, which the store has not been told yet."""
     try:
-        left = (run_dir.checkpoints / "abandoned" / checkpoint_name(step) / MARKER).read_bytes()
+        left = read_bytes(run_dir.checkpoints / "abandoned" / checkpoint_name(step) / MARKER)
         return left == remote.marker(step)
     except FileNotFoundError:
         return False

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer.cli.imports import uncollected
-from trainer.cli.options import JsonOption, require_run
-from trainer.cli.terminal import output
+from trainer.cli.options import JsonOption, TrustOption, require_run
+from trainer.cli.terminal import echo, output
 from trainer.errors import UserError
 from trainer.files import did_you_mean
 from trainer.storage import is_url
@@ -42,6 +42,7 @@ def evaluate(
         str | None, typer.Option(help="Path of the tokenizer.json if it moved.", metavar="PATH")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a checkpoint on the eval.source sets of its config and on --source; without any, on its held-out documents."""
@@ -61,9 +62,10 @@ def evaluate(
         held_out=held_out,
         device=pick_device(device),
         tokenizer=tokenizer,
+        trust_code=trust_code,
     )
     if as_json:
-        typer.echo(json.dumps({"run": run_dir, "step": found.step, "metrics": found.metrics}, indent=2))
+        echo(json.dumps({"run": run_dir, "step": found.step, "metrics": found.metrics}, indent=2))
         return
     output().print(_table(run_dir, found.step, found.metrics, output().width))
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer.cli.options import TrustOption
+from trainer.cli.terminal import echo
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,13 +46,14 @@ def export(
     ] = None,
     step: Annotated[int | None, typer.Option(help="Weights: step of the checkpoint; default: the newest.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
+    trust_code: TrustOption = False,
 ) -> None:
     """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet, TensorBoard)."""
     target = Path(out)
     if format is None:
         format = SUFFIXES.get(target.suffix, ExportFormat.safetensors)
         others = ", ".join(each for each in ExportFormat if each is not format)
-        typer.echo(f"no --format: writing {format.value}; the others: {others}", err=True)
+        echo(f"no --format: writing {format.value}; the others: {others}", err=True)
     if target.exists() and not force:
         raise UserError(out, "exists already", "name another place, or add --force")
     if target.is_dir() and not _is_own(target):
@@ -58,7 +61,7 @@ def export(
     if not target.absolute().parent.is_dir():
         raise UserError(out, "is in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
     if format in (ExportFormat.safetensors, ExportFormat.hf):
-        _export_weights(run_dir, target, step, as_hugging_face=format is ExportFormat.hf)
+        _export_weights(run_dir, target, step, as_hugging_face=format is ExportFormat.hf, trust_code=trust_code)
         return
     if step is not None:
         raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors or hf")
@@ -85,11 +88,11 @@ def _is_own(directory: Path) -> bool:
     return all(name.startswith("events.out.tfevents.") for name in names)
 
 
-def _export_weights(run_dir: str, out: Path, step: int | None, *, as_hugging_face: bool) -> None:
+def _export_weights(run_dir: str, out: Path, step: int | None, *, as_hugging_face: bool, trust_code: bool) -> None:
     from trainer.training.export.export import export_model
 
-    saved = export_model(Path(run_dir), out, step=step, as_hugging_face=as_hugging_face)
-    typer.echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
+    saved = export_model(Path(run_dir), out, step=step, as_hugging_face=as_hugging_face, trust_code=trust_code)
+    echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
 
 
 def _export_metrics(run_dir: str, out: Path, format: ExportFormat) -> None:
@@ -104,8 +107,8 @@ def _export_metrics(run_dir: str, out: Path, format: ExportFormat) -> None:
     run = load_run(run_dir)
     count = writers[format](run, out)
     for note in run.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
+        echo(f"note: {note}", err=True)
+    echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
 
 
 def _write_tensorboard(run: RunRecord, out: Path) -> int:

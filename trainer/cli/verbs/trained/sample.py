@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer.cli.imports import uncollected
-from trainer.cli.options import pick_device, require_run
+from trainer.cli.options import TrustOption, pick_device, require_run
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def sample(
         str | None, typer.Option(help="Path of the tokenizer.json if it moved.", metavar="PATH")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    trust_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
@@ -49,7 +50,7 @@ def sample(
         from trainer.training.export.saved_model import load_model
 
     on = pick_device(device)
-    saved = load_model(run_dir, step=step, device=on, tokenizer=tokenizer)
+    saved = load_model(run_dir, step=step, device=on, tokenizer=tokenizer, trust_code=trust_code)
     draw = Draw(temperature, top_k, seed)
     pieces = []
     if not as_json:
@@ -111,5 +112,5 @@ def _write(text: str) -> None:
         text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
     if sys.stdout.encoding.lower().replace("-", "") != "utf8":
         text = text.encode(sys.stdout.encoding, errors="replace").decode(sys.stdout.encoding)
-    typer.echo(text, nl=False)
+    sys.stdout.write(text)
     sys.stdout.flush()

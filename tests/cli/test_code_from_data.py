@@ -1,0 +1,165 @@
+"""Who chooses the code that is imported: the config that the user names, and neither a checkpoint nor a stray file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.in_process import program
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, run, write_tiny_config
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError
+from trainer.import_path import resolve_target
+from trainer.training.export.saved_model import read_checkpoint, refuse_code
+
+MODEL = """\
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+from trainer.model.build import build
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(working directory, run) of a model of the user's own, which lies in the working directory."""
+    directory = tmp_path_factory.mktemp("code")
+    config = write_tiny_config(directory)
+    family = 'target = "my_own_model:build"'
+    text = config.read_text()
+    assert "[model]\n" in text
+    config.write_text(text.replace("[model]\n", f"[model]\n{family}\n", 1))
+    (directory / "my_own_model.py").write_text(MODEL)
+    done = run(
+        "--config", config, "--run-dir", directory / "run", "--steps", 2, "--set", "eval.holdout_fraction=0.3",
+        "--set", "eval.every=2", cwd=directory,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (directory / "imported").exists(), "the plant works"
+    return directory, directory / "run"
+
+
+@pytest.fixture
+def here(trained, monkeypatch):
+    """In the working directory, with nothing imported yet."""
+    directory, run_dir = trained
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("my_own_model", None)
+    (directory / "imported").unlink(missing_ok=True)
+    return directory, run_dir
+
+
+VERBS = (
+    ("sample", "RUN", "--tokens", "3"),
+    ("eval", "RUN"),
+    ("export", "RUN", "--format", "hf", "--out", "exported"),
+    ("cbs", "RUN", "--yes", "--factors", "1", "--seeds", "1", "--lr-grid", "1"),
+)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
+def test_a_checkpoints_own_code_is_not_imported_by_itself(here, capsys, verb):
+    directory, run_dir = here
+    done = program([run_dir if word == "RUN" else word for word in verb], capsys)
+    assert done.returncode == 2, done.stderr
+    assert "model.target: the config in " in done.stderr
+    assert "names code: my_own_model:build; add --trust-code" in done.stderr
+    assert not (directory / "imported").exists()
+
+
+@pytest.mark.parametrize("verb", VERBS[:2], ids=lambda verb: verb[0])
+def test_it_is_with_the_flag(here, capsys, verb):
+    directory, run_dir = here
+    done = program([*(run_dir if word == "RUN" else word for word in verb), "--trust-code"], capsys)
+    assert done.returncode == 0, done.stderr
+    assert (directory / "imported").exists()
+
+
+def test_an_exported_model_names_code_as_well(here, capsys, tmp_path):
+    directory, run_dir = here
+    out = tmp_path / "exported"
+    done = program(["export", run_dir, "--format", "safetensors", "--out", out], capsys)
+    assert done.returncode == 0, "weights alone need no code: " + done.stderr
+    done = program(["sample", out, "--tokens", "3"], capsys)
+    assert done.returncode == 2
+    assert "add --trust-code" in done.stderr
+    assert not (directory / "imported").exists()
+    assert "--trust-code" in (out / "README.md").read_text()
+    assert program(["sample", out, "--tokens", "3", "--trust-code"], capsys).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "key", ["eval.target", "data.source.0.format", "data.source.0.target", "data.source.0.include"]
+)
+def test_an_evaluation_imports_no_other_code_of_it_either(here, key):
+    content = read_checkpoint(here[1]).config.model_dump()
+    content["model"]["target"] = None
+    refuse_code(RunConfig.model_construct(**content), "x", trusted=False)
+    table = content["eval"] if key.startswith("eval") else content["data"]["source"][0]
+    table[key.rpartition(".")[2]] = "stray:f"
+    config = RunConfig.model_construct(**content)
+    with pytest.raises(UserError, match=rf"{key}: the config in x names code: stray:f"):
+        refuse_code(config, "x", "data", "eval", trusted=False)
+    refuse_code(config, "x", "model", trusted=False)
+    refuse_code(config, "x", trusted=True)
+
+
+LAUNCHERS = {
+    "python -m": [sys.executable, "-m", "trainer"],
+    "torchrun -m": [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "-m",
+        "trainer",
+    ],
+    "train": [sys.executable, str(ROOT / "train")],
+    "torchrun train": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train"],
+    "train --nproc": [sys.executable, str(ROOT / "train"), "--nproc", "1"],
+}
+STRAYS = ("typer", "rich", "wandb", "fsspec", "pydantic", "tomli_w", "safetensors", "yaml")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_stray_file_is_not_taken_for_a_package_and_ones_own_module_is_found(trained, tmp_path, launcher):
+    """In a clone of the repository: `trainer` itself is found where one stands."""
+    directory, _ = trained
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    shutil.copy(ROOT / "train", clone)
+    (clone / "trainer").symlink_to(ROOT / "trainer")
+    (clone / "my_own_model.py").write_text(MODEL)
+    for name in STRAYS:
+        (clone / f"{name}.py").write_text(f"raise SystemExit('PLANTED {name}.py was imported')\n")
+    line = [word.replace(str(ROOT / "train"), str(clone / "train")) for word in LAUNCHERS[launcher]]
+    # torchrun itself begins to search where it stands: that is torch's, and its packages are none of these.
+    arguments = ["--config", str(directory / "tiny.toml"), "--run-dir", str(tmp_path / "run"), "--steps", "1"]
+    done = subprocess.run(
+        [*line, *arguments], cwd=clone, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC
+    )
+    assert done.returncode == 0, done.stderr
+    assert "PLANTED" not in done.stderr
+    assert (clone / "imported").exists()
+    assert os.path.exists(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_a_module_with_the_name_of_an_installed_package_is_told_so(tmp_path, monkeypatch):
+    (tmp_path / "tomli_w").mkdir()
+    (tmp_path / "tomli_w" / "__init__.py").write_text("def mine(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    own = Path("tomli_w", "__init__.py")
+    with pytest.raises(
+        UserError, match=rf"tomli_w has no function mine; rename .*{own}, if you mean it: the package .*"
+    ):
+        resolve_target("tomli_w:mine", "model.target")
+    with pytest.raises(UserError, match=r"json has no function mine; name a function of the module"):
+        resolve_target("json:mine", "model.target")

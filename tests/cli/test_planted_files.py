@@ -1,0 +1,110 @@
+"""Links, pipes, devices and directories under the names of a run's files: refused by name, and nothing is touched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.in_process import program
+from tests.support.runs import run, write_tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+FILES = (".lock", "metrics.jsonl", "events.jsonl", "status.json", "env.json", "config.toml", "config.resolved.toml")
+PRECIOUS = "precious, and without a newline"
+
+
+def link(path: Path) -> None:
+    path.symlink_to(next(each for each in path.parents if (each / "victim").exists()) / "victim")
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+PLANTS: dict[str, Callable[[Path], object]] = {"link": link, "pipe": os.mkfifo, "directory": Path.mkdir, "zero": device}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("planted")
+    config = write_tiny_config(directory)
+    done = run("--config", config, "--run-dir", directory / "run", "--steps", 2, "--stdout", "off")
+    assert done.returncode == 0, done.stderr
+    return config, directory / "run"
+
+
+def copy_with(whole: Path, tmp_path: Path, name: str, kind: str) -> Path:
+    """A copy of the run with something else in the place of a file; a link points to `victim` beside it."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir, symlinks=True)
+    (tmp_path / "victim").write_text(PRECIOUS)
+    (run_dir / name).parent.mkdir(exist_ok=True)
+    (run_dir / name).unlink(missing_ok=True)
+    PLANTS[kind](run_dir / name)
+    return run_dir
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", [*FILES, "logs/rank_000.log"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name, kind):
+    config, whole = trained
+    run_dir = copy_with(whole, tmp_path, name, kind)
+    before = content(run_dir)
+    done = run("--config", config, "--run-dir", run_dir, "--resume", "auto", "--steps", 4, "--stdout", "off")
+    assert done.returncode == 2, done.stderr
+    what = "a symbolic link" if kind == "link" else "a pipe"
+    assert f"{run_dir / name}: cannot be written: {what}, not a plain file; choose another" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "victim").read_text() == PRECIOUS
+    assert content(run_dir) == before
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_latest_is_a_link_or_nothing(trained, tmp_path, kind):
+    config, whole = trained
+    run_dir = copy_with(whole, tmp_path, "checkpoints/latest", kind)
+    done = run("--config", config, "--run-dir", run_dir, "--resume", "auto", "--steps", 4, "--stdout", "off")
+    assert done.returncode == 2, done.stderr
+    assert f"{run_dir}/checkpoints/latest: cannot be written: a {kind}, not a plain file" in done.stderr
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+@pytest.mark.parametrize("name", [*FILES, "profile/summary.json"])
+def test_reading_verbs_neither_wait_nor_fail(trained, tmp_path, capsys, name, kind):
+    path = copy_with(trained[1], tmp_path, name, kind) / name
+    shutil.copytree(trained[1], tmp_path / "neighbour", symlinks=True)
+    pair = (tmp_path / "run", tmp_path / "neighbour")
+    verbs = (
+        ["ls", tmp_path],
+        ["diagnose", pair[0]],
+        ["compare", *pair],
+        ["report", *pair, "--out", tmp_path / "r.html"],
+    )
+    for verb in verbs:
+        done = program(verb, capsys)
+        if name == "metrics.jsonl" and verb[0] != "ls":  # there is nothing to show of this run
+            assert done.returncode == 2
+            assert done.stderr.count("\n") == 1
+            assert str(path) in done.stderr
+        else:
+            assert done.returncode in (0, 3), done.stderr
+
+
+def test_linked_directories_are_as_good_as_their_own(trained, tmp_path):
+    """A run directory, and its checkpoints on another disk."""
+    config, whole = trained
+    shutil.copytree(whole, tmp_path / "real", symlinks=True)
+    shutil.move(tmp_path / "real" / "checkpoints", tmp_path / "disk")
+    (tmp_path / "real" / "checkpoints").symlink_to(tmp_path / "disk")
+    (tmp_path / "run").symlink_to("real")
+    done = run("--config", config, "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", 3, "--stdout", "off")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "disk" / "step_00000003" / "COMPLETE").is_file()
