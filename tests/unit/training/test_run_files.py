@@ -221,6 +221,7 @@ RESTART_LINE = build_restart(0, checkpoint=None)
         (None, [], None, True),
         ("failed", [RESTART_LINE], None, True),
         ("running", [], None, False),
+        ("killed", [], None, True),
         ("done", [], None, False),
         ("failed", [RESTART_LINE, build_payload("train", 1, {"loss": 1.0})], None, False),
         ("failed", [], 5, False),
@@ -231,14 +232,17 @@ def test_a_directory_is_used_again_only_if_its_run_ended_with_nothing(config, tm
     run.create()
     run.metrics.write_text("".join(encode_payload(row) + "\n" for row in rows))
     if state is not None:
-        run.write_status(state, reason="", step=0)
+        run.write_status(state if state != "killed" else "running", reason="", step=0)
     if step is not None:
         make_checkpoint(run.checkpoints, step)
+    lock = run.lock() if state == "running" else None
     if is_anew:
         assert choose_run_dir(config, str(run.path), "off").path == run.path
     else:
         with pytest.raises(UserError, match="holds a run already; add --resume auto"):
             choose_run_dir(config, str(run.path), "off")
+    if lock is not None:
+        lock.close()
 
 
 def test_auto_goes_on_in_the_newest_unfinished_run_of_the_name(config, tmp_path):
@@ -362,6 +366,7 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
 def test_status_is_kept_current_but_not_more_often_than_asked(tmp_path):
     now = [0.0]
     run_dir = RunDir(tmp_path)
+    lock = run_dir.lock()
     keep = StatusKeeper(run_dir, "id1", every_sec=1.0, clock=lambda: now[0])
     seen = []
     for step, time in enumerate([0.1, 0.9, 1.1, 1.5, 2.05, 9.0], start=1):
@@ -371,6 +376,7 @@ def test_status_is_kept_current_but_not_more_often_than_asked(tmp_path):
     assert seen == [None, None, 3, 3, 3, 6]
     assert run_dir.status()["state"] == "running"
     assert run_dir.status()["wandb_run_id"] == "id1"
+    lock.close()
 
 
 def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
