@@ -2174,7 +2174,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/checkpoint.py",
-            "if Path(name).name != name:",
+            "if not is_file_name(name) or name == MARKER:",
             "if False:",
             "tests/unit/training/test_run_files.py::test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused[damage_marker_leaves_the_directory]",
         ),
