@@ -28,7 +28,7 @@ from trainer.model.headless import output_layer
 from trainer.model.recompute import recompute_blocks
 from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
-from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
+from trainer.training.setup.plausible import doubts, unmet_needs
 from trainer.training.setup.reading import check_reading
 from trainer.training.setup.sharding import mesh_shape
 from trainer.training.setup.sources import Source, leaf_tables, resolve_eval_sources, resolve_sources
@@ -167,7 +167,6 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     Raises:
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
-    refuse_impossible(config)
     sources = resolve_sources(config, config_path, world_size)
     facts = check_rules(config, leaf_tables(sources), world_size)
     if config.train.tokens:  # the number of full steps is what forecasts go by
