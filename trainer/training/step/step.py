@@ -7,9 +7,9 @@ window can hold: the windows of a step have as many micro-batches on every rank)
 gradient is divided by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
 Collectives. Beside those of DDP or FSDP there is one all-reduce per step: token and loss sums, the votes (stop, background save
-written, save due, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank may
-hold shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. With `metrics.per_layer` a logged
-step has a second one after its update.
+written, save due, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank
+may hold shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. With `metrics.per_layer` a
+logged step has a second one after its update.
 
 Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
 loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
