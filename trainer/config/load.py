@@ -65,10 +65,10 @@ def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -
 @contextmanager
 def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     """Adds the file and line, or the override, of their key to the mistakes that are found in the block."""
+    raw, origins = _read_keys(path, overrides)  # now: the block may change the working directory
     try:
         yield
     except UserError as error:
-        raw, origins = _read_keys(path, overrides)
         for each in error.errors if isinstance(error, UserErrors) else [error]:
             key = _path_of(each.key, raw)
             if not each.where and key[0] in RunConfig.model_fields:
