@@ -187,10 +187,16 @@ def _eval_sources(plan: Plan) -> dict[str, dict[str, int]]:
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
+    import os
+
     from trainer.data.streams.layout import refuse_empty
+    from trainer.errors import UserError
     from trainer.storage import Storage, is_url
     from trainer.training.checkpointing.resume_checks import check_resume
 
+    parent = plan.place(plan.config.run.dir)
+    if os.path.exists(parent) and not os.path.isdir(parent):
+        raise UserError("run.dir", f"{plan.config.run.dir} is not a directory", "name another one")
     plan.check_weights()
     plan.check_model_settings()
     refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
