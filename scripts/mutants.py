@@ -1846,8 +1846,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/step/step.py",
-            "for vote in (stop, saved, spiked, exhausted)]",
-            "for vote in (saved, stop, spiked, exhausted)]",
+            "for vote in (stop, saved, save_due, spiked, exhausted)]",
+            "for vote in (saved, stop, save_due, spiked, exhausted)]",
             "tests/unit/training/test_one_step_late.py::test_a_stop_takes_effect_one_step_later_unless_the_step_is_read_at_once",
         ),
         Mutant(

@@ -64,7 +64,11 @@ class Storage:
         if not separator or not protocol.isidentifier():
             raise UserError(key, f"{url} is no URL of a store", "write it as s3://BUCKET/PREFIX or file:///DIRECTORY")
         self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
-        if urlsplit(url).password is not None:
+        try:
+            has_password = urlsplit(url).password is not None
+        except ValueError as error:
+            raise UserError(key, f"{url} is no URL: {error}", "write it as s3://BUCKET/PREFIX") from None
+        if has_password:
             problem = "has a password in its URL, which every run would copy into its config"
             raise UserError(key, problem, "take it out, and set the credentials in the environment")
         self._is_object_store = protocol in OBJECT_STORES

@@ -153,3 +153,20 @@ def test_a_terminal_shows_the_keys_that_are_set_and_a_pipe_all_of_them(config, c
     again.write_text(shown)
     kept = program(("config", "diff", again, config, "--json"), capsys).stdout
     assert list(json.loads(kept)) == ["optimizer.betas"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run.dir", "/etc/passwd"),
+        ("data.cache_dir", "/etc/passwd"),
+        ("checkpoint.resume", "s3://[x/y"),
+        ("checkpoint.remote", "s3://[x/y"),
+        ("data.source.0", '{ name = "x", root = "s3://[x/y" }'),
+    ],
+)
+def test_what_cannot_be_a_directory_or_a_url_is_refused_in_one_line(config, capsys, key, value):
+    ended = checked(config, capsys, f"{key}={value}")
+    assert ended.returncode == 2
+    (line,) = [each for each in ended.stderr.splitlines() if "WARNING" not in each]
+    assert line.startswith(f"--set {key}={value}: ")

@@ -1,12 +1,16 @@
-"""2,000 mutated configs and overrides: `train check` accepts or refuses each with one message, never with a traceback."""
+"""Nasty values for every key of the schema, and mutated configs: each is accepted or refused with one message."""
 
 from __future__ import annotations
 
+import random
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -15,10 +19,15 @@ from tests.support.config_fuzz import mutated_overrides, mutated_tables, mutated
 from tests.support.fault_record import Injected
 from tests.support.in_process import program
 from tests.support.runs import run, write_tiny_config
+from trainer.config.load import load_config
+from trainer.config.overrides import apply_override
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError
 from trainer.training.setup.memory import MOST_SECONDS
 
 EXAMPLES = 2000
 PROCESSES = 50
+SAMPLED = 20
 CPU_SEC = 2.0 + MOST_SECONDS  # a deep model's memory is predicted for so long at most
 RICH = """
 [eval]
@@ -35,7 +44,56 @@ coord = { first_token = 3, num_bins = 8, sigma = 1.0 }
 
 [metrics.wandb]
 mode = "disabled"
+
+[[optimizer.group]]
+match = "*"
 """
+# TOML values. Those of the first row make no sense for any key but the text of a prompt.
+SENSELESS = [
+    "-1",
+    "-1.0",
+    "1e19",
+    "1e308",
+    "inf",
+    f"1{'0' * 19}",
+    "1" * 6000,
+    f"0x{'f' * 6000}",
+    '"a\\u0000b"',
+    f'"{"x" * 5000}"',
+]
+NASTY = [
+    "0",
+    "1",
+    "1000000000",
+    "0.5",
+    "1e-308",
+    '""',
+    '"s3://[x/y"',
+    '"/etc/passwd"',
+    '"/dev/zero"',
+    "true",
+    "[]",
+    '[""]',
+    "{}",
+]
+SCHEMA = RunConfig.model_json_schema()
+
+
+def keys_of(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every key of the schema with its node; an array of tables has its first element."""
+    if "$ref" in node:
+        node = SCHEMA["$defs"][node["$ref"].rpartition("/")[2]]
+    if path:
+        yield path, node
+    for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        if option.keys() != {"required"}:
+            yield from keys_of(option, path)
+    if isinstance(node.get("additionalProperties"), dict):
+        yield from keys_of(node["additionalProperties"], f"{path}.*")
+    if "items" in node:
+        yield from keys_of(node["items"], f"{path}.0")
+    for name, inner in node.get("properties", {}).items():
+        yield from keys_of(inner, f"{path}.{name}".lstrip("."))
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +162,49 @@ def fuzz(base, capsys, count: int, seen: Counter[int]) -> None:
     attempt()
 
 
-def test_some_mutated_configs_are_accepted_or_refused_with_one_message(base, capsys):
-    fuzz(base, capsys, 40, Counter())
+def test_every_number_and_text_of_the_schema_is_bounded():
+    nodes = list(keys_of(SCHEMA))
+    numbers = [(key, node) for key, node in nodes if node.get("type") in ("integer", "number")]
+    texts = [(key, node) for key, node in nodes if node.get("type") == "string"]
+    assert len(numbers) > 60
+    assert len(texts) > 30
+    assert not [k for k, n in numbers if not ({"maximum", "exclusiveMaximum"} & n.keys())]
+    assert not [k for k, n in numbers if not ({"minimum", "exclusiveMinimum"} & n.keys())]
+    assert not [k for k, n in texts if not ({"enum", "const", "maxLength"} & n.keys())]
+
+
+def test_no_senseless_value_of_any_key_is_accepted_and_the_others_are_checked(base, capsys):
+    directory, text = base
+    (directory / "base.toml").write_text(text, encoding="utf-8")
+    program(["check", "--config", str(directory / "base.toml")], capsys)  # imports torch
+    schema = jsonschema.Draft202012Validator(SCHEMA)
+    accepted, draw = [], random.Random(7)
+    for key in sorted({key for key, _ in keys_of(SCHEMA) if "*" not in key}):
+        for value in (*SENSELESS, *draw.sample(NASTY, 4)):
+            override = f"{key}={value}"
+            try:
+                load_config(directory / "base.toml", [override])
+            except UserError:
+                continue
+            raw = tomllib.loads(text)
+            apply_override(raw, override)
+            assert schema.is_valid(raw), override
+            accepted.append((key, value))
+    assert {key for key, value in accepted if value in SENSELESS} == {"sample.prompt"}
+    for key, value in draw.sample(accepted, SAMPLED):
+        check_in_process(arguments_of(directory / "base.toml", [f"{key}={value}"]), capsys)
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        ("train.steps=1000000000", "ledger.probe_every=1"),
+        ("train.steps=0", "train.tokens=1000000000000000"),
+        ("train.micro_batches=10000",),
+    ],
+)
+def test_a_check_takes_no_longer_for_a_long_run(base, capsys, length):
+    assert check_in_process(arguments_of(base[0] / "base.toml", list(length)), capsys) == 0
 
 
 @pytest.mark.faults

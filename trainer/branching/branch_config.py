@@ -11,7 +11,7 @@ from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig, SchedulerTable
 
 LOGGED_ROWS = 20  # of a branch at least, if its training loss is not what counts
-NEVER = 2**40  # steps between evaluations: there is one after the last step
+NEVER = 10**9  # steps between evaluations: there is one after the last step
 
 
 def training_config(study: Study, branch: Branch) -> RunConfig:
@@ -55,7 +55,8 @@ def _changed(config: RunConfig, changed: dict[str, dict[str, Any]]) -> RunConfig
 def _without_side_effects(config: RunConfig) -> RunConfig:
     """Without what a branch has no use for: samples, probes, other sinks, stores, and checkpoints but at its end."""
     wandb = config.metrics.wandb.model_copy(update={"mode": "disabled"})
-    checkpoint = {"every": 0, "keep_last": 1, "keep_every": 0, "background": False, "remote": None, "resume": "auto"}
+    steps = {"every": 0, "every_minutes": 0.0, "keep_last": 1, "keep_every": 0}
+    checkpoint = {**steps, "background": False, "remote": None, "resume": "auto"}
     return _changed(
         config,
         {

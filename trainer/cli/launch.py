@@ -19,11 +19,12 @@ from trainer.cli.refuse import EXIT_USER_ERROR, refuse
 from trainer.config.load import load_config, located
 from trainer.config.rules import broken_sharding
 from trainer.config.schema import RunConfig
+from trainer.ending import STOP_SIGNALS
 from trainer.errors import UserError, UserErrors
 from trainer.files import write_file
 from trainer.import_path import PROGRAM
 from trainer.training.parent import PARENT, stop_with_parent
-from trainer.training.signals import STOP_SIGNALS, StopRequest, say_stopping
+from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 # Tags of the number-or-schedule union. pydantic puts them into error paths, from which `messages` removes them; the angle
 # brackets keep them distinct from keys.
@@ -17,21 +17,43 @@ TAGS = (NUMBER_TAG, SCHEDULE_TAG, AUTO_TAG)
 PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+NO_NUL = r"^[^\x00]*$"
+WEB_ADDRESS = r"^https?://([\w.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]+)?(/\S*)?$"
 FORMS = {
     PLAIN_NAME: 'letters, digits, "_", "." and "-", starting with a letter, digit or "_"',
     SOURCE_NAME: 'letters, digits, "_", "." and "-"',
     IMPORT_PATH: "an import path package.module:function",
+    NO_NUL: "text without NUL characters",
+    WEB_ADDRESS: "an address such as https://HOST",
 }
 
-Count = Annotated[int, Field(ge=1)]
-WholeNumber = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+# Every number has an upper bound: what lies beyond it is a typing mistake, and would overflow or never end.
+Count = Annotated[int, Field(ge=1, le=10**9)]  # over a whole run: steps, groups
+WholeNumber = Annotated[int, Field(ge=0, le=10**9)]
+Size = Annotated[int, Field(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
+Tokens = Annotated[int, Field(ge=0, le=10**15)]  # float64 counts exactly so far; also a position in a run, in any unit
+Factor = Annotated[float, Field(ge=0, le=1000)]  # multiplies something of the order of 1
+PositiveFactor = Annotated[float, Field(gt=0, le=1000)]
+Amount = Annotated[float, Field(ge=0, le=1e9)]  # in the key's unit: a norm, GB, TFLOPS
+Share = Annotated[float, Field(ge=0, le=1e15)]  # relative to the others: may be a size in bytes
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]  # three years; torch counts milliseconds
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Text = Annotated[str, Field(min_length=1)]
-ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=NO_NUL)]
+ImportPath = Annotated[str, Field(pattern=IMPORT_PATH, max_length=4096)]
+
+
+def _storable(args: dict[str, Any]) -> dict[str, Any]:
+    """Refuses integers that TOML does not have: some have too many digits to be written at all."""
+    values: list[Any] = [args]
+    for value in values:
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise ValueError("holds an integer of more than 64 bits: TOML has none, write it as a string")
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return args
+
+
+Args = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 class Table(BaseModel):
@@ -62,7 +84,7 @@ def integer_keys(value: Any) -> Any:
     return points
 
 
-Points = Annotated[dict[WholeNumber, NonNegative], BeforeValidator(integer_keys), Field(min_length=1)]
+Points = Annotated[dict[Tokens, Share], BeforeValidator(integer_keys), Field(min_length=1)]
 
 
 def _accept_kind(schema: dict[str, Any]) -> None:
@@ -87,7 +109,7 @@ class ScheduleTable(Table):
     """Unit of the points: batch, the micro-batches of a rank, from 0; step, optimizer steps, from 1."""
     points: Points
     """Position in the run -> weight."""
-    scale: NonNegative = 1.0
+    scale: Share = 1.0
     """Factor on the weight of every point."""
 
 
@@ -96,5 +118,5 @@ def _weight_kind(value: Any) -> str:
 
 
 Weight = Annotated[
-    Annotated[NonNegative, Tag(NUMBER_TAG)] | Annotated[ScheduleTable, Tag(SCHEDULE_TAG)], Discriminator(_weight_kind)
+    Annotated[Share, Tag(NUMBER_TAG)] | Annotated[ScheduleTable, Tag(SCHEDULE_TAG)], Discriminator(_weight_kind)
 ]

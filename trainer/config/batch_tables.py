@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from trainer.config.base import AUTO_TAG, NUMBER_TAG, SCHEDULE_TAG, Count, Positive, Table, WholeNumber, integer_keys
+from trainer.config.base import AUTO_TAG, NUMBER_TAG, SCHEDULE_TAG, Count, PositiveFactor, Table, Tokens, integer_keys
 from trainer.config.messages import shown
 from trainer.micro_batches import AutoRule, LrRule, MicroBatches
 
-BatchPoints = Annotated[dict[WholeNumber, Count], BeforeValidator(integer_keys), Field(min_length=1)]
+MicroBatchCount = Annotated[int, Field(ge=1, le=10_000)]
+BatchPoints = Annotated[dict[Tokens, MicroBatchCount], BeforeValidator(integer_keys), Field(min_length=1)]
 
 
 class BatchScheduleTable(Table):
@@ -33,11 +34,11 @@ class AutoBatchTable(Table):
 
     schedule: Literal["auto"]
     """auto: decide during the run. Needs gns.enabled."""
-    start: Count = 1
+    start: MicroBatchCount = 1
     """Micro-batches of the first steps; one rank needs 2, since one micro-batch alone has no noise to measure."""
-    max: Count = 16
+    max: MicroBatchCount = 16
     """Micro-batches at most."""
-    multiple: Positive = 2.0
+    multiple: PositiveFactor = 2.0
     """Double when the lower bound of B exceeds this many times the batch, both in sequences per step over all ranks."""
     every: Count = 100
     """Steps between decisions, and from a change to the next at least."""
@@ -71,12 +72,12 @@ def _kind(value: Any) -> str:
 
 
 BatchSize = Annotated[
-    Annotated[Count, Tag(NUMBER_TAG)]
+    Annotated[MicroBatchCount, Tag(NUMBER_TAG)]
     | Annotated[BatchScheduleTable, Tag(SCHEDULE_TAG)]
     | Annotated[AutoBatchTable, Tag(AUTO_TAG)],
     Discriminator(_kind),
     BeforeValidator(
-        _table_of_word, json_schema_input_type=Count | Literal["auto"] | BatchScheduleTable | AutoBatchTable
+        _table_of_word, json_schema_input_type=MicroBatchCount | Literal["auto"] | BatchScheduleTable | AutoBatchTable
     ),
 ]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import SOURCE_NAME, Count, ImportPath, NonNegative, Table, Text, Weight, WholeNumber
+from trainer.config.base import SOURCE_NAME, Amount, Args, Count, ImportPath, Size, Table, Text, Weight, WholeNumber
 
 PickMode = Literal["weighted", "uniform", "round_robin"]
 BatchingMode = Literal["per_stream", "device_per_stream"]
@@ -15,16 +15,16 @@ BatchingMode = Literal["per_stream", "device_per_stream"]
 class MixingTable(Table):
     """`[data.mixing]`: how streams are mixed; defaults for every source."""
 
-    num_streams_mixed: Count = 4
+    num_streams_mixed: Size = 4
     """K: number of streams that a source keeps open at once."""
     pick_mode: PickMode = "weighted"
     """How the stream of a micro-batch is picked. weighted: in proportion to the batches left in each open stream, so
     that they drain together; uniform: all equally likely; round_robin: in turn."""
     batching_mode: BatchingMode = "per_stream"
     """per_stream: all ranks pick the same stream; device_per_stream: every rank has its own open streams and picks."""
-    batch_size: Count = 8
+    batch_size: Size = 8
     """Cells per micro-batch and rank."""
-    batch_size_by_modality: dict[str, Count] = {}
+    batch_size_by_modality: dict[Text, Size] = {}
     """Modality -> batch size, for modalities that need another one than batch_size."""
     repeat: bool = True
     """Start another epoch when all streams have been read; false: the run ends when the data is exhausted."""
@@ -33,11 +33,11 @@ class MixingTable(Table):
 class MixingOverride(Table):
     """`[data.source.mixing]`: the keys of `[data.mixing]`, for one source; absent keys keep the value they have there."""
 
-    num_streams_mixed: Count | None = None
+    num_streams_mixed: Size | None = None
     pick_mode: PickMode | None = None
     batching_mode: BatchingMode | None = None
-    batch_size: Count | None = None
-    batch_size_by_modality: dict[str, Count] | None = None
+    batch_size: Size | None = None
+    batch_size_by_modality: dict[Text, Size] | None = None
     repeat: bool | None = None
 
     def applied_to(self, defaults: MixingTable) -> MixingTable:
@@ -48,23 +48,23 @@ class MixingOverride(Table):
 class FilesTable(Table):
     """Files of documents, for training or evaluation."""
 
-    name: Annotated[str, Field(min_length=1, pattern=SOURCE_NAME)]
+    name: Annotated[str, Field(pattern=SOURCE_NAME, max_length=100)]
     """The source's name in messages, `--set` and metric keys."""
     layout: Literal["nested", "direct"] | None = None
     """nested: `root/<modality>/.../<stream file>`; direct: the files of `paths`, each with its directory's name as the
     modality. Absent: follows from root or paths."""
-    root: str | None = None
+    root: Text | None = None
     """Directory of a nested layout, relative to the working directory; or its URL in a store, `s3://bucket/corpus`."""
-    paths: list[str] | None = None
+    paths: list[Text] | None = None
     """Files or globs of a direct layout, relative to the working directory; or their URLs."""
-    modalities: list[str] | None = None
+    modalities: list[Text] | None = None
     """Modalities to read below root; absent: all."""
     format: Text = "auto"
     """auto: by file extension; the name of a format, for files with another extension; or the import path
     `package.module:function` of your own format: `(path, options) -> TokenTable`."""
-    dtype: str | None = None
+    dtype: Text | None = None
     """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
-    eod: int | None = None
+    eod: WholeNumber | None = None
     """Token id that ends a document in `.npy` and `.bin` files, within the vocabulary; absent: each file is one document. A
     file that it does not occur in gives a warning."""
     text_split: Literal["file", "blank_line"] = "file"
@@ -89,12 +89,12 @@ class FilesTable(Table):
 class SourceTable(FilesTable):
     """`[[data.source]]`: one source of the blend. Needs exactly one of root, paths, include and target."""
 
-    include: str | None = None
+    include: Text | None = None
     """A dataset file with `[[source]]` tables, relative to this file. The weights of its sources are multiplied by this
     source's weight."""
-    target: str | None = None
+    target: ImportPath | None = None
     """Import path `package.module:function` of a function that builds your own iterable of micro-batches."""
-    args: dict[str, Any] = {}
+    args: Args = {}
     """Keyword arguments of the target."""
     weight: Weight = 1.0
     """Share of the micro-batches, relative to the other sources: a number, or a schedule. Weights need not sum to 1."""
@@ -118,23 +118,23 @@ class DatasetFile(Table):
 class DataTable(Table):
     """`[data]`: what is read, and how it is cut into cells."""
 
-    seq_len: Count = 256
+    seq_len: Annotated[int, Field(ge=1, le=10**8)] = 256
     """T: target tokens per cell."""
     tokenizer: Text = "bytes"
     """`bytes`; the path of a Hugging Face tokenizer.json; or `ids`, for files of token ids."""
     vocab_size: WholeNumber = 0
     """Number of token ids, with tokenizer `ids`: files may hold ids 0 to vocab_size - 1, all others are refused. 0 with any
     other tokenizer, which knows its own."""
-    max_group_cells: Count = 64
+    max_group_cells: Size = 64
     """Cells per group at most; longer documents are cut into several groups."""
     pack: bool = False
     """Pack documents shorter than a cell into shared rows; they carry no state across rows."""
-    prefetch: WholeNumber = 2
+    prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None
     """Where each node keeps copies of sources that are URLs; absent: `trainer/data` in the user's cache directory
     (XDG_CACHE_HOME, ~/.cache)."""
-    cache_gb: NonNegative = 100.0
+    cache_gb: Amount = 100.0
     """Size that the copies may have together, in GB (1e9 bytes): the least recently used make room, a source that does not fit
     is refused. 0: no limit."""
     mixing: MixingTable = MixingTable()
@@ -163,7 +163,7 @@ class EvalTable(Table):
     """Fraction of each stream's documents that is held out, selected by a hash of the document's id."""
     target: ImportPath | None = None
     """Import path `package.module:function` of a task of your own, called in every evaluation (docs/evaluation.md)."""
-    args: dict[str, Any] = {}
+    args: Args = {}
     """Further keyword arguments of the target."""
     source: list[EvalSourceTable] = []
 

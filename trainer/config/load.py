@@ -65,10 +65,10 @@ def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -
 @contextmanager
 def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     """Adds the file and line, or the override, of their key to the mistakes that are found in the block."""
+    raw, origins = _read_keys(path, overrides)  # now: the block may change the working directory
     try:
         yield
     except UserError as error:
-        raw, origins = _read_keys(path, overrides)
         for each in error.errors if isinstance(error, UserErrors) else [error]:
             key = _path_of(each.key, raw)
             if not each.where and key[0] in RunConfig.model_fields:
@@ -97,6 +97,8 @@ def _read_keys(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, An
 
 def _read(path: str | Path) -> str:
     try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
+            raise UserError(str(path), "is not a file", "name a TOML file")
         data = Path(path).read_bytes()
     except OSError as error:
         raise UserError(
@@ -118,5 +120,7 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
         found = re.search(r" \(at line (\d+), column \d+\)", str(error))  # otherwise: at the end of the document
         where = f"{path}:{found[1] if found else text.count(chr(10)) + 1}"
         raise UserError("TOML", toml_problem(error), "correct this line or the one before", where=where) from None
+    except ValueError:  # more digits than Python reads
+        raise UserError("TOML", "has an integer of thousands of digits", "write a number", where=str(path)) from None
     except RecursionError:
         raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None

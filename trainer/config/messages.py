@@ -113,6 +113,8 @@ def _broken_toml(value: Any) -> str:
         tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError as error:
         return toml_problem(error)
+    except ValueError:
+        return "an integer of thousands of digits"
     except RecursionError:
         return "nested too deeply"
     return ""
@@ -142,5 +144,7 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, date | time):
         return value.isoformat()
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length():,} bits"
     text = f'"{value}"' if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

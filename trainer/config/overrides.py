@@ -39,7 +39,7 @@ def parse_value(text: str) -> Any:
     """`text` as a TOML value, or unchanged if it is not one."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not TOML, or an integer of thousands of digits
         return text
     # Further keys come from a newline in the text: then it is not a single value.
     return parsed["value"] if parsed.keys() == {"value"} else text

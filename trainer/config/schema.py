@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from trainer.config.base import (
     PLAIN_NAME,
+    WEB_ADDRESS,
+    Amount,
+    Args,
     Count,
+    Factor,
     Fraction,
     ImportPath,
-    NonNegative,
-    Positive,
+    PositiveFactor,
     Seconds,
     Seed,
+    Size,
     Table,
     Text,
+    Tokens,
     WholeNumber,
 )
 from trainer.config.batch_tables import BatchSize, plan_of
@@ -42,19 +47,19 @@ class TrainTable(Table):
 
     steps: WholeNumber = 0
     """Number of optimizer steps; 0: tokens says how long the run is."""
-    tokens: WholeNumber = 0
+    tokens: Tokens = 0
     """Length of the run in target tokens over all ranks, to within two steps; 0: steps says it. Warm-up and decay then go by
     tokens, too."""
     micro_batches: BatchSize = 1
     """m: micro-batches per optimizer step and rank (gradient accumulation): a number; a schedule; or "auto", short for a table
     with defaults, which lets m double as the noise scale permits (docs/gns.md)."""
-    tbptt_cells: Count = 1
+    tbptt_cells: Size = 1
     """k: consecutive cells of a group that the gradient flows through (truncated back-propagation through time). Rows
     then have k * data.seq_len tokens, and groups at most data.max_group_cells // k rows."""
     activation_checkpointing: Literal["off", "block", "cell"] = "off"
     """Recompute activations in the backward instead of keeping them: of one block at a time (a model's nn.ModuleList named
     blocks), or, with tbptt_cells above 1, of one cell at a time."""
-    clip_grad_norm: NonNegative = 1.0
+    clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fp32; or autocast to bf16, or to fp16 with loss scaling (CUDA only)."""
@@ -66,7 +71,7 @@ class TrainTable(Table):
     """What to do when the loss or gradient is not finite on any rank: stop the run, or skip the step."""
     max_skips: Count = 10
     """Consecutive steps that on_non_finite = "skip" may skip; one more stops the run."""
-    spike_sigma: NonNegative = 6.0
+    spike_sigma: Factor = 6.0
     """A loss this many standard deviations above its running mean is a spike; the step's batches are recorded in
     events.jsonl. 0: off."""
 
@@ -89,11 +94,11 @@ class ModelTable(Table):
     another package (docs/models.md)."""
     target: ImportPath | None = None
     """A model of your own: import path `package.module:function`, called with vocab_size, dim, num_layers and args."""
-    dim: Count = 192
+    dim: Size = 192
     """Width of the residual stream and of each layer's recurrent state."""
-    num_layers: Count = 4
+    num_layers: Annotated[int, Field(ge=1, le=2000)] = 4  # each takes about 6 ms to build, on the meta device too
     """Number of blocks."""
-    args: dict[str, Any] = {}
+    args: Args = {}
     """Further keyword arguments of the family or the target."""
     weights: Text | None = None
     """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume, which uses the
@@ -142,7 +147,7 @@ class LedgerTable(Table):
     hashes to, by all-to-all; auto: reader, except where a source with a target may move groups between ranks."""
     probe_every: WholeNumber = 500
     """Steps between probes of what carrying states is worth; only logged steps have one. 0: none."""
-    probe_cells: Count = 8
+    probe_cells: Size = 8
     """Cells that a probe reads again: it measures cells whose group began at most this many cells ago."""
 
     @model_validator(mode="after")
@@ -159,23 +164,23 @@ class CoordTable(Table):
 
     first_token: WholeNumber
     """Token id of the first bin."""
-    num_bins: Annotated[int, Field(ge=2)]
+    num_bins: Annotated[int, Field(ge=2, le=10**6)]
     """Number of bins; their token ids are consecutive."""
-    sigma: Positive
+    sigma: Annotated[float, Field(gt=0, le=1e6)]
     """Standard deviation of the soft target around the true bin, in bins."""
-    weight: Positive = 1.0
+    weight: PositiveFactor = 1.0
     """Factor of this component in the loss."""
 
 
 class ObjectiveTable(Table):
     """`[objective]`: the loss."""
 
-    z_loss: NonNegative = 0.0
+    z_loss: Factor = 0.0
     """Coefficient of the z-loss, the squared log-partition; 0: off."""
     token_types: bool = False
     """Also report loss and accuracy by token type, where the tokenizer defines token types."""
     coord: CoordTable | None = None
-    chunk_tokens: Annotated[int, Field(ge=0)] = 0
+    chunk_tokens: WholeNumber = 0
     """Tokens whose logits exist together: the loss is computed a part at a time, in the forward and again in the backward, so
     that memory does not grow with tokens times vocabulary. 0: all together."""
 
@@ -185,9 +190,9 @@ class OptimizerGroupTable(Table):
 
     match: Text
     """Pattern of the names, such as "embedding.*" or "blocks.0.*"; the first group that matches counts."""
-    lr_scale: Positive = 1.0
+    lr_scale: PositiveFactor = 1.0
     """Their learning rate as a multiple of the others'."""
-    weight_decay: NonNegative | None = None
+    weight_decay: Factor | None = None
     """Theirs, for matrices and vectors alike; absent: as without the group."""
 
 
@@ -199,17 +204,17 @@ class OptimizerTable(Table):
     adamw for the rest; sgd."""
     target: ImportPath | None = None
     """Import path of one's own: called with parameter groups, lr and the keys of args; it replaces name."""
-    args: dict[str, Any] = {}
+    args: Args = {}
     """Keyword arguments of target."""
-    lr: Positive = 1e-3
+    lr: PositiveFactor = 1e-3
     """Peak learning rate. muon scales its updates to the size of adamw's, so that one rate fits both."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """adamw: decay rates of the moving averages of the gradient and of its square."""
-    eps: Positive = 1e-8
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """adamw: added to the denominator of the update."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: Factor = 0.1
     """Applied to matrices only; vectors (norms, biases, decay rates) are not decayed."""
     group: list[OptimizerGroupTable] = []
     """Groups of parameters by name, with settings of their own."""
@@ -244,11 +249,11 @@ class SchedulerTable(Table):
     target: ImportPath | None = None
     """Import path of one's own: called with a step, and with steps, peak (optimizer.lr) and the keys of args by name; gives
     that step's learning rate. It replaces all other keys of this table."""
-    args: dict[str, Any] = {}
+    args: Args = {}
     """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
     """Steps of linear warm-up from 0."""
-    warmup_tokens: WholeNumber = 0
+    warmup_tokens: Tokens = 0
     """The same in tokens, with train.tokens."""
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
@@ -283,9 +288,9 @@ class WandbTable(Table):
     otherwise offline. offline: write to the run directory; online: also send to the server; disabled: off."""
     project: Text = "trainer"
     """Project name."""
-    entity: str | None = None
+    entity: Text | None = None
     """Team or user; absent: the account's default."""
-    base_url: str | None = None
+    base_url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None
     """URL of a self-hosted server; absent: wandb's own setting."""
 
 
@@ -300,11 +305,11 @@ class MetricsTable(Table):
     """Also report metrics per source and modality, with its name in the key."""
     per_layer: bool = False
     """Also report gradient norm, update over weight and noise scale per layer and per parameter group of the optimizer."""
-    profile: WholeNumber = 0
+    profile: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steady steps that torch's profiler records on rank 0, into RUN_DIR/profile; 0: none. Also --profile."""
     smoothing_alpha: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Weight of the newest value in the moving averages `smoothed/*`."""
-    peak_tflops: NonNegative = 0.0
+    peak_tflops: Amount = 0.0
     """Peak TFLOPS of one device, for MFU; 0: by the device's name, and no MFU where that is unknown."""
     wandb: WandbTable = WandbTable()
     tensorboard: bool = False
@@ -316,11 +321,11 @@ class SampleTable(Table):
 
     every: WholeNumber = 0
     """Steps between samples; 0: none."""
-    prompt: str = ""
+    prompt: Annotated[str, Field(max_length=10**6)] = ""
     """Text to continue; empty: generate from the start of a document."""
-    tokens: Count = 200
+    tokens: Size = 200
     """Tokens to generate; with the bytes tokenizer, bytes."""
-    temperature: NonNegative = 1.0
+    temperature: Factor = 1.0
     """Sampling temperature; 0: always the most likely token."""
     top_k: WholeNumber = 0
     """Sample from the k most likely tokens; 0: from all."""
@@ -330,7 +335,9 @@ class CheckpointTable(Table):
     """`[checkpoint]`: saving and resuming."""
 
     every: WholeNumber = 0
-    """Steps between checkpoints; 0: only at the end of the run."""
+    """Steps between checkpoints; 0: by every_minutes alone. The end of a run is always saved."""
+    every_minutes: Amount = 30.0
+    """Minutes, by rank 0's clock, after which a run saves if it has not saved since; 0: by every alone."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: WholeNumber = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,11 +51,10 @@ def probe_view(
     table, steps, interval = config.ledger, config.train.steps, config.metrics.log_interval
     if not table.probe_every:
         return None
-    probed = [
-        step
-        for step in range(table.probe_every, steps + 1, table.probe_every)
-        if step % interval == 0 or step in (1, steps)
-    ]
+    every = math.lcm(table.probe_every, interval)
+    # Step 1 and the last are logged too.
+    extra = {step for step in (1, steps) if step % table.probe_every == 0 and step % every}
+    count = steps // every + len(extra)
     continuing = measured = 0.0
     longest = config.max_group_rows
     sizes = [stream.group_cells for shape in shapes for stream in shape.streams]
@@ -67,10 +67,10 @@ def probe_view(
             measured += times * float(stream.group_cells @ np.minimum(later, table.probe_cells))
     passes = min(table.probe_cells, longest - 1) + READINGS if longest > 1 else 0
     return ProbeView(
-        every=int(np.lcm(table.probe_every, interval)),
-        count=len(probed),
+        every=every,
+        count=count,
         cells=table.probe_cells,
         passes=passes,
-        cost=len(probed) * passes / (num_batches * PASSES_OF_A_STEP),
+        cost=count * passes / (num_batches * PASSES_OF_A_STEP),
         reach=measured / continuing if continuing else None,
     )

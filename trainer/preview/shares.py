@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Ints
-from trainer.data.blending.weights import WeightSpec, positions, zero_batches
+from trainer.data.blending.weights import ScheduledWeight, WeightSpec, positions, zero_batches
 from trainer.micro_batches import MicroBatches
 
-CHUNK = 1 << 16  # batches evaluated at once, to bound memory
+SAMPLED = 1 << 14  # batches of a piece of the run
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -33,11 +34,19 @@ def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: Micro
 
 
 def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batches: MicroBatches) -> list[float]:
-    """The expected number of micro-batches of each source: the sum of its probability over the run."""
+    """The expected number of micro-batches of each source: the sum of its probability over the run.
+
+    Between two points of the schedules a probability is smooth: long pieces are sampled, so that any run takes as long.
+    """
+    edges = {0, num_batches}
+    for spec in weights:
+        points = spec.points if isinstance(spec, ScheduledWeight) else ()
+        edges |= {x if spec.unit == "batch" else micro_batches.batches_before(max(x, 1)) for x in points}
     sums = np.zeros(len(weights))
-    for start in range(0, num_batches, CHUNK):
-        batches = np.arange(start, min(start + CHUNK, num_batches), dtype=np.int64)
-        sums += shares_at(weights, batches, micro_batches).sum(axis=1)
+    for start, end in itertools.pairwise(sorted(edge for edge in edges if edge <= num_batches)):
+        count = min(end - start, SAMPLED)
+        middles = start + (np.arange(count) + 0.5) * ((end - start) / count)
+        sums += shares_at(weights, middles.astype(np.int64), micro_batches).mean(axis=1) * (end - start)
     return [float(total) for total in sums]
 
 

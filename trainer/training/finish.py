@@ -58,6 +58,8 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or is_last)
     if outcome.should_stop or not at_boundary(run, is_last=is_last):
         return stopped_by(run)
+    if outcome.save_is_due:  # the next step may be in flight, and the weights are no longer this one's
+        run.saver.due_at = step
     return None
 
 
@@ -120,7 +122,8 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
         with run.paused():
             run.diagnostics.best_effort("sample").run(run.sampler.run, position.step)
     every = config.checkpoint.every
-    if every and position.step % every == 0 and not is_last:  # after the last step the loop saves
+    is_due = run.saver.must_save or (every and position.step % every == 0)
+    if is_due and not is_last:  # after the last step the loop saves
         run.at("checkpoint", position.step, may_wait=True)
         report_spikes(run)
         with run.paused():

@@ -2,8 +2,8 @@
 
 A step's numbers are read after the next step is launched, so that the device has work while the host reads: a stop, an end of
 the data and a streak of skipped steps take effect one step later, on all ranks alike. A step that logs, evaluates, samples,
-saves or may let the batch grow is read at once. A single rank that is asked to stop does not read for another step: nobody else
-has to agree, and the data may never come.
+saves or may let the batch grow is read at once; so is the step after that at which the time to save has come. A single rank
+that is asked to stop does not read for another step: nobody else has to agree, and the data may never come.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     if reached >= run.length.total:
         run.position.last_step = step
     at_once = is_read_at_once(run, step)
-    if at_once and previous is not None:
+    if (at_once or run.saver.must_save) and previous is not None:
         # Before the step starts, so that its times are its own.
         reason, previous = finish(run, previous), None
         if reason is not None:
@@ -91,6 +91,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
             lr=lr,
             stop=run.stop.requested,
             saved=run.saver.is_written,
+            save_due=run.saver.time_is_up,
             spiked=bool(run.position.found_spikes),
             exhausted=window.is_exhausted,
         )

@@ -87,6 +87,8 @@ def train(
     if stop is None:
         stop = StopRequest(say_stopping)
         stop.install()
+    # The user's code, which is imported from here on, may change the working directory.
+    config_path, given_run_dir = config_path.absolute(), given_run_dir and os.path.abspath(given_run_dir)
     with kept_for_payloads() as stdout, exits_as_errors():
         info = rank_info()
         device = pick_device(config.train.device, info)
@@ -139,7 +141,7 @@ def _train_in_group(
 ) -> int:
     config = plan.config
     with ExitStack() as stack:
-        run_dir, found, claimed = _place(config, given, info, stack)
+        run_dir, found, claimed = _place(plan, given, info, stack)
         data = check_data(plan, found[1] if found is not None else None, info, data_policy)
         mesh = run_mesh(config, info, device)
         with raise_on_all_ranks(world_size=info.world_size):
@@ -244,18 +246,20 @@ def _begin_record(
 
 
 def _place(
-    config: RunConfig, given: str | None, info: RankInfo, stack: ExitStack
+    plan: Plan, given: str | None, info: RankInfo, stack: ExitStack
 ) -> tuple[RunDir, tuple[Path, dict[str, Any]] | None, Claimed | None]:
     """The run's directory, the checkpoint to resume from, and (on rank 0) the store of its checkpoints: rank 0 decides.
 
     A directory that exists is locked first: what another run is writing there looks like damage.
     """
+    config = plan.config
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": plan.place(config.run.dir)})})
     answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
     run_dir: RunDir | None = None
     claimed: Claimed | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
-            resume = effective_resume(config.checkpoint.resume)
+            resume = effective_resume(plan.resume)
             try:
                 run_dir = choose_run_dir(config, given, resume)
                 if run_dir.path.exists() and not run_dir.is_new:

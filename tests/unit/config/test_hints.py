@@ -66,7 +66,7 @@ def test_one_key_is_meant(written, key):
         ("eval.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size or batches?"),
         ("eval.steps", "did you mean eval.every or train.steps?"),
         ("ledger.every", "did you mean wipe_every?"),
-        ("checkpoint.zzz", "known keys: background, every, keep_every, keep_last, remote, resume"),
+        ("checkpoint.zzz", "known keys: background, every, every_minutes, keep_every, keep_last, remote, resume"),
         ("enable_wandb", WANDB),
         ("metrics.enable_wandb", WANDB),
         ("enable_tensorboard", "set metrics.tensorboard = true"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -94,6 +95,11 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("train.steps", "is not of the form table.key=value"),
         ("=5", "is not of the form table.key=value"),
         ("gns.ema=1", "gns.ema: must be < 1.0, got 1"),
+        ('data.source.0.root=""', "data.source.0.root: must have at least 1 character"),
+        ('run.dir="a\\u0000b"', "run.dir: must be text without NUL characters"),
+        ("optimizer.eps=1e308", "optimizer.eps: must be <= 1.0, got 1e+308"),
+        ("train.steps=10000000000000000000", "train.steps: must be <= 1000000000, got 10000000000000000000"),
+        ('metrics.wandb.base_url="http://["', "metrics.wandb.base_url: must be an address such as https://HOST"),
     ],
 )
 def test_refusals_name_key_value_and_fix(tmp_path, override, message):
@@ -128,11 +134,28 @@ def test_files_that_are_no_toml(tmp_path, data, message):
     assert message in caught.value.message
 
 
-def test_a_directory_or_a_nul_byte_is_no_config(tmp_path):
-    with pytest.raises(UserError, match="Is a directory"):
-        load_config(tmp_path)
+def test_a_directory_a_pipe_a_device_or_a_nul_byte_is_no_config(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(UserError, match=f"^{path}: is not a file"):
+            load_config(path)
     with pytest.raises(UserError, match="cannot be"):
         load_config("x\0.toml")
+
+
+@pytest.mark.parametrize("digits", ["1" * 6000, "0x" + "f" * 6000])
+def test_an_integer_of_thousands_of_digits_is_one_mistake(tmp_path, digits):
+    path = tmp_path / "x.toml"
+    for text, overrides in (
+        (BASE.replace("steps = 6", f"steps = {digits}"), []),
+        (BASE.replace("num_layers = 2", f"args = {{ x = [{digits}] }}"), []),
+        (BASE, [f"train.steps={digits}"]),
+        (BASE, [f"model.args={{ x = [{digits}] }}"]),
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UserError) as caught:
+            load_config(path, overrides)
+        assert len(caught.value.problem) < 300
 
 
 def test_a_config_without_sources_is_told_how_to_write_one(tmp_path):

@@ -62,17 +62,16 @@ def check(
     with located(config_path, overrides):
         plan = make_plan(resolved, Path(config_path), world_size)
         _refuse_what_a_run_would(plan)
-    device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
-    preview = _preview(plan)
-    _warn(plan, preview, device)
-    facts = _derived(plan)
-    facts.update(_memory(plan, device))
-    report = "--no-contract" if no_contract else check_here(plan)
+        device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
+        preview = _preview(plan)
+        _warn(plan, preview, device)
+        facts = {**_derived(plan), **_memory(plan, device)}
+        report = "--no-contract" if no_contract else check_here(plan)
+        if not isinstance(report, str):
+            refuse_breaches(plan, report)
     if isinstance(report, str):
         facts["forward_pass"] = facts["contract"] = f"not tried: {report}"
     else:
-        with located(config_path, overrides):
-            refuse_breaches(plan, report)
         for line in remarks(report):
             get_logger("check").warning("model: %s", line)
         facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
@@ -189,16 +188,24 @@ def _eval_sources(plan: Plan) -> dict[str, dict[str, int]]:
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
+    import os
+
     from trainer.data.streams.layout import refuse_empty
-    from trainer.storage import Storage
+    from trainer.errors import UserError
+    from trainer.storage import Storage, is_url
     from trainer.training.checkpointing.resume_checks import check_resume
 
+    parent = plan.place(plan.config.run.dir)
+    if os.path.exists(parent) and not os.path.isdir(parent):
+        raise UserError("run.dir", f"{plan.config.run.dir} is not a directory", "name another one")
     plan.check_weights()
     plan.check_model_settings()
     refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
-    check_resume(plan.config)
-    if (url := plan.config.checkpoint.remote) is not None:
-        Storage(url, key="checkpoint.remote")  # which sends nothing
+    check_resume(plan.config, plan.resume)
+    stored = plan.resume if is_url(plan.resume) else None
+    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", stored)):
+        if url is not None:
+            Storage(url, key=key)  # which sends nothing
 
 
 def _overrides(strategy: str | None, replicas: int | None) -> list[str]:

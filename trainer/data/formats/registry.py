@@ -13,7 +13,7 @@ from typing import Literal
 from trainer.data.formats.documents import Kind, ReadOptions, Span, TokenArray, TokenTable
 from trainer.data.formats.jsonl import jsonl_kind, jsonl_pieces, jsonl_spans, load_jsonl
 from trainer.data.formats.megatron import load_megatron
-from trainer.data.formats.own_format import find_loader, is_import_path, load_own
+from trainer.data.formats.own_format import is_import_path, load_own
 from trainer.data.formats.parquet import load_parquet, parquet_kind, parquet_pieces, parquet_spans
 from trainer.data.formats.text import load_text, text_pieces, text_spans
 from trainer.data.formats.token_arrays import load_bin, load_npy
@@ -91,14 +91,12 @@ def formats_with(option: str) -> list[str]:
 
 
 def check_format(name: str) -> None:
-    """Reject a name that is not `auto`, a row of the table, or the import path of a callable.
+    """Reject a name that is not `auto`, a row of the table, or an import path, which is not imported yet.
 
     Raises:
         UserError: with the names that exist.
     """
-    if is_import_path(name):
-        find_loader(name)
-    elif name != "auto" and name not in FORMATS:
+    if not is_import_path(name) and name != "auto" and name not in FORMATS:
         problem = f"must be one of auto, {', '.join(FORMATS)}, or an import path package.module:function; got {name!r}"
         raise UserError("format", problem, "use one of these, or write a format of your own")
 

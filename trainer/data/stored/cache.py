@@ -62,9 +62,20 @@ class Cache:
 
     @classmethod
     def of(cls, directory: str | None, limit_gb: float) -> Cache:
-        """The cache that `[data] cache_dir` and `cache_gb` name."""
+        """The cache that `[data] cache_dir` and `cache_gb` name.
+
+        Raises:
+            UserError: something else has that name.
+        """
         default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
-        return cls(Path(directory or default).expanduser().resolve(), round(limit_gb * 1e9))
+        try:
+            place = Path(directory or default).expanduser().resolve()
+            is_usable = place.is_dir() or not place.exists()
+        except (OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
+            is_usable = False
+        if not is_usable:
+            raise UserError("data.cache_dir", f"{directory or default} cannot be a directory", "name another one")
+        return cls(place, round(limit_gb * 1e9))
 
     def copy(self, storage: Storage, files: Mapping[str, StoredFile]) -> Snapshot:
         """The copy of these files, made unless there is one: one process makes it, others wait for that.

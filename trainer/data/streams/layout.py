@@ -32,7 +32,7 @@ class Stream:
 
     Args:
         stream_id: its index in the sorted list.
-        path: the file.
+        path: the file, absolute.
         relative_path: its permanent name (part of group ids): relative to the root under NESTED, the path as given under
             DIRECT.
         modality: its label, printable: metric keys and tables hold it.
@@ -86,7 +86,11 @@ def _none(problem: str, skipped: Sequence[str], unknown: Sequence[str]) -> str:
 
 def _numbered(found: list[tuple[str, str, str]]) -> list[Stream]:
     """Streams from (relative path, path, modality), sorted by relative path, in the same order on every machine."""
-    return [Stream(i, path, relative, modality) for i, (relative, path, modality) in enumerate(sorted(found))]
+    here = os.getcwd()  # which the user's code may leave before a stream is opened
+    return [
+        Stream(i, os.path.join(here, path), relative, modality)
+        for i, (relative, path, modality) in enumerate(sorted(found))
+    ]
 
 
 def discover_nested(

@@ -46,15 +46,15 @@ SILENT = (
 SAID = ("distributed.strategy",)
 
 
-def check_resume(config: RunConfig) -> None:
-    """Refuse a checkpoint named by `checkpoint.resume` that a run could not resume from; no file is hashed.
+def check_resume(config: RunConfig, resume: str) -> None:
+    """Refuse a checkpoint that a run could not resume from; no file is hashed.
 
-    A URL is left to the run, which downloads it.
+    Args:
+        resume: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
 
     Raises:
         UserError: it is not there, not whole, or was made with another config.
     """
-    resume = config.checkpoint.resume
     if resume not in ("off", "auto") and not is_url(resume):
         check_config(checkpoint.named(resume, checkpoint.read_state).get("config", {}), config)
 

@@ -43,6 +43,7 @@ class Saver:
         diagnostics: guards what is counted about saving.
         last_saved: step of the checkpoint that the run continues from; -1 without one.
         on_published: called with a complete checkpoint, in place of retention (rank 0).
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Saver:
         diagnostics: Diagnostics,
         last_saved: int = -1,
         on_published: Callable[[Path], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._table = table
@@ -71,6 +73,21 @@ class Saver:
         self._pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
         self.last_saved = last_saved
+        self._clock = clock
+        self._last_began = clock()
+        self._begun_at = self.due_at = last_saved
+        """`due_at`: the last step at which the ranks agreed that a save is due."""
+
+    @property
+    def must_save(self) -> bool:
+        """Whether a save is due by time. The same on all ranks: the next step is finished and saved before another starts."""
+        return self.due_at > self._begun_at
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether `every_minutes` have passed since the last save began; rank 0 answers for all."""
+        minutes = self._table.every_minutes
+        return minutes > 0 and self._info.is_main and self._clock() - self._last_began >= 60 * minutes
 
     @property
     def is_written(self) -> bool:
@@ -86,6 +103,7 @@ class Saver:
         started = time.monotonic()
         self._conclude()
         step = position.step
+        self._begun_at, self._last_began = step, self._clock()
         staging = files.staging_dir(self._directory, step)
         parts = self._parts(position)
         needed = sum(part.num_bytes for part in parts.values())

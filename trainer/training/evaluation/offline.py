@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,9 @@ def evaluate_checkpoint(
     Raises:
         UserError: the config names code; there is no such model, nothing to evaluate on, or the data cannot be read.
     """
-    saved = load_model(directory, step=step, device=device, tokenizer=tokenizer, trust_code=trust_code)
+    directory = Path(directory).absolute()
+    with chdir(os.curdir):  # which the model's code may leave, and its config's paths are relative to
+        saved = load_model(directory, step=step, device=device, tokenizer=tokenizer, trust_code=trust_code)
     refuse_code(saved.config, directory, "data", "eval", trusted=trust_code)
     if held_out:
         saved = _without_sets(saved, sources, directory)

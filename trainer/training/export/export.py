@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import chdir
 from pathlib import Path
 
 from trainer.config.load import to_toml
@@ -41,18 +42,20 @@ def export_model(
     saved = read_checkpoint(run_dir, step)
     config = saved.config
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
-    staging = out.with_name(f".{out.name}.{os.getpid()}")
+    run_dir, place = run_dir.absolute(), out.absolute()
+    staging = place.with_name(f".{out.name}.{os.getpid()}")
     try:
         staging.mkdir(parents=True)
         metadata = {
             "format": "pt",
             "step": str(saved.step),
             "tokenizer": tokenizer.name,
-            "run": run_dir.absolute().name,
+            "run": run_dir.name,
         }
         if as_hugging_face:
             refuse_code(config, run_dir, "model", trusted=trust_code)
-            _save_pretrained(saved, tokenizer.vocab_size, staging)
+            with chdir(os.curdir):  # which the model's code may leave
+                _save_pretrained(saved, tokenizer.vocab_size, staging)
         else:
             save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
             write_file(staging / CONFIG_FILE, to_toml(config))
@@ -68,8 +71,8 @@ def export_model(
             as_hugging_face=as_hugging_face,
         )
         write_file(staging / "README.md", card)
-        shutil.rmtree(out, ignore_errors=True)
-        staging.rename(out)
+        shutil.rmtree(place, ignore_errors=True)
+        staging.rename(place)
     except OSError as error:
         raise UserError(str(out), f"cannot be written: {error.strerror}", "choose another --out") from None
     finally:

@@ -131,7 +131,8 @@ def load_model(
     Raises:
         UserError: the config names code; nothing usable is there, or the weights do not fit the model.
     """
-    if (Path(directory) / WEIGHTS_FILE).is_file():
+    place = Path(directory).absolute()  # building the model may change the working directory
+    if (place / WEIGHTS_FILE).is_file():
         if not (Path(directory) / CONFIG_FILE).is_file():
             problem = f"has {WEIGHTS_FILE} but no {CONFIG_FILE}, which says what model they are of"
             raise UserError(str(directory), problem, "name the run, or an export with --format safetensors")
@@ -140,7 +141,7 @@ def load_model(
         own = Path(directory) / "tokenizer.json"
         words = _tokenizer(config, tokenizer or (str(own) if own.is_file() else None))
         model = build_model(config.model, words.vocab_size, seq_len=config.data.seq_len)
-        metadata = load_weights(model, directory, key=str(directory))
+        metadata = load_weights(model, place, key=str(directory))
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
         return SavedModel(model.to(device).eval(), words, config, found)
     saved = read_checkpoint(directory, step)

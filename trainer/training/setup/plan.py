@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from trainer.model.headless import output_layer
 from trainer.model.recompute import recompute_blocks
 from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
-from trainer.training.setup.plausible import doubts, refuse_impossible, unmet_needs
+from trainer.storage import is_url
+from trainer.training.setup.plausible import doubts, unmet_needs
 from trainer.training.setup.reading import check_reading
 from trainer.training.setup.sharding import mesh_shape
 from trainer.training.setup.sources import Source, leaf_tables, resolve_eval_sources, resolve_sources
@@ -50,6 +51,18 @@ class Plan:
     """Validation sets of the user's own."""
     doubts: Sequence[UserError] = ()
     """Settings that cannot be meant."""
+    here: Path = field(default_factory=Path.cwd)
+    """The working directory before any code of the user's was imported, which may leave it."""
+
+    def place(self, path: str) -> str:
+        """A path of the config, absolute; a URL as it is."""
+        return path if is_url(path) else str(self.here / path)
+
+    @property
+    def resume(self) -> str:
+        """`checkpoint.resume`; a path is absolute."""
+        given = self.config.checkpoint.resume
+        return given if given in ("off", "auto") else self.place(given)
 
     @property
     def vocab_size(self) -> int:
@@ -134,7 +147,8 @@ class Plan:
         """
         path = self.config.model.weights
         if path is not None:
-            check_fit(self._weightless_model(), read_weights(path)[0], key="model.weights", path=path)
+            weights = read_weights(self.place(path))[0]
+            check_fit(self._weightless_model(), weights, key="model.weights", path=path)
 
     def _weightless_model(self) -> nn.Module:
         try:
@@ -167,7 +181,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     Raises:
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
-    refuse_impossible(config)
+    here = Path.cwd()
     sources = resolve_sources(config, config_path, world_size)
     facts = check_rules(config, leaf_tables(sources), world_size)
     if config.train.tokens:  # the number of full steps is what forecasts go by
@@ -175,6 +189,8 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     _check_modalities(config, sources)
     eval_sources = resolve_eval_sources(config)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
+    found = list(doubts(config, sources, eval_sources))
+    # From here on the user's code is imported: what the config names is found, or taken relative to `here`.
     check_reading(sources, eval_sources, tokenizer)
     resolve_builder(config.model)
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
@@ -187,10 +203,9 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         raise UserError("objective.coord", problem, "lower first_token or num_bins")
     if config.eval.target is not None:
         resolve_target(config.eval.target, "eval.target")
-    found = list(doubts(config, sources, eval_sources))
     for doubt in found if logs_doubts else ():
         logger.warning("%s", doubt.message)
-    return Plan(config, sources, tokenizer, facts, eval_sources, found)
+    return Plan(config, sources, tokenizer, facts, eval_sources, found, here)
 
 
 def begin_from_weights(plan: Plan, model: nn.Module) -> None:
@@ -202,7 +217,7 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
     path = plan.config.model.weights
     if path is None:
         return
-    metadata = load_weights(model, path)
+    metadata = load_weights(model, plan.place(path))
     logger.info("beginning with the weights of %s", path)
     trained_with = metadata.get("tokenizer", plan.tokenizer.name)
     if trained_with != plan.tokenizer.name:

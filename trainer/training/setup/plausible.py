@@ -20,22 +20,10 @@ from trainer.training.setup.sources import Source
 from trainer.training.step_profile import FIRST_PROFILED
 from trainer.wording import counted, few, printable
 
-MOST_LAYERS = 2_000  # a layer takes about 6 ms to build, on the meta device too
 MOST_HELD_OUT = 0.5
 LARGEST_LR = 0.1  # AdamW moves every weight by about lr in every step
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Numbers per parameter that an optimizer keeps at least."""
-
-
-def refuse_impossible(config: RunConfig) -> None:
-    """Refuse what no machine can do in reasonable time.
-
-    Raises:
-        UserError: the model has too many layers.
-    """
-    if config.model.num_layers > MOST_LAYERS:
-        problem = f"{config.model.num_layers:,} layers would take minutes to build, and nobody has trained as many"
-        raise UserError("model.num_layers", problem, f"set it to at most {MOST_LAYERS:,}")
 
 
 def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source] = ()) -> Iterator[UserError]:

@@ -7,9 +7,9 @@ window can hold: the windows of a step have as many micro-batches on every rank)
 gradient is divided by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
 Collectives. Beside those of DDP or FSDP there is one all-reduce per step: token and loss sums, the votes (stop, background save
-written, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank may hold
-shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. With `metrics.per_layer` a logged
-step has a second one after its update.
+written, save due, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank
+may hold shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. With `metrics.per_layer` a
+logged step has a second one after its update.
 
 Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
 loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
@@ -47,8 +47,8 @@ from trainer.training.step.on_device import HostCopy, scale_gradients, step_unle
 from trainer.training.step.schedule import set_lr
 
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
-TOKENS, LOSS_SUM, STOP, SAVED, SPIKED, EXHAUSTED = range(6)
-HEAD = 6
+TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, SPIKED, EXHAUSTED = range(7)
+HEAD = 7
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ class StepOutcome:
     """Some rank was asked to stop."""
     all_saved: bool
     """The background save of every rank is written."""
+    save_is_due: bool
+    """The time between two saves has passed."""
     has_spike: bool
     """Some rank has found a loss spike that is not reported."""
 
@@ -249,12 +251,22 @@ class TrainStep:
         kappa = row_tokens.sum().double() * (self._kappa * scale)
         self._gns_guard.run(self._gns.end_micro, kappa, row_tokens)
 
-    def launch(self, *, lr: float, stop: bool, saved: bool, spiked: bool = False, exhausted: bool = False) -> Launched:
+    def launch(
+        self,
+        *,
+        lr: float,
+        stop: bool,
+        saved: bool,
+        save_due: bool = False,
+        spiked: bool = False,
+        exhausted: bool = False,
+    ) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and step the optimizer, or leave the weights as they were.
 
         Args:
             stop: this rank was asked to stop.
             saved: this rank's background save is written.
+            save_due: by this rank's clock it is time to save.
             spiked: this rank has found a loss spike that is not reported.
             exhausted: this rank had no batch of its own, only masked copies.
 
@@ -264,7 +276,7 @@ class TrainStep:
         if self._refuse_unreduced is not None:
             self._refuse_unreduced()
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
-        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, spiked, exhausted)]
+        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, save_due, spiked, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self._gns is not None:
             sums = self._gns_guard.run(self._gns.local_sums)
@@ -338,6 +350,7 @@ class TrainStep:
             grad_norm=math.sqrt(grad_sq) / factor if is_finite and tokens else grad_sq,
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self._world_size,
+            save_is_due=reduced[SAVE_DUE] > 0,
             has_spike=reduced[SPIKED] > 0,
         )
 
