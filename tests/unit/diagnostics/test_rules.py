@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.metric_streams import Scenario, write_run
 from trainer import diagnostics
 from trainer.diagnostics.diagnose import diagnose
 from trainer.diagnostics.facts import batches_through, micro_batches
@@ -21,7 +22,7 @@ from trainer.diagnostics.rules.stability import find_spikes
 from trainer.diagnostics.series import MAX_EVIDENCE, aligned, series
 from trainer.metrics.catalog.lookup import is_known
 from trainer.metrics.payload_contract import Restart
-from trainer.runs.load import RunRecord
+from trainer.runs.load import RunRecord, load_run
 from trainer.runs.table import RowTable
 
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -178,7 +179,13 @@ FAULTY: dict[str, RunRecord] = {
     "stuck_reader": make_run(pool_rows(**{f"{POOL}pick_surprise_max": [3.0] * 59 + [11.9]})),
     "uneven_slices": make_run(pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})),
     "closed_pool_imbalance": make_run(
-        pool_rows(**{f"{POOL}remaining_fraction_min": [1.0] * 30 + [0.2] * 30}), config=mixed(pick_mode="uniform")
+        pool_rows(
+            **{
+                f"{POOL}remaining_{end}": [left - 0.8 * i for i in range(60)]
+                for end, left in (("min", 50), ("max", 200))
+            }
+        ),
+        config=mixed(pick_mode="uniform"),
     ),
     "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
@@ -385,7 +392,7 @@ def test_what_no_setting_would_mend_gets_no_setting() -> None:
     weighted = replace(FAULTY["closed_pool_imbalance"], config=CONFIG)
     uneven = check("closed_pool_imbalance", weighted)
     assert (uneven.verdict, uneven.knob) == ("finding", None)
-    assert "readers report a wrong number" in uneven.sentence
+    assert uneven.sentence.endswith("although picks are weighted")
 
     one = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
     wasteful = check("batch_size", make_run({**GNS, "gns/b_big": [100.0] * 40}, config=one))
@@ -597,6 +604,32 @@ def test_several_pools_in_one_key_are_not_compared() -> None:
     rows = pool_rows(**{"blend/max_share_error": [0.01] * 60, f"{POOL}remaining_max": [2000.0] * 60})
     assert check("uneven_slices", make_run(rows)).verdict == "not_measured"
     assert check("closed_pool_imbalance", make_run(rows)).verdict == "not_measured"
+
+
+def test_two_sources_whose_shares_are_exact_in_every_row_are_two_pools() -> None:
+    rows = {**pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60}), "blend/max_share_error": [0.0] * 60}
+    two = {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a"}, {"name": "b"}]}}
+    assert check("uneven_slices", make_run(rows)).verdict == "finding"
+    assert check("uneven_slices", make_run(rows, config=two)).verdict == "not_measured"
+
+
+def test_slices_of_unequal_length_on_several_ranks_are_no_imbalance(tmp_path: Path) -> None:
+    """A rank whose slice is shorter than the longest has read it before the others."""
+    settings: dict[str, Any] = {
+        "steps": 60,
+        "log_interval": 1,
+        "micro_batches": 1,
+        "batch_size": 1,
+        "max_group_cells": 1000,
+    }
+    for seed in range(3):
+        scenario = Scenario(seed=seed, world_size=4, documents=12, streams=2, **settings)
+        found = check("closed_pool_imbalance", load_run(write_run(scenario, tmp_path / f"{seed}")))
+        assert found.verdict == "healthy", found.sentence
+    own = replace(FAULTY["closed_pool_imbalance"], config=mixed(pick_mode="uniform", batching_mode="device_per_stream"))
+    assert check("closed_pool_imbalance", own).verdict == "finding", "on one rank there is one pool"
+    several = replace(own, environment={"world_size": 2})
+    assert check("closed_pool_imbalance", several).verdict == "not_measured", "a pool of one's own drains by itself"
 
 
 def test_uneven_streams_are_advice_and_uneven_batches_a_warning() -> None:
