@@ -401,9 +401,21 @@ FAULTS = (
     Fault("non_finite", "a NaN loss", _rows(_nan), ONSET, 5),
     Fault("loss_spikes", "one to three losses that give back what was learnt", _rows(_spike), ONSET, 5),
     Fault("loss_spikes", "a loss that rises to several times the first", _rows(_diverge), 0, 25),
-    Fault("throughput_regression", "1.4 to 2.5 times slower", _rows(_slow_down), ONSET, 80),
+    Fault(
+        "throughput_regression",
+        "1.4 to 2.5 times slower, steps of a second or more",
+        _rows(_slow_down, step_sec=(1.0, 2.0)),
+        ONSET,
+        80,
+    ),
     Fault("data_bound", "waits of half to one and a half steps", _rows(_wait_for_data), ONSET, 40),
-    Fault("straggling_rank", "a rank that takes 1.6 to 2 times as long", _rows(_straggle, world_size=2), 0, 60),
+    Fault(
+        "straggling_rank",
+        "a rank that takes 1.6 to 2 times as long, steps of a second or more",
+        _rows(_straggle, world_size=2, step_sec=(1.0, 2.0)),
+        0,
+        60,
+    ),
     Fault("restarts", "three restarts from one step, or 30 of 130 steps lost", _restart_often, ONSET, 5),
     Fault("ending", "a run that failed", _fail, 0, 5),
 )

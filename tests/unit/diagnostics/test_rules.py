@@ -158,7 +158,7 @@ HEALTHY: dict[str, RunRecord] = {
     "throughput_regression": make_run({"tokens_per_sec": SPEED}),
     "data_bound": make_run({"time/data_sec": [0.01] * 40, "step_time_sec": [1.0] * 40}),
     "straggling_rank": make_run(
-        {"time/slowest_rank_sec": [0.6] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40},
+        {"time/slowest_rank_sec": [0.6] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80},
         environment={"world_size": 2},
     ),
     "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[2]),
@@ -200,7 +200,7 @@ FAULTY: dict[str, RunRecord] = {
     "throughput_regression": make_run({"tokens_per_sec": SPEED[:60] + [0.7 * value for value in SPEED[60:]]}),
     "data_bound": make_run({"time/data_sec": [0.2] * 40, "step_time_sec": [1.0] * 40}),
     "straggling_rank": make_run(
-        {"time/slowest_rank_sec": [0.9] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40},
+        {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80},
         environment={"world_size": 2},
         config=mixed(batching_mode="device_per_stream"),
     ),
@@ -378,7 +378,7 @@ def test_the_ledger_of_a_loop_without_a_config_is_suggested_by_rank(world_size, 
 
 
 def test_what_no_setting_would_mend_gets_no_setting() -> None:
-    times = {"time/slowest_rank_sec": [0.9] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40}
+    times = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
     found = check("straggling_rank", make_run(times, environment={"world_size": 2}))
     assert (found.verdict, found.knob) == ("finding", None)
     assert found.sentence.endswith("look at the machine of the slowest")
@@ -721,12 +721,26 @@ def test_fewer_tokens_per_step_are_not_a_throughput_regression() -> None:
     slower = [*SPEED[:60], *(0.5 * value for value in SPEED[60:])]
     times = {"step_time_sec": [1.0] * 100}
     assert check("throughput_regression", make_run({"tokens_per_sec": slower, **times})).verdict == "explained"
-    longer = {"step_time_sec": [1.0] * 60 + [2.0] * 40}
+    longer = {"step_time_sec": [2.0] * 60 + [4.0] * 40}
     assert check("throughput_regression", make_run({"tokens_per_sec": slower, **longer})).verdict == "finding"
 
 
+def test_a_machine_that_is_busy_for_some_seconds_is_not_called_slow_yet() -> None:
+    speed = [*SPEED[:60], *(0.5 * value for value in SPEED[60:])]
+    for row_sec, verdict in ((0.1, "not_measured"), (2.0, "finding")):
+        times = {"step_time_sec": [row_sec] * 60 + [2 * row_sec] * 40}
+        slow = check("throughput_regression", make_run({"tokens_per_sec": speed, **times}))
+        ranks = {"time/slowest_rank_sec": [0.9 * row_sec] * 100, "time/fastest_rank_sec": [0.4 * row_sec] * 100}
+        late = check("straggling_rank", make_run({**ranks, **times}, environment={"world_size": 2}))
+        assert (slow.verdict, late.verdict) == (verdict, verdict)
+    every_tenth = {10 * row: value for row, value in enumerate(speed, start=1)}
+    times = {10 * row: 0.2 if row <= 60 else 0.4 for row in range(1, 101)}
+    rows = {"tokens_per_sec": every_tenth, "step_time_sec": times}
+    assert check("throughput_regression", make_run(rows)).verdict == "finding", "steps without a row count too"
+
+
 def test_a_single_rank_has_no_straggler() -> None:
-    times = {"time/slowest_rank_sec": [0.9] * 40, "time/fastest_rank_sec": [0.5] * 40, "step_time_sec": [1.0] * 40}
+    times = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
     assert check("straggling_rank", make_run(times)).verdict == "not_measured"
 
 
