@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import random
 import signal
@@ -32,18 +33,20 @@ def healthy_config(seed: int, world_size: int, directory: Path) -> dict[str, Any
     streams = readers * (world_size if has_own_pools else 1) * (1 if is_closed else 3)
     modalities = rng.choice((("a",), ("a", "b")))
     documents = rng.choice((10, 20, 40)) * (1 if has_own_pools else world_size)
-    corpus = directory / f"corpus-{streams}-{documents}-{seed % 3}"
-    if not corpus.exists():
-        make_corpus(corpus, streams=-(-streams // len(modalities)), documents=documents, seed=seed % 3)
+    corpus = directory / f"corpus-{seed}"
+    make_corpus(corpus, streams=-(-streams // len(modalities)), documents=documents, seed=seed)
+    if rng.random() < 0.5:  # modality b is learnt in no time
+        for path in (corpus / "b").iterdir():
+            words = [len(json.loads(line)["text"].split()) for line in path.read_text(encoding="utf-8").splitlines()]
+            path.write_text("".join(json.dumps({"text": "so " * number}) + "\n" for number in words), encoding="utf-8")
     mixing = {
         "num_streams_mixed": readers,
         "batch_size": rng.choice((2, 4)),
         "batching_mode": "device_per_stream" if has_own_pools else "per_stream",
-        "pick_mode": rng.choice(("weighted", "weighted", "weighted", "round_robin")),
+        "pick_mode": rng.choice(("weighted", "weighted", "round_robin", "uniform")),
     }
-    if mixing["pick_mode"] == "round_robin" and is_closed:  # whose slices end at different times, as they are uneven
-        mixing["pick_mode"] = "weighted"
-    is_split = len(modalities) == 2 and rng.random() < 0.5
+    weights = [1.0, rng.choice((0.1, 0.3, 1.0))]
+    parts = [[each] for each in modalities] if rng.random() < 0.5 else [list(modalities)]
     return {
         "run": {"name": "healthy", "dir": str(directory), "seed": seed},
         "train": {
@@ -58,8 +61,8 @@ def healthy_config(seed: int, world_size: int, directory: Path) -> dict[str, Any
             "pack": rng.random() < 0.3,
             "mixing": mixing,
             "source": [
-                {"name": "".join(part), "layout": "nested", "root": str(corpus), "modalities": list(part)}
-                for part in ([(each,) for each in modalities] if is_split else [modalities])
+                {"name": "".join(part), "layout": "nested", "root": str(corpus), "modalities": part, "weight": weight}
+                for part, weight in zip(parts, weights, strict=False)
             ],
         },
         "model": {"dim": 16, "num_layers": 2},

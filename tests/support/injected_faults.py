@@ -408,7 +408,13 @@ FAULTS = (
         ONSET,
         80,
     ),
-    Fault("data_bound", "waits of half to one and a half steps", _rows(_wait_for_data), ONSET, 40),
+    Fault(
+        "data_bound",
+        "waits of half to one and a half steps of a second or more",
+        _rows(_wait_for_data, step_sec=(1.0, 2.0)),
+        ONSET,
+        40,
+    ),
     Fault(
         "straggling_rank",
         "a rank that takes 1.6 to 2 times as long, steps of a second or more",

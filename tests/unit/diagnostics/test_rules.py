@@ -198,7 +198,7 @@ FAULTY: dict[str, RunRecord] = {
     "non_finite": make_run({"loss": [2.0, math.nan, 2.0]}),
     "loss_spikes": make_run({"loss": [*noisy(2.0, 40), 3.0, *noisy(2.0, 10)]}),
     "throughput_regression": make_run({"tokens_per_sec": SPEED[:60] + [0.7 * value for value in SPEED[60:]]}),
-    "data_bound": make_run({"time/data_sec": [0.2] * 40, "step_time_sec": [1.0] * 40}),
+    "data_bound": make_run({"time/data_sec": [0.2] * 80, "step_time_sec": [1.0] * 80}),
     "straggling_rank": make_run(
         {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80},
         environment={"world_size": 2},
@@ -732,7 +732,8 @@ def test_a_machine_that_is_busy_for_some_seconds_is_not_called_slow_yet() -> Non
         slow = check("throughput_regression", make_run({"tokens_per_sec": speed, **times}))
         ranks = {"time/slowest_rank_sec": [0.9 * row_sec] * 100, "time/fastest_rank_sec": [0.4 * row_sec] * 100}
         late = check("straggling_rank", make_run({**ranks, **times}, environment={"world_size": 2}))
-        assert (slow.verdict, late.verdict) == (verdict, verdict)
+        waits = check("data_bound", make_run({"time/data_sec": [0.5 * row_sec] * 100, **times}))
+        assert [slow.verdict, late.verdict, waits.verdict] == [verdict] * 3
     every_tenth = {10 * row: value for row, value in enumerate(speed, start=1)}
     times = {10 * row: 0.2 if row <= 60 else 0.4 for row in range(1, 101)}
     rows = {"tokens_per_sec": every_tenth, "step_time_sec": times}

@@ -128,6 +128,8 @@ def check_data_bound(run: RunRecord) -> Outcome:
     words = f"{share:.1%} of the logged step time was spent waiting for data"
     if share <= DATA_SHARE:
         return healthy(words)
+    if _seconds(times) < MIN_SECONDS:
+        return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
     return finding(words, evidence=[waits.evidence(waits.largest(6))], knob=more_prefetch(run))
 
 
@@ -174,7 +176,7 @@ RULES = (
     Rule(
         name="data_bound",
         needs=(DATA_TIME, STEP_TIME),
-        threshold=f"waiting for data takes more than {DATA_SHARE:.0%} of the logged step time",
+        threshold=f"waiting for data takes more than {DATA_SHARE:.0%} of the logged step time, over {MIN_SECONDS:g} s or more",
         why="With a prefetch thread the wait is close to 0 until loading is slower than computing.",
         knob="`data.prefetch`: twice as many",
         severity="warning",
