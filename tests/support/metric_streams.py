@@ -64,6 +64,8 @@ class Scenario:
     stale_threshold: int = 0
     wipe_every: int = 0
     noise_scale: float = 8.0
+    step_sec: tuple[float, float] = (0.05, 2.0)
+    """Bounds of the time of a step."""
     has_same_data: bool = False
     """All ranks read the same batches."""
     first_loss: float = 5.5
@@ -287,7 +289,7 @@ def _make_rows(scenario: Scenario, parent: Path) -> Rows:
     gns = NoiseScaleAverage(0.95)
     rows: Rows = {}
     spread = rng.uniform(0.01, 0.08)
-    base = rng.uniform(0.05, 2.0)
+    base = rng.uniform(*scenario.step_sec)
     for step in range(1, scenario.steps + 1):
         if scenario.on_dataset is not None:
             for rank in ranks:

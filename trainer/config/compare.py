@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
+
+# These name a run, so they always differ.
+_NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
+_RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "devices")
 
 
 class Difference(NamedTuple):
@@ -50,3 +54,10 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a launch and, prefixed with `env.`, its versions, ranks and devices; without the names of the run."""
+    recorded = {"env": {key: value for key, value in environment.items() if key in _RECORDED}}
+    flat = {**flatten(config), **flatten(recorded)}
+    return {key: value for key, value in flat.items() if key not in _NAMES_OF_THE_RUN}

@@ -50,7 +50,10 @@ def has_own_pools(run: RunRecord) -> bool:
 
 
 def is_one_pool(run: RunRecord) -> bool:
-    """Whether a rank has a single pool: the realised share of a single source is always exact, that of several never is."""
+    """Whether a rank has a single pool; in a record without a config, of several sources some row has an inexact share."""
+    tables = sources(run)
+    if tables and not any("include" in table for table in tables):
+        return len(tables) == 1
     return not any(series(run, SHARE_ERROR).values)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 _COLOUR_INFO: Final = "\033[32m"
 _RESET: Final = "\033[0m"
+_MOST_EARLY: Final = 1000
 
 
 def _rank() -> int:
@@ -77,6 +79,19 @@ class _LogFile(logging.FileHandler):
         return io.TextIOWrapper(open_plain(self.baseFilename, "ab"), encoding=self.encoding)
 
 
+class _Early(logging.Handler):
+    """Keeps the newest records for a log file that is yet to be opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: deque[logging.LogRecord] = deque(maxlen=_MOST_EARLY)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # As text: the arguments may be large, and may change.
+        plain = {"msg": self.format(record), "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
+        self.records.append(logging.makeLogRecord({**record.__dict__, **plain}))
+
+
 def _stderr_handler() -> _StderrHandler:
     root = logging.getLogger(ROOT)
     for handler in root.handlers:
@@ -84,6 +99,7 @@ def _stderr_handler() -> _StderrHandler:
             return handler
     handler = _StderrHandler()
     root.addHandler(handler)
+    root.addHandler(_Early())
     if root.level == logging.NOTSET:
         root.setLevel(logging.INFO)
     return handler
@@ -107,18 +123,25 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append all of this rank's records to a file, with their time, until `remove_log_file`."""
+    """Also append all of this rank's records to a file, those so far first, with their time, until `remove_log_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(has_time=True))
-    logging.getLogger(ROOT).addHandler(handler)
+    root = logging.getLogger(ROOT)
+    for early in [each for each in root.handlers if isinstance(each, _Early)]:
+        root.removeHandler(early)
+        for record in early.records:
+            handler.handle(record)
+    root.addHandler(handler)
     return handler
 
 
 def remove_log_file(handler: logging.Handler) -> None:
     """End what `add_log_file` began."""
-    logging.getLogger(ROOT).removeHandler(handler)
+    root = logging.getLogger(ROOT)
+    root.removeHandler(handler)
     handler.close()
+    root.addHandler(_Early())
 
 
 class WarningCount(logging.Handler):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -43,5 +43,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, c
 
 
 def value_text(value: Any) -> str:
-    """A config value as JSON; a dash for None."""
+    """A config value as JSON; a dash for None. One that a resume changed: `0.01; 0.001 from step 31 on`."""
+    if isinstance(value, Mapping) and value:
+        first, *later = value.items()
+        return "; ".join([value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)])
     return "–" if value is None else json.dumps(value, ensure_ascii=False, default=str)

@@ -16,6 +16,7 @@ from trainer.report.encode import encode_charts
 from trainer.report.markup import Html, element, join
 from trainer.report.profile_section import profile_section
 from trainer.report.sections import (
+    changes_section,
     chart_groups,
     config_sections,
     events_section,
@@ -87,7 +88,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> Parts:
     html = {
         "subheading": join([_run_facts(runs[0]) if is_single else ", ".join(run.name for run in runs)]),
         "contents": _contents(charts, runs),
-        "overview": join([verdict_section(diagnoses), notes_section(runs), summary]),
+        "overview": join([verdict_section(diagnoses), notes_section(runs), summary, changes_section(runs)]),
         "details": join(
             [
                 chart_groups(charts, is_single=is_single),

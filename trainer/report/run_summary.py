@@ -10,10 +10,11 @@ from itertools import accumulate
 from math import isfinite
 from typing import Any, Final
 
-from trainer.config.compare import flatten
+from trainer.config.compare import recorded_settings
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.runs.load import RunRecord
 from trainer.runs.noise_scale import noise_scale_of, why_unknown
+from trainer.runs.settings import settings_by_step
 from trainer.wording import counted, number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
@@ -21,9 +22,6 @@ _MOST_ROWS: Final = 20
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
 _NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
-# These name the run, so they always differ.
-_NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
-_RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "devices")
 
 
 @dataclass(frozen=True)
@@ -241,14 +239,13 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
 def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """(key, its value in each run) for settings that differ; None where a run does not have the key.
 
-    Keys of the recorded environment (versions, ranks, devices) are prefixed with `env.`. The names of the run are left out.
+    For the keys see `recorded_settings`. A value that a resume changed is a mapping, as in `settings_by_step`.
     """
     flat = []
     for run in runs:
-        recorded = {"env": {key: value for key, value in run.environment.items() if key in _RECORDED}}
-        settings = json.dumps({**flatten(run.config), **flatten(recorded)}, default=str)
+        settings = json.dumps({**recorded_settings(run.config, run.environment), **settings_by_step(run)}, default=str)
         flat.append(json.loads(settings, parse_constant=str))  # strict JSON has neither nan nor inf
-    keys = dict.fromkeys(key for one in flat for key in one if key not in _NAMES_OF_THE_RUN)
+    keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [one.get(key) for one in flat]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 

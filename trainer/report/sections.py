@@ -15,6 +15,7 @@ from trainer.report.markup import Html, element, join, table, value_text
 from trainer.report.run_summary import SummaryRow, config_differences, heading, rows_text, summarize
 from trainer.report.undrawn import distinct_values, is_undrawn, short_list, undrawn_lists, words_of
 from trainer.runs.load import RunRecord
+from trainer.runs.settings import settings_by_step
 from trainer.wording import counted, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
@@ -114,6 +115,18 @@ def notes_section(runs: Sequence[RunRecord]) -> Html:
         front = f"{run.name}: " if len(runs) > 1 else ""
         items += [element("li", f"{front}{note}") for note in run.notes]
     return section("About the record", element("ul", *items, class_="notes")) if items else Html("")
+
+
+def changes_section(runs: Sequence[RunRecord]) -> Html:
+    """The settings that a resume changed, if there are any."""
+    rows = [
+        [element("code", key), *([run.name] if len(runs) > 1 else []), element("code", value_text(value))]
+        for run in runs
+        for key, value in settings_by_step(run).items()
+        if isinstance(value, Mapping)
+    ]
+    head = ["Setting", *(["Run"] if len(runs) > 1 else []), "Value"]
+    return section("Settings changed on a resume", table(head, rows, caption="Changed settings")) if rows else Html("")
 
 
 def summary_tiles(run: RunRecord) -> Html:

@@ -79,6 +79,11 @@ class RowTable:
         """The logged steps, ascending and unique."""
         return self._row_steps[:] if self._in_order else array("q", sorted(set(self._row_steps)))
 
+    @property
+    def attempts(self) -> dict[int, int]:
+        """For each logged step, ascending, the number of restarts before the row that counts."""
+        return dict(sorted(zip(self._row_steps, self._row_attempts, strict=True)))
+
     def column(self, key: str) -> tuple[array[int], array[float]]:
         """(steps, values) of one key, steps ascending and unique; empty if no row has it. Values may be NaN.
 

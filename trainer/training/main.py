@@ -166,7 +166,7 @@ def _train_in_group(
                 run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
             return 0
         contract = _checked_contract(plan, state.model if mesh is None else None, info, device, position.step)
-        run_dir = _begin_record(plan, config_path, info, run_dir, stack, position.step, state.model)
+        run_dir = _begin_record(info, run_dir, stack, position.step)
         mirror = None
         if claimed is not None:
             mirror = start_mirror(claimed, run_dir, config.checkpoint, position.step, state.tracker.diagnostics)
@@ -181,8 +181,8 @@ def _train_in_group(
             mesh=mesh,
             fingerprint=data.now,
             eval_sets=sets,
-            source=found[0].name if found is not None else None,
-            wandb_run_id=found[1].get("wandb_run_id") if found is not None else None,
+            resumed=found,
+            describe=partial(run_dir.describe, config, config_path, info, state_width=width_of(state.model)),
             stop=stop,
             stdout=stdout,
             verdict=verdict_of(run_dir.path) if verdict_of is not None else None,
@@ -223,10 +223,8 @@ def _checked_contract(
     return contract
 
 
-def _begin_record(
-    plan: Plan, config_path: Path, info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int, model: nn.Module
-) -> RunDir:
-    """Lock and describe the run's directory, clear what is left of work beyond `step`, and open this rank's log in it.
+def _begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
+    """Lock the run's directory, clear what is left of work beyond `step`, and open this rank's log in it.
 
     Returns:
         The directory: its name may have changed, see `claim`.
@@ -235,7 +233,6 @@ def _begin_record(
         if info.is_main:
             _make_ready(run_dir, stack)
             run_dir.create()
-            run_dir.describe(plan.config, config_path, info, state_width=width_of(model))
             checkpoint.discard_staging(run_dir.checkpoints)
             for path in checkpoint.set_aside_after(run_dir.checkpoints, step):
                 logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import shlex
@@ -100,7 +101,7 @@ class RunDir:
         return UserError(str(error.filename or self.path), problem, "choose another place with --run-dir")
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, *, state_width: int) -> None:
-        """Write what the run was started with (rank 0).
+        """Write what the run was started with (rank 0). What an earlier launch wrote is kept: `config.resolved.1.toml`.
 
         Args:
             source: where the config was read from.
@@ -113,8 +114,8 @@ class RunDir:
             if (
                 source.resolve() != self.resolved_config.resolve()
             ):  # a run that continues from it keeps the one written by hand
-                write_file(self.path / CONFIG, source.read_bytes())
-            write_file(self.resolved_config, to_toml(config))
+                _write_kept(self.path / CONFIG, source.read_bytes())
+            _write_kept(self.resolved_config, to_toml(config).encode())
             write_json(self.path / ENVIRONMENT, {**environment(info), "state_width": state_width})
         except OSError as error:
             raise self._unwritable(error) from None
@@ -206,6 +207,14 @@ class StatusKeeper:
             self._run_dir.write_status("running", reason="", step=step, wandb_run_id=self._wandb_run_id)
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._run_dir.status_file, error.strerror)
+
+
+def _write_kept(path: Path, data: bytes) -> None:
+    """Write a file. Another content that it has is kept beside it, under the next number."""
+    if path.is_file() and (before := path.read_bytes()) != data:
+        kept = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+        write_file(next(name for name in kept if not name.exists()), before)
+    write_file(path, data)
 
 
 def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:

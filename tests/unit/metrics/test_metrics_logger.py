@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.metrics.logger import add_log_file, format_metrics, format_number, format_train_line, get_logger
+from trainer.metrics.logger import (
+    add_log_file,
+    format_metrics,
+    format_number,
+    format_train_line,
+    get_logger,
+    remove_log_file,
+)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +110,11 @@ def test_a_terminal_gets_colour_unless_no_color_is_set(
 
 @pytest.fixture
 def log_file(tmp_path: Path) -> Iterator[Path]:
+    remove_log_file(add_log_file(tmp_path / "earlier.log"))  # takes what other tests have logged
     path = tmp_path / "logs" / "rank_001.log"
     handler = add_log_file(path)
     yield path
-    logging.getLogger("trainer").removeHandler(handler)
-    handler.close()
+    remove_log_file(handler)
 
 
 def test_a_log_file_holds_the_records_of_every_rank(log_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +123,24 @@ def test_a_log_file_holds_the_records_of_every_rank(log_file: Path, monkeypatch:
     when, _, line = log_file.read_text().partition(" ")
     assert line == "[rank 1] INFO kept\n"
     assert abs(datetime.fromisoformat(when).timestamp() - time.time()) < 60
+
+
+def test_what_was_logged_before_the_log_file_is_open_stands_in_it_once(tmp_path: Path) -> None:
+    remove_log_file(add_log_file(tmp_path / "earlier.log"))  # takes what other tests have logged
+    numbers = [1]
+    get_logger("part").warning("changed: %s", numbers)
+    try:
+        numbers.append(1 // 0)
+    except ZeroDivisionError:
+        get_logger("part").exception("went wrong")
+    numbers.clear()
+    for name in ("one", "two"):
+        handler = add_log_file(tmp_path / f"{name}.log")
+        get_logger("part").info("now")
+        remove_log_file(handler)
+    lines = (tmp_path / "one.log").read_text().splitlines()
+    assert "[rank 0] WARNING changed: [1]" in lines[0]
+    assert "ERROR went wrong" in lines[1]
+    assert lines[2].startswith("Traceback")
+    assert lines[-1].endswith("now")
+    assert len((tmp_path / "two.log").read_text().splitlines()) == 1

@@ -6,7 +6,7 @@ import json
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from trainer.cli.options import JsonOption
 from trainer.cli.terminal import coloured, echo, output
 from trainer.errors import UserError
 from trainer.files import did_you_mean
+from trainer.wording import counted
 
 if TYPE_CHECKING:
     from trainer.fitted_table import Column
@@ -37,6 +38,7 @@ class RunEntry:
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
         verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 27 rules`.
         reason: why the run ended, from status.json; None if that has none.
+        changed: the settings that a resume changed.
     """
 
     run: str
@@ -48,6 +50,7 @@ class RunEntry:
     age_sec: float | None = None
     verdict: str | None = None
     reason: str | None = None
+    changed: list[str] = field(default_factory=list)
 
 
 def ls(
@@ -101,6 +104,7 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     from trainer.cli.diagnosis import verdict_text
     from trainer.runs.load import load_run
+    from trainer.runs.settings import settings_by_step
     from trainer.runs.status import run_state
 
     status = run_state(path)
@@ -122,6 +126,7 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         eval_loss=_last(run, "eval_loss"),
         age_sec=_age(path, now, "metrics.jsonl"),
         verdict=verdict_text(run) if diagnoses else None,
+        changed=[key for key, value in settings_by_step(run).items() if isinstance(value, dict)],
     )
 
 
@@ -155,6 +160,9 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
         Column("eval", [_number(entry.eval_loss) for entry in entries], "right", leave_out=4),
         Column("age", [age_text(entry.age_sec) for entry in entries], "right", leave_out=3),
     ]
+    if any(entry.changed for entry in entries):
+        changed = [counted(len(entry.changed), "setting") if entry.changed else "" for entry in entries]
+        columns.append(Column("changed", changed, leave_out=3))
     if diagnoses:
         columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
     return columns

@@ -27,7 +27,6 @@ WAIT = "stream_mixing/active/steps_since_pick_max"
 REMAINING_MIN = "stream_mixing/active/remaining_min"
 REMAINING_MAX = "stream_mixing/active/remaining_max"
 FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
-FRACTION_MAX = "stream_mixing/active/remaining_fraction_max"
 EXHAUSTED = "stream_mixing/refill/exhaust_events"
 ENDED_SOURCES = "blend/ended_sources"
 MASKED = "stream_mixing/masked_share"
@@ -36,7 +35,7 @@ ALPHA = 1e-3  # false alarm probability of a statistical rule, per run
 UNEVEN_RATIO = 16.0
 UNEVEN_SHARE = 0.05
 UNEVEN_ROWS = 5
-LANE_SLACK = 0.05
+EVEN_RATIO = 1.5
 CHURN_PICKS = 4.0
 CHURN_EVENTS = 20
 MASKED_ROWS = 5
@@ -103,34 +102,40 @@ def check_uneven_slices(run: RunRecord) -> Outcome:
 
 
 def check_closed_pool(run: RunRecord) -> Outcome:
-    """Until the first reader is exhausted, weighted picks drain all slices at the same rate."""
+    """Until the first reader is exhausted, weighted picks drain all slices at the same rate.
+
+    In picks, which all ranks of a shared pool count alike. Fractions of cells are of a rank's own slice, which ends before
+    the longest one; the least and the largest of them would compare ranks, not readers.
+    """
     if not is_one_pool(run):
         return SEVERAL_POOLS
-    keys = (REMAINING_MIN, FRACTION_MIN, FRACTION_MAX, EXHAUSTED)
-    least, low, high, ended = aligned(*(series(run, key) for key in keys))
+    if has_own_pools(run) and ranks(run) > 1:
+        return not_measured("these keys merge the pools of several ranks")
+    least, most, ended = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, EXHAUSTED)))
     closed = next((index for index, count in enumerate(ended.values) if count > 0), len(ended))
     if closed < 2 or ended.steps[0] > 1:
         return not_measured("fewer than two rows before the first slice was exhausted")
-    picks = max(least.values[:closed])
-    if picks < 1:
+    if least.values[0] < 1:
         return not_measured("slices of fewer than two picks")
-    limit = _spread_limit(run, picks)
-    spreads = [top - bottom for top, bottom in zip(high.values[:closed], low.values[:closed], strict=True)]
+    shortest, longest = least.values[0], most.values[0] + batches_through(run, ended.steps[0]) - 1
+    mode = run.setting("data.mixing.pick_mode")
+    if mode != "weighted" and longest <= EVEN_RATIO * shortest:
+        return healthy("all slices have about the same number of picks")
+    limit = _spread_limit(run, shortest)
+    # Which readers have least and most left is not known: their shares differ by this or more.
+    spreads = [high / longest - low / shortest for high, low in zip(most.values, least.values, strict=True)][:closed]
     words = (
-        f"before the first slice was exhausted, remaining fractions differed by up to {max(spreads):.2f}, "
+        f"before the first slice was exhausted, the shares of picks left differed by up to {max(*spreads, 0):.2f}, "
         f"the limit is {limit:.2f}"
     )
     hits = [index for index, spread in enumerate(spreads) if spread > limit]
     if not hits:
         return healthy(words)
-    mode = run.setting("data.mixing.pick_mode")
     words = f"{words}; first exceeded at step {ended.steps[hits[0]]}"
     is_weighted = mode == "weighted"
     return finding(
-        f"{words}, although picks are weighted: readers report a wrong number of remaining picks"
-        if is_weighted
-        else words,
-        evidence=[low.evidence(hits), high.evidence(hits)],
+        f"{words}, although picks are weighted" if is_weighted else words,
+        evidence=[least.evidence(hits), most.evidence(hits)],
         knob=None if is_weighted else Knob("data.mixing.pick_mode", mode, "weighted"),
     )
 
@@ -138,13 +143,12 @@ def check_closed_pool(run: RunRecord) -> Outcome:
 def _spread_limit(run: RunRecord, picks: float) -> float:
     """c / sqrt(n), where exp(-c^2) summed over all ordered pairs of readers is ALPHA: c = 3 for a pool of 4.
 
-    The difference of the drained fractions of two slices is a Brownian bridge of variance 2 / n. The slack allows for lanes
-    that end early, which make cells and picks drift apart a little.
+    The difference of the drained shares of two slices is a Brownian bridge of variance 2 / n.
     """
     columns = modality_columns(run)
     readers = sum(column.values[0] for column in columns) if columns else 4.0
-    readers = max(readers / (1 if has_own_pools(run) else ranks(run)), 2.0)
-    return math.sqrt(math.log(readers * (readers - 1) / ALPHA) / picks) + LANE_SLACK
+    readers = max(readers / ranks(run), 2.0)
+    return math.sqrt(math.log(readers * (readers - 1) / ALPHA) / picks)
 
 
 def check_starved_modality(run: RunRecord) -> Outcome:
@@ -312,11 +316,12 @@ RULES = (
     ),
     Rule(
         name="closed_pool_imbalance",
-        needs=(REMAINING_MIN, FRACTION_MIN, FRACTION_MAX, EXHAUSTED),
-        threshold="before the first slice is exhausted, the spread of the remaining fractions exceeds c / sqrt(n) + 0.05; n is "
-        "the number of picks of the shortest slice, c = 3 for a pool of 4 (c grows with the logarithm of the pool size)",
-        why="Weighted picks shuffle all remaining batches, so fractions differ like a Brownian bridge. With refill no such "
-        "limit holds.",
+        needs=(REMAINING_MIN, REMAINING_MAX, EXHAUSTED),
+        threshold="before the first slice is exhausted, the shares of picks left differ by more than c / sqrt(n); n is the "
+        "number of picks of the shortest slice, c = 3 for a pool of 4 (c grows with the logarithm of the pool size); picks "
+        f"that are not weighted are judged if one slice has more than {EVEN_RATIO:g} times the picks of another",
+        why="Weighted picks shuffle all remaining batches, so the shares differ like a Brownian bridge. With refill, or "
+        "between the pools of several ranks, no such limit holds.",
         knob='`data.mixing.pick_mode`: "weighted"',
         severity="warning",
         check=check_closed_pool,

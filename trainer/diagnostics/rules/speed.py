@@ -27,6 +27,7 @@ MIN_GROWTH = 1.1
 BLOCK_SIGMAS = 4.0
 DATA_SHARE = 0.15
 MIN_ROWS = 8
+MIN_SECONDS = 60.0  # for which something else may keep a machine busy
 STRAGGLE_SHARE = 0.25
 
 
@@ -54,6 +55,12 @@ def check_throughput(run: RunRecord) -> Outcome:
         return healthy(f"throughput never dropped by {LOST_SHARE:.0%} and beyond its noise")
     if series(run, STEP_TIME) and _growth(_warm(run, STEP_TIME), speed.steps[index]) < MIN_GROWTH:
         return explained(f"{words}; step times did not grow, the steps had fewer tokens")
+    times = _warm(run, STEP_TIME)
+    if (
+        times
+        and min(_seconds(times, until=speed.steps[index]), _seconds(times, since=speed.steps[index])) < MIN_SECONDS
+    ):
+        return not_yet(f"needs {MIN_SECONDS:g} s of both levels: {words}")
     shown = {
         *range(index - 1, min(index + 3, len(speed))),
         *range(index, len(speed), max((len(speed) - index) // 6, 1)),
@@ -87,6 +94,13 @@ def first_slow_row(values: Sequence[float], middle: float) -> int:
     return found
 
 
+def _seconds(times: Series, since: float = 0, until: float = math.inf) -> float:
+    """Time that the logged steps [since, until) took, each with the steps without a row before it."""
+    gaps = (step - before for before, step in zip([times.steps[0] - 1, *times.steps], times.steps, strict=False))
+    rows = zip(times.steps, times.values, gaps, strict=True)
+    return math.fsum(value * gap for step, value, gap in rows if since <= step < until)
+
+
 def _growth(times: Series, cut: int) -> float:
     """Median step time from a step on over the median before it."""
     before = [value for step, value in zip(times.steps, times.values, strict=True) if step < cut]
@@ -114,6 +128,8 @@ def check_data_bound(run: RunRecord) -> Outcome:
     words = f"{share:.1%} of the logged step time was spent waiting for data"
     if share <= DATA_SHARE:
         return healthy(words)
+    if _seconds(times) < MIN_SECONDS:
+        return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
     return finding(words, evidence=[waits.evidence(waits.largest(6))], knob=more_prefetch(run))
 
 
@@ -129,6 +145,8 @@ def check_straggler(run: RunRecord) -> Outcome:
     words = f"the fastest rank waits for the slowest for {share:.0%} of a step (median)"
     if share <= STRAGGLE_SHARE:
         return healthy(words)
+    if _seconds(times) < MIN_SECONDS:
+        return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
     worst = sorted(sorted(range(len(waits)), key=lambda i: -waits[i])[:6])
     mode = run.setting("data.mixing.batching_mode")
     condition = "if ranks read different data; otherwise look at the machine of the slowest rank"
@@ -148,7 +166,7 @@ RULES = (
         needs=(THROUGHPUT,),
         uses=(STEP_TIME,),
         threshold=f"the median over a block of rows drops by {LOST_SHARE:.0%} and by {BLOCK_SIGMAS:g} times the noise of "
-        f"blocks, and steps take {MIN_GROWTH - 1:.0%} longer",
+        f"blocks, steps take {MIN_GROWTH - 1:.0%} longer, and both levels lasted {MIN_SECONDS:g} s",
         why="Throughput varies from step to step with padding; medians of a dozen blocks do not. Smaller batches are not a "
         f"regression. The first {WARM_UP_SHARE:.0%} of the rows (compilation, caches) are ignored.",
         knob="`data.prefetch`: twice as many, if `time/data_share` rose too; otherwise the machine",
@@ -158,7 +176,7 @@ RULES = (
     Rule(
         name="data_bound",
         needs=(DATA_TIME, STEP_TIME),
-        threshold=f"waiting for data takes more than {DATA_SHARE:.0%} of the logged step time",
+        threshold=f"waiting for data takes more than {DATA_SHARE:.0%} of the logged step time, over {MIN_SECONDS:g} s or more",
         why="With a prefetch thread the wait is close to 0 until loading is slower than computing.",
         knob="`data.prefetch`: twice as many",
         severity="warning",
@@ -168,7 +186,8 @@ RULES = (
         name="straggling_rank",
         needs=(SLOWEST, FASTEST, STEP_TIME),
         hint="a run of several ranks logs them",
-        threshold=f"the median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}",
+        threshold=f"the median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}, over "
+        f"{MIN_SECONDS:g} s of steps or more",
         why="Every rank waits for the slowest in the gradient reduction. Uneven batches change from step to step, so a median "
         "over the run ignores them.",
         knob="the machine of the rank; or `data.mixing.batching_mode`",

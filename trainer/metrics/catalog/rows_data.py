@@ -45,7 +45,7 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         title="Remaining fraction, maximum",
         description="Largest remaining fraction of a slice among the active readers.",
-        healthy="About 0.6 above the minimum with refill; within 3/sqrt(picks per slice) of it in a closed pool.",
+        healthy="About 0.6 above the minimum with refill; within 3/sqrt(picks per slice) of it in a closed pool of one rank.",
         pathological="1 for long: a reader is never picked.",
     ),
     _MixingCount(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainer.config.compare import flatten
+from trainer.config.compare import flatten, recorded_settings
 from trainer.config.schema import FORMER_REFERENCE, RunConfig
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
@@ -65,20 +65,39 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     Raises:
         UserError: keys differ that the saved state does not fit.
     """
-    before, now = _renamed(flatten(saved)), flatten(config.model_dump(mode="json"))
-    chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
-    # A key that the saved config lacks is newer than the checkpoint: it was made with what is the default now.
-    unchanged = now.keys() - before.keys() - chosen.keys()
-    changed = sorted(key for key in (before.keys() | now.keys()) - unchanged if before.get(key) != now.get(key))
+    changed = changed_settings(saved, {}, config, {})
     breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
     if breaking:
-        listed = ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in breaking)
+        listed = ", ".join(f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking)
         raise UserError(
             "--resume", f"the checkpoint was made with another config: {listed}", "restore them, or start a new run"
         )
-    for key in changed:
+    for key, (before, after) in changed.items():
         if key in SAID or not key.startswith(SILENT):
-            logger.warning("resuming with another config: %s: %r -> %r", key, before.get(key), now.get(key))
+            logger.warning("resuming with another config: %s: %r -> %r", key, before, after)
+
+
+class Change(NamedTuple):
+    """What a resume changed a setting from and to; None: there the key is not set."""
+
+    before: Any
+    after: Any
+
+
+def changed_settings(
+    saved: Mapping[str, Any],
+    saved_environment: Mapping[str, Any],
+    config: RunConfig,
+    environment: Mapping[str, Any],
+) -> dict[str, Change]:
+    """What differs from the settings and versions that a checkpoint was made with; see `recorded_settings` for the keys."""
+    before = _renamed(recorded_settings(saved, saved_environment))
+    now = recorded_settings(config.model_dump(mode="json"), environment)
+    chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
+    # A key that the saved config lacks is newer than the checkpoint: it was made with what is the default now.
+    unchanged = now.keys() - before.keys() - chosen.keys()
+    pairs = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
+    return {key: change for key, change in pairs.items() if change.before != change.after}
 
 
 def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:

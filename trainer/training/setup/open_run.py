@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 from trainer.config.schema import RunConfig
 from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
-from trainer.distributed.agree import gather_from_ranks, most_of_ranks
+from trainer.distributed.agree import gather_from_ranks, most_of_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.ledger.probe import CarryProbe
@@ -29,6 +29,7 @@ from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.objective.compose import Loss
 from trainer.runs.status import dead
+from trainer.training.checkpointing.resume_checks import changed_settings
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.checkpointing.tree import pack
@@ -80,8 +81,8 @@ def open_run(
     stdout: Output | None = None,
     fingerprint: Fingerprint | None = None,
     eval_sets: Sequence[EvalSet] = (),
-    source: str | None = None,
-    wandb_run_id: str | None = None,
+    resumed: tuple[Path, Mapping[str, Any]] | None = None,
+    describe: Callable[[], None] | None = None,
     verdict: Callable[[], str] | None = None,
     on_published: Callable[[Path], None] | None = None,
 ) -> Run:
@@ -93,18 +94,20 @@ def open_run(
         stdout: for payloads; None: the standard output as it is.
         fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
         eval_sets: what an evaluation reads.
-        source: name of the checkpoint that it continues from; None without one.
-        wandb_run_id: of the wandb run that is continued; None for a new one.
+        resumed: the checkpoint that it continues from and its state.json; None without one.
+        describe: writes what the run was started with.
         verdict: gives the words on the run's health that stand beside the progress bar.
         on_published: see `Saver`.
     """
     build = _RunBuilder(plan, state, position, info, device, run_dir, stack, mesh)
     config, diagnostics = plan.config, state.tracker.diagnostics
     events: EventWriter | None = None
-    if info.is_main:
-        events = build.events()
-        wandb_run_id = build.record(events, stdout or sys.stdout, source=source, wandb_run_id=wandb_run_id)
-        announce(plan, state, device, run_dir)
+    wandb_run_id: str | None = None
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main:
+            events = build.events()
+            wandb_run_id = build.record(events, stdout or sys.stdout, resumed, describe)
+            announce(plan, state, device, run_dir)
     stack.callback(state.tracker.close)
     if config.train.compile and mesh is None:
         state.model.compile()
@@ -113,7 +116,7 @@ def open_run(
     row_model = in_cells(cell_model, config)
     train_step = build.train_step(row_model, loss)
     pack(position.data_state, "data")  # one that a checkpoint cannot keep is refused before the first step
-    saver = build.saver(fingerprint, wandb_run_id, is_resumed=source is not None, on_published=on_published)
+    saver = build.saver(fingerprint, wandb_run_id, is_resumed=resumed is not None, on_published=on_published)
     loader = build.loader()
     watchdog = build.watchdog(stop, loader)
     details = make_details(plan, diagnostics)
@@ -125,7 +128,7 @@ def open_run(
         info=info,
         device=device,
         position=position,
-        windows=build.windows(loader, is_resumed=source is not None),
+        windows=build.windows(loader, is_resumed=resumed is not None),
         train_step=train_step,
         length=plan.length,
         micro_batches=config.micro_batches,
@@ -208,7 +211,11 @@ class _RunBuilder:
         return events
 
     def record(
-        self, events: EventWriter, stdout: Output, *, source: str | None, wandb_run_id: str | None
+        self,
+        events: EventWriter,
+        stdout: Output,
+        resumed: tuple[Path, Mapping[str, Any]] | None,
+        describe: Callable[[], None] | None,
     ) -> str | None:
         """Open the sinks, say in them if the run restarts, and mark it as running (rank 0).
 
@@ -216,12 +223,13 @@ class _RunBuilder:
             The id of the wandb run; None without one.
         """
         # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
-        is_restart = self.run_dir.metrics.exists() or source is not None
+        is_restart = self.run_dir.metrics.exists() or resumed is not None
+        saved = resumed[1] if resumed is not None else {}
         sinks = make_sinks(
             self.config,
             self.run_dir,
             stdout=stdout,
-            wandb_run_id=wandb_run_id,
+            wandb_run_id=saved.get("wandb_run_id"),
             diagnostics=self.diagnostics,
             on_event=events.write,
         )
@@ -233,9 +241,18 @@ class _RunBuilder:
                 previous = dead(previous, self.run_dir.path)
             if previous.get("state") == "died":
                 logger.warning("%s: %s; continuing from step %d", self.run_dir.path, previous["reason"], step)
-            self.state.tracker.log_restart(step, checkpoint=source)
+            details: dict[str, Any] = {"checkpoint": None}
+            if resumed is not None:
+                then = saved["config"], saved.get("environment", {})
+                changed = changed_settings(*then, self.config, environment(self.info))
+                pairs = {key: change._asdict() for key, change in changed.items()}
+                details = {"checkpoint": resumed[0].name, "changed": pairs}
+            self.state.tracker.log_restart(step, **details)
             ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
-            events.write({"event": "restart", "global_step": step, "checkpoint": source, "previous": ended})
+            events.write({"event": "restart", "global_step": step, **details, "previous": ended})
+        # After what says that the settings changed: the record is true, wherever this process is killed.
+        if describe is not None:
+            describe()
         self.run_dir.write_status("running", reason="", step=step, wandb_run_id=wandb_id(sinks))
         return wandb_id(sinks)
 

@@ -1,0 +1,140 @@
+"""Settings that a resume changed: what the run's directory keeps of them, and what its readers say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.in_process import program
+from tests.support.runs import run, write_tiny_config
+from trainer.cli.verbs.ls import entry_of
+from trainer.report.run_summary import config_differences
+from trainer.runs.load import load_run
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps, `plain`, and `changed`, which goes on from there to step 12 with another learning rate."""
+    directory = tmp_path_factory.mktemp("changed")
+    config = write_tiny_config(directory, "[checkpoint]\nevery = 4\n[optimizer]\nlr = 0.01\n")
+    start = ("--config", config, "--run-dir", directory / "changed", "--stdout", "off")
+    done = run(*start, "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(directory / "changed", directory / "plain")
+    changes = ("--set", "optimizer.lr=0.5", "--set", "data.prefetch=5")
+    done = run(*start, "--steps", "12", "--resume", "auto", *changes)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_every_launch_keeps_its_config(resumed: Path) -> None:
+    first, last = (resumed / "changed" / f"config.resolved{number}.toml" for number in (".1", ""))
+    assert tomllib.loads(first.read_text())["optimizer"]["lr"] == 0.01
+    assert tomllib.loads(last.read_text())["optimizer"]["lr"] == 0.5
+
+
+def test_the_restart_says_what_changed_in_both_records(resumed: Path) -> None:
+    lines = [*map(json.loads, (resumed / "changed" / "events.jsonl").read_text().splitlines())]
+    [event] = [line for line in lines if line["event"] == "restart"]
+    assert event["global_step"] == 8
+    assert event["changed"]["optimizer.lr"] == {"before": 0.01, "after": 0.5}
+    assert sorted(event["changed"]) == ["data.prefetch", "optimizer.lr", "train.steps"]
+    [restart] = load_run(resumed / "changed").restarts
+    assert restart.details["changed"] == event["changed"]
+
+
+def test_the_warning_of_a_change_reaches_the_log_of_the_rank(resumed: Path) -> None:
+    log = (resumed / "changed" / "logs" / "rank_000.log").read_text()
+    assert log.count("WARNING resuming with another config: optimizer.lr: 0.01 -> 0.5") == 1
+
+
+def test_compare_names_a_setting_that_differed_for_some_of_the_steps(
+    resumed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = program(["compare", resumed / "plain", resumed / "changed"], capsys).stdout
+    [line] = [line for line in shown.splitlines() if "optimizer.lr" in line]
+    assert "0.01; 0.5 from step 9 on" in line
+    content = json.loads(program(["compare", resumed / "plain", resumed / "changed", "--json"], capsys).stdout)
+    values = {row["key"]: row["values"] for row in content["config"]}
+    assert values["optimizer.lr"] == [0.01, {"1": 0.01, "9": 0.5}]
+
+
+def test_ls_and_report_show_that_settings_changed(
+    resumed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert entry_of(resumed / "plain", now=0.0, diagnoses=False).changed == []
+    assert entry_of(resumed / "changed", now=0.0, diagnoses=False).changed == [
+        "data.prefetch",
+        "optimizer.lr",
+        "train.steps",
+    ]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "3 settings" in program(["ls", resumed], capsys).stdout
+    for runs in (["changed"], ["plain", "changed"]):
+        page = tmp_path / f"{len(runs)}.html"
+        assert not program(["report", *(resumed / name for name in runs), "--out", page], capsys).returncode
+        assert "0.01; 0.5 from step 9 on" in page.read_text()
+
+
+def record(directory: Path, lines: list[tuple[int, object]], lr: float, last_step: int | None = None) -> Path:
+    """A run of these rows (step, None) and restarts (step, {key: (before, after)}), with the config of its last launch."""
+    directory.mkdir()
+    texts = []
+    for step, changed in lines:
+        if changed is None:
+            texts.append({"schema_version": 1, "mode": "train", "global_step": step, "metrics": {"loss": 1.0}})
+        else:
+            assert isinstance(changed, dict)
+            pairs = {key: {"before": one, "after": other} for key, (one, other) in changed.items()}
+            texts.append({"schema_version": 1, "event": "restart", "global_step": step, "changed": pairs})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    (directory / "config.resolved.toml").write_text(f"[optimizer]\nlr = {lr}\n")
+    if last_step is not None:
+        (directory / "status.json").write_text(json.dumps({"state": "stopped", "last_step": last_step}))
+    return directory
+
+
+def rows(first: int, last: int) -> list[tuple[int, object]]:
+    return [(step, None) for step in range(first, last + 1)]
+
+
+LR = "optimizer.lr"
+
+
+@pytest.mark.parametrize(
+    ("lines", "lr", "last_step", "wanted"),
+    [
+        ([*rows(1, 30), (30, {LR: (1.0, 2.0)}), *rows(31, 40)], 2.0, 40, {1: 1.0, 31: 2.0}),
+        # Back to an earlier checkpoint: what was trained beyond it no longer counts.
+        ([*rows(1, 30), (10, {LR: (1.0, 2.0)}), *rows(11, 30)], 2.0, 30, {1: 1.0, 11: 2.0}),
+        ([*rows(1, 30), (30, {LR: (1.0, 2.0)}), *rows(31, 40), (30, {}), *rows(31, 40)], 1.0, 40, 1.0),
+        # Launches that trained no step, in the middle, at the end, and over rows that are older than they.
+        ([*rows(1, 30), (30, {LR: (1.0, 2.0)}), (30, {LR: (1.0, 3.0)}), *rows(31, 40)], 3.0, 40, {1: 1.0, 31: 3.0}),
+        ([*rows(1, 30), (30, {LR: (1.0, 2.0)})], 2.0, 30, 1.0),
+        ([*rows(1, 30), (20, {LR: (1.0, 2.0)})], 2.0, 20, 1.0),
+        # Steps without a row of their own.
+        ([*rows(1, 30), (30, {LR: (1.0, 2.0)})], 2.0, 35, {1: 1.0, 31: 2.0}),
+        ([*rows(1, 30), (30, {LR: (1.0, 2.0)}), (35, {}), *rows(40, 40)], 2.0, 40, {1: 1.0, 31: 2.0}),
+        # A run that begins as the branch of another one.
+        ([(30, {LR: (1.0, 2.0)}), *rows(31, 40)], 2.0, 40, {1: 1.0, 31: 2.0}),
+    ],
+)
+def test_settings_are_read_by_step(
+    tmp_path: Path, lines: list[tuple[int, object]], lr: float, last_step: int, wanted: object
+) -> None:
+    found = load_run(record(tmp_path / "found", lines, lr, last_step))
+    other = load_run(record(tmp_path / "other", rows(1, 40), 7.0))
+    assert config_differences([found, other]) == [(LR, [wanted, 7.0])]
+
+
+@pytest.mark.parametrize("changed", [7, ["x"], {"optimizer.lr": 3}, {"optimizer.lr": {"after": 2}}, None])
+def test_a_damaged_record_of_changes_is_no_reason_not_to_read_the_run(tmp_path: Path, changed: object) -> None:
+    path = record(tmp_path / "run", [*rows(1, 3), (3, {}), *rows(4, 5)], 1.0)
+    lines = (path / "metrics.jsonl").read_text().replace('"changed": {}', f'"changed": {json.dumps(changed)}')
+    (path / "metrics.jsonl").write_text(lines)
+    assert config_differences([load_run(path), load_run(record(tmp_path / "other", rows(1, 5), 1.0))]) == []
