@@ -2,4 +2,5 @@
 
 from trainer.cli.main import main
 
-main()
+if __name__ == "__main__":  # a process of a pool imports this
+    main()

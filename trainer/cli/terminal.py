@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,26 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
         yield lambda done, total, what: bar.update(
             task, completed=done, total=total, description=escape(printable(what))
         )
+
+
+@contextmanager
+def writing(where: str) -> Iterator[None]:
+    """Errors of the operating system in the block are the user's, of `where` unless they name a file.
+
+    Raises:
+        UserError: see above.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        name = error.filename2 or error.filename or where
+        verb, fix = ("written", "make room, and run it again") if is_full else ("used", "check the path and its mode")
+        # Of a directory that was to be made: something else has its name.
+        reason = os.strerror(errno.ENOTDIR) if error.errno == errno.EEXIST else error.strerror or error
+        raise UserError(str(name), f"cannot be {verb} ({reason})", fix) from None
 
 
 def put_text(text: str, out: str | None) -> None:

@@ -70,37 +70,31 @@ def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("kind", ["dictionary<string>", "dictionary<large_string>", "large_string", "string_view"])
 def test_parquet_text_is_read_however_its_strings_are_stored(tmp_path: Path, kind: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="extra parquet")
-    import pyarrow.parquet
-
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     plain = getattr(pyarrow, kind.removeprefix("dictionary<").rstrip(">"))()
     values = [f"text {i % 3}" for i in range(2000)]
     array = pyarrow.array(values, plain)
     if kind.startswith("dictionary"):
         array = array.dictionary_encode()
-    pyarrow.parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet", row_group_size=700)
+    parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet", row_group_size=700)
     assert texts(tmp_path / "a.parquet") == values
 
 
 def test_a_null_in_a_parquet_dictionary_is_refused_by_its_row(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="extra parquet")
-    import pyarrow.parquet
-
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     array = pyarrow.array(["a", None, "a"]).dictionary_encode()
-    pyarrow.parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="row 1: text is null"):
         open_documents(tmp_path / "a.parquet", tokenizer=BYTES)
 
 
 @pytest.mark.parametrize("kind", ["fixed_size_list", "large_list", "list_view"])
 def test_parquet_ids_are_read_however_their_lists_are_stored(tmp_path: Path, kind: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="extra parquet")
-    import pyarrow.parquet
-
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     integer = pyarrow.int32()
     wanted = pyarrow.list_(integer, 2) if kind == "fixed_size_list" else getattr(pyarrow, kind)(integer)
     array = pyarrow.array([[1, 2], [3, 4], [5, 6]], wanted)
-    pyarrow.parquet.write_table(pyarrow.table({"tokens": array}), tmp_path / "a.parquet", row_group_size=2)
+    parquet.write_table(pyarrow.table({"tokens": array}), tmp_path / "a.parquet", row_group_size=2)
     assert tokens(tmp_path / "a.parquet") == [[1, 2], [3, 4], [5, 6]]
 
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import EodOption, FormatOption, JsonOption
-from trainer.cli.terminal import output, progress_bar
+from trainer.cli.terminal import output, progress_bar, writing
 from trainer.errors import UserError, UserErrors
 from trainer.wording import counted, few
 
@@ -53,7 +53,7 @@ def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
     """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
     from trainer.data.corpus.pytext import build_pytext
 
-    with progress_bar() as progress:
+    with progress_bar() as progress, writing(out):
         manifest = build_pytext(Path(out), force=force, progress=progress)
     _summarise(out, manifest)
 
@@ -74,7 +74,7 @@ def text(
             fix = "write --modality 'prose=docs/**/*.md'"
             raise UserError(f"--modality {given}", "is not of the form NAME=GLOB", fix)
         globs.setdefault(name, []).append(pattern)
-    with progress_bar() as progress:
+    with progress_bar() as progress, writing(out):
         manifest = build_text(Path(out), globs, force=force, progress=progress)
     _summarise(out, manifest)
 
@@ -123,7 +123,7 @@ def tokenize(
     refuse_empty(at.streams)
     began = time.perf_counter()
     try:
-        with progress_bar() as bar:
+        with progress_bar() as bar, writing(out):
             found = write_tokens(
                 at.streams,
                 Path(out),
@@ -168,9 +168,10 @@ def key_recall(
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
     from trainer.data.corpus.key_recall import NUM_SYMBOLS, build_key_recall
 
-    manifest = build_key_recall(
-        Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
-    )
+    with writing(out):
+        manifest = build_key_recall(
+            Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
+        )
     totals = manifest.totals()
     typer.echo(
         f"{totals['documents']:,} groups of {cells} cells of {seq_len} bytes, {totals['streams']} streams", err=True

@@ -9,6 +9,7 @@ since every file is renamed into place; so a second call leaves out what a first
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,11 +112,12 @@ def tokenize(
         raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
     words = load_tokenizer(tokenizer)
     dtype = np.dtype("u1" if words.vocab_size <= 1 << 8 else "<u2" if words.vocab_size <= 1 << 16 else "<i4")
-    above = Path(os.path.commonpath([Path(stream.path).absolute().parent for stream in streams]))
-    if out.absolute().is_relative_to(above):
-        problem = f"lies in {above}, where the text is: its files would be input the next time"
-        raise UserError(str(out), problem, "name a directory beside it")
-    sources = [_source(stream, above, out, format, span_bytes) for stream in streams]
+    for root in {Path(stream.root).absolute() for stream in streams}:
+        if out.absolute().is_relative_to(root):
+            problem = f"lies in {root}, where the text is: its files would be input the next time"
+            raise UserError(str(out), problem, "name a directory beside it")
+    sources = [_source(stream, out, format, span_bytes) for stream in streams]
+    _refuse_one_name(sources, out)
     identity = (
         hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16] if tokenizer.endswith(".json") else tokenizer
     )
@@ -166,14 +169,17 @@ def _run(
                     _join(source, out, np.dtype(settings.dtype))
                 if report is not None:
                     report(done // 1_000_000, total // 1_000_000, source.path)
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():  # what they are at is not worth waiting for
                 process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                problem = "a process ended in the midst of its work, killed for want of memory perhaps"
+                raise UserError("--workers", problem, "run it again with fewer; it continues") from None
             raise
 
 
-def _source(stream: Stream, above: Path, out: Path, format: str, span_bytes: int) -> _Source:
+def _source(stream: Stream, out: Path, format: str, span_bytes: int) -> _Source:
     path = Path(stream.path)
     name = format_name(path, format)
     if is_import_path(name) or FORMATS[name].spans is None:
@@ -181,9 +187,24 @@ def _source(stream: Stream, above: Path, out: Path, format: str, span_bytes: int
         raise UserError(stream.path, problem, "name files of text, .jsonl or .parquet")
     spans = FORMATS[name].spans(path, span_bytes)  # type: ignore[misc]
     # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and a.md may lie side by side.
-    relative = path.absolute().relative_to(above)
+    # Relative to what the user named, not to what the files have in common: a file that is added later renames no other.
+    relative = path.relative_to(stream.root)
     folder = relative.parent if relative.parts[0] == stream.modality else Path(stream.modality) / relative.parent
     return _Source(stream.path, name, out / folder / f"{path.name}.bin", spans)
+
+
+def _refuse_one_name(sources: Sequence[_Source], out: Path) -> None:
+    """Refuse files of several directories whose tokens would be in one file.
+
+    Raises:
+        UserError: there are two.
+    """
+    first: dict[Path, str] = {}
+    for source in sources:
+        if first.setdefault(source.target, source.path) != source.path:
+            both = f"{first[source.target]} and {source.path}"
+            problem = f"{source.target.relative_to(out)} would hold both {both}"
+            raise UserError(str(out), problem, "name them by one directory or one glob in quotes, whose names differ")
 
 
 def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
@@ -198,9 +219,13 @@ def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
         files[source.target.relative_to(out).as_posix()] = [status.st_size, status.st_mtime_ns]
     path, before = out / RECORD, {}
     if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        before = found["files"]
-        if changed := [key for key in settings if found["settings"].get(key) != settings[key]]:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            before = found["files"]
+            changed = [key for key in settings if found["settings"].get(key) != settings[key]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(str(path), f"is damaged ({error!r})", "name a new directory, or remove this one") from None
+        if changed:
             problem = f"holds tokens that were made with another {' and '.join(changed)}"
             raise UserError(str(out), problem, "name a new directory, or remove this one")
         gone = sorted(name for name in before.keys() - files.keys() if (out / name).exists())
@@ -253,8 +278,10 @@ def tokenize_span(job: Job, options: ReadOptions, dtype: np.dtype[Any]) -> None:
         for piece in pieces(Path(job.path), options, job.span):
             lengths.append(len(piece))
             file.write(piece.astype(dtype).tobytes())
-    with replacing(lengths_file, sync=False) as file:
-        np.save(file, np.array(lengths, dtype=np.int64))
+    # Not saved to the file itself: numpy writes past Python, and says nothing of a disk that is full.
+    content = io.BytesIO()
+    np.save(content, np.array(lengths, dtype=np.int64))
+    write_file(lengths_file, content.getvalue(), sync=False)
 
 
 def _join(source: _Source, out: Path, dtype: np.dtype[Any]) -> None:
