@@ -105,17 +105,24 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     change = compare(before, now)
     with raise_on_all_ranks(world_size=info.world_size):
         if change and not policy.accept_change:
-            problem = f"the data changed since the checkpoint was saved: {change}"
-            fix = "put the data back, or add --accept-data-change to read these streams from the beginning"
-            if change.removed:
-                fix = (
-                    "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name), or add "
-                    "--accept-data-change to continue without it"
-                )
-            raise UserError("--resume", problem, fix)
+            raise _refusal(change)
     if policy.verify_whole and not has_contents(before):
         logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
-    if policy.accept_change and not change:
+    if policy.accept_change:
+        _say_accepted(change)
+    return DataCheck(keep_contents(before, now), before, change)
+
+
+def _refusal(change: DataChange) -> UserError:
+    fix = "put the data back, or add --accept-data-change to read these streams from the beginning"
+    if change.removed:
+        fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
+        fix += ", or add --accept-data-change to continue without it"
+    return UserError("--resume", f"the data changed since the checkpoint was saved: {change}", fix)
+
+
+def _say_accepted(change: DataChange) -> None:
+    if not change:
         logger.info("--accept-data-change: no data changed: every stream continues")
     for name in change.removed:
         logger.warning("--accept-data-change: source %s: continuing without it, since the config lacks it", name)
@@ -125,7 +132,6 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
                 "--accept-data-change: validation set %s: %s; its figures from here on do not compare with earlier ones"
             )
             logger.warning(text, name.removeprefix(EVAL), each)
-    return DataCheck(keep_contents(before, now), before, change)
 
 
 def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
