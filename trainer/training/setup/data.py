@@ -16,7 +16,7 @@ from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.import_path import resolve_target
+from trainer.import_path import format_error, resolve_target
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
@@ -111,6 +111,10 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
         raise UserError(
             key, f"cannot be called with {', '.join(given)} and the keys of args: {error}", "see its signature"
         ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(key, f"fails: {format_error(error)}", "fix it there") from error
     if not hasattr(dataset, "__iter__"):
         raise UserError(
             key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts"
