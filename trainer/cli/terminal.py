@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,22 +37,6 @@ def output(*, needed_width: int = 0) -> Console:
 def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -> str:
     """rich markup: the word, or `text` instead, in the word's colour."""
     return f"[{COLOURS.get(word, otherwise)}]{escape(word if text is None else text)}[/]"
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar on stderr if that is a terminal, else None; call it with (done, total, description)."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("reading")
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=escape(printable(what))
-        )
 
 
 @contextmanager

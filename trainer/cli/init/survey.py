@@ -13,7 +13,7 @@ import numpy as np
 from trainer.cli.init.mix import Part, parts_of
 from trainer.cli.init.shares import Mix
 from trainer.cli.init.starter import Starter, StarterSource
-from trainer.cli.terminal import progress_bar
+from trainer.metrics.progress_bar import progress_bar
 from trainer.config.data_tables import DataTable
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.own_format import is_import_path

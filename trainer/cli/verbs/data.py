@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,18 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import EodOption, FormatOption, JsonOption
-from trainer.cli.terminal import output, progress_bar, writing
+from trainer.cli.terminal import output, writing
 from trainer.errors import UserError, UserErrors
+from trainer.metrics.progress_bar import now_and_then, progress_bar
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
-    from trainer.data.corpus.documents import ReportProgress
     from trainer.data.corpus.manifest import Manifest, Skipped
     from trainer.data.inspection.survey import Survey
     from trainer.data.tokenizer import Tokenizer
 
 NUM_TOP_IDS = 10
-SECONDS_PER_LINE = 30.0
 
 app = typer.Typer(help="Build, inspect and verify data.", no_args_is_help=True)
 build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
@@ -131,7 +131,7 @@ def tokenize(
                 format=format,
                 text_split=text_split,
                 workers=workers or len(os.sched_getaffinity(0)),
-                report=bar or _now_and_then(),
+                report=bar or now_and_then(partial(typer.echo, err=True)),
             )
     except KeyboardInterrupt:
         typer.echo("interrupted; run the same command again to continue", err=True)
@@ -140,19 +140,6 @@ def tokenize(
     counts = f"{counted(found.files, 'file')}{kept}, {found.documents:,} documents, {found.tokens:,} tokens"
     typer.echo(f"{counts} from {found.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - began:.0f} s", err=True)
     typer.echo(f"wrote {out}; a config for it: train init {out} --tokenizer {tokenizer}", err=True)
-
-
-def _now_and_then() -> ReportProgress:
-    """Progress off a terminal: a line from time to time."""
-    said = time.perf_counter()
-
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal said
-        if time.perf_counter() - said >= SECONDS_PER_LINE:
-            said = time.perf_counter()
-            typer.echo(f"{done:,} of {total:,} MB: {what}", err=True)
-
-    return report
 
 
 @synth_app.command("key-recall")

@@ -30,7 +30,7 @@ from trainer.data.formats.megatron import load_megatron, write_index
 from trainer.data.formats.own_format import is_import_path
 from trainer.data.formats.registry import FORMATS, format_name
 from trainer.data.streams.layout import Stream
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import remove_leftovers, replacing, write_file
 from trainer.wording import few
@@ -111,7 +111,7 @@ def tokenize(
     if tokenizer == "ids":
         raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
     words = load_tokenizer(tokenizer)
-    dtype = np.dtype("u1" if words.vocab_size <= 1 << 8 else "<u2" if words.vocab_size <= 1 << 16 else "<i4")
+    settings = _Settings(tokenizer, text_split, _dtype(words))
     for root in {Path(stream.root).absolute() for stream in streams}:
         if out.absolute().is_relative_to(root):
             problem = f"lies in {root}, where the text is: its files would be input the next time"
@@ -124,19 +124,51 @@ def tokenize(
     _claim(out, sources, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
     for folder in {out, *(source.target.parent for source in sources)}:
         remove_leftovers(folder)
-    (out / PARTS).mkdir(exist_ok=True)
+    kept = sum(_is_whole(source.target) for source in sources)
+    _make(sources, out, settings, workers, report)
+    lengths = [load_megatron(source.target, ReadOptions(words)).lengths for source in sources]
+    documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
+    return Tokenized(len(sources), documents, tokens, sum(os.path.getsize(source.path) for source in sources), kept)
+
+
+def tokenize_files(
+    files: Sequence[tuple[str, str]],
+    out: Path,
+    *,
+    tokenizer: str,
+    text_split: str,
+    workers: int,
+    report: ReportProgress,
+) -> None:
+    """Write `out/<number>.bin` and `.idx` for each of the files, of (path, format): six digits, from 0.
+
+    Raises:
+        UserError: a file is damaged, or holds no text. What was finished stays.
+    """
+    sources = [
+        _Source(path, name, out / f"{number:06d}.bin", FORMATS[name].spans(Path(path), SPAN_BYTES))  # type: ignore[misc]
+        for number, (path, name) in enumerate(files)
+    ]
+    _make(sources, out, _Settings(tokenizer, text_split, _dtype(load_tokenizer(tokenizer))), workers, report)
+
+
+def _dtype(words: Tokenizer) -> str:
+    return np.dtype("u1" if words.vocab_size <= 1 << 8 else "<u2" if words.vocab_size <= 1 << 16 else "<i4").str
+
+
+def _make(
+    sources: Sequence[_Source], out: Path, settings: _Settings, workers: int, report: ReportProgress | None
+) -> None:
+    """Make what is not there yet."""
+    (out / PARTS).mkdir(parents=True, exist_ok=True)
     jobs = {
         Job(source.path, source.format, span, source.part(out, number)): source
         for source in sources
         if not _is_whole(source.target)
         for number, span in enumerate(source.spans)
     }
-    kept = sum(_is_whole(source.target) for source in sources)
-    _run(jobs, sources, out, _Settings(tokenizer, text_split, dtype.str), workers, report)
+    _run(jobs, sources, out, settings, workers, report)
     shutil.rmtree(out / PARTS)
-    lengths = [load_megatron(source.target, ReadOptions(words)).lengths for source in sources]
-    documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
-    return Tokenized(len(sources), documents, tokens, sum(os.path.getsize(source.path) for source in sources), kept)
 
 
 def _run(

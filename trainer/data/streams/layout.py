@@ -37,6 +37,7 @@ class Stream:
             DIRECT.
         modality: its label, printable: metric keys and tables hold it.
         root: the directory it was looked for in: under DIRECT, the one that its path or glob names.
+        tokens: its documents, tokenized already, as `NAME.bin` with `NAME.idx` beside it; empty if there are none.
     """
 
     stream_id: int
@@ -44,6 +45,7 @@ class Stream:
     relative_path: str
     modality: str
     root: str = ""
+    tokens: str = ""
 
 
 def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:

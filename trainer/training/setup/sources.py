@@ -36,6 +36,8 @@ class Source:
     """Empty for a target; of weight 0, perhaps too."""
     copies: tuple[Snapshot, ...] = ()
     """Local copies of what URLs name; they stay while this exists."""
+    tokens: Snapshot | None = None
+    """What its streams' `tokens` lie in, likewise."""
 
     @property
     def is_off(self) -> bool:
