@@ -15,7 +15,6 @@ from rich.markup import escape
 
 from trainer.errors import UserError
 from trainer.files import write_file
-from trainer.wording import printable
 
 PIPE_WIDTH = 120  # characters of a line where stdout is no terminal
 COLOURS = {

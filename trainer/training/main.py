@@ -39,9 +39,9 @@ from trainer.training.setup.data import eval_sets
 from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state, with_noise_scale
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan, width_of
-from trainer.training.setup.tokens import Stopped, tokenize_once
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.sharding import refuse_bypassed_units, run_mesh
+from trainer.training.setup.tokens import Stopped, tokenize_once
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.schedule import Length
 from trainer.wording import printable
