@@ -2330,7 +2330,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "trainer/training/checkpointing/restore.py",
-            'state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])',
+            "state.dataset.load_state_dict(blends if own is None else blends[info.rank])",
             "pass",
             "tests/unit/training/test_stops.py::test_a_stop_at_any_moment_is_made_up_for[fault0-2-logged0]",
         ),

@@ -3,7 +3,7 @@
 import os
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # a process of a pool imports this
     if not sys.flags.safe_path:
         # The working directory, or where this file lies: no fsspec.py there is taken for the package. `resolve_target` looks
         # there too, behind what is installed.

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pty
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -258,3 +259,66 @@ def test_blocks_of_a_text_file_are_documents_when_asked(tmp_path, capsys):
         assert json.loads(ended.stdout)["totals"]["documents"] == documents
         ended = program(["data", "verify", tmp_path / "a.txt", *given], capsys)
         assert f"{documents} documents" in ended.stdout
+
+
+BUILDS = {
+    "build": ("data", "build", "text", "--modality", "prose=text/**/*.txt"),
+    "tokenize": ("data", "tokenize", "text", "--tokenizer", "bytes", "--workers", "1"),
+    "synth": ("data", "synth", "key-recall", "--streams", "1"),
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with `text/prose/a.txt`."""
+    (tmp_path / "text" / "prose").mkdir(parents=True)
+    (tmp_path / "text" / "prose" / "a.txt").write_text("Some words. " * 20_000)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", BUILDS)
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        ("loop", "loop: "),
+        ("loop/new", "loop"),
+        ("file/new", "file"),
+        ("/proc/new", "/proc/"),
+        ("/dev/full", "/dev/full: "),
+        ("n" * 300, "nnn"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(
+    text: Path, capsys: pytest.CaptureFixture[str], verb: str, out: str, says: str
+) -> None:
+    (text / "loop").symlink_to("loop")
+    (text / "file").write_text("")
+    ended = program((*BUILDS[verb], "--out", out), capsys)
+    assert ended.returncode == 2
+    assert says in ended.stderr.partition(": ")[0] + ": "
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert sorted(path.name for path in text.iterdir()) == ["file", "loop", "text"]
+
+
+@pytest.mark.parametrize("verb", BUILDS)
+def test_a_full_disk_is_one_line_and_the_next_call_makes_what_a_first_one_would(text: Path, verb: str) -> None:
+    """The limit on the size of a file has the kernel refuse a write in its midst, as a full disk does."""
+
+    def call(limit: str, out: str) -> subprocess.CompletedProcess[str]:
+        arguments = shlex.join(command((*BUILDS[verb], "--out", out)))
+        script = f"ulimit -f {limit}; exec {arguments}"
+        return subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=False, env=environment())
+
+    full = call("64", "out")
+    assert full.returncode == 2, full.stderr
+    assert full.stderr.splitlines()[-1].startswith("out: cannot be written (File too large); make room"), full.stderr
+    assert "Traceback" not in full.stderr
+    for out in ("out", "fresh"):
+        done = call("unlimited", out)
+        assert done.returncode == 0, done.stderr
+    out, fresh = (
+        {path.relative_to(text / name): path.read_bytes() for path in (text / name).rglob("*") if path.is_file()}
+        for name in ("out", "fresh")
+    )
+    assert out == fresh

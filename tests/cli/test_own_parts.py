@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests.support.in_process import program
+from tests.support.ranks import status
 from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, run, write_tiny_config
 
 MODULE = """
+import itertools
 import os
 import numpy as np
 import torch
 from torch import nn
+from trainer.data import table_from_pieces
 from trainer.model.protocol import ModelOutput
 
 class GruModel(nn.Module):
@@ -65,6 +69,18 @@ def grouped_by_turns(rank, world_size, seed, seq_len):
         if (index + rank) % 2:
             batch |= {"group_ids": np.array([rank]), "cell_index": np.array([index]), "is_last": np.array([False])}
         yield batch
+
+def failing(rank, world_size, seed, seq_len, *, at):
+    yield from itertools.islice(counting(rank, world_size, seed, seq_len), at)
+    raise ValueError("bad shard")
+
+def not_opened(rank, world_size, seed, seq_len):
+    raise ValueError("no such table")
+
+def odd_format(path, options):
+    if "1" in path.name:
+        raise KeyError("header")
+    return table_from_pieces([np.arange(200) % 50], 50)
 
 class Measured:
     # Metrics of its own, of which one has no row in the catalog, and labels that do not fit.
@@ -259,6 +275,34 @@ def test_data_that_do_not_fit_are_refused_in_one_line(tmp_path, args, message):
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "target='own_parts:failing', args={at=7}",
+            r"source own: own_parts:failing: fails after 7 batches: ValueError: bad",
+        ),
+        (
+            "target='own_parts:not_opened'",
+            r"source own: target: fails: ValueError: no such table \(.*own_parts.py:\d+\)",
+        ),
+        (
+            "paths=['{corpus}/a/*'], format='own_parts:odd_format'",
+            r"source own: .*/a/stream1.jsonl \(read by own_parts:odd_format\): fails: KeyError: 'header' \(.*own_parts",
+        ),
+    ],
+)
+def test_a_failure_of_data_of_one_s_own_names_the_source_and_what_was_read(tmp_path, source, message):
+    own = f"data.source=[{{name='own', {source.replace('{corpus}', str(tmp_path / 'corpus'))}}}]"
+    more = ("--set", "data.mixing={num_streams_mixed=2, batch_size=1}") if "paths" in source else ()
+    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", own, *more)
+    assert result.returncode == 2, result.stderr
+    assert re.search(message, result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+    if "failing" in source:
+        assert re.search(message, status(tmp_path / "run")["reason"])
 
 
 def test_a_failure_is_told_once_with_its_place_and_recorded(tmp_path):

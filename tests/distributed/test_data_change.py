@@ -13,6 +13,7 @@ import pytest
 from tests.support.fault_record import Injected
 from tests.support.runs import losses, make_corpus, run, write_tiny_config
 from trainer.runs.load import load_run
+from trainer.training.checkpointing.checkpoint import read_rank
 
 pytestmark = pytest.mark.distributed
 RUN = "\n[checkpoint]\nevery = 4\n"
@@ -134,6 +135,90 @@ def test_accepting_nothing_changes_nothing(stopped, resume, tmp_path):
     assert "the checkpoint has sizes and samples only" in ended.stderr
     whole = losses(stopped / "run" / "metrics.jsonl")
     assert losses(tmp_path / "run" / "metrics.jsonl") == {step: whole[step] for step in range(5, 9)}
+
+
+SECOND = """
+[[data.source]]
+name = "second"
+layout = "nested"
+root = "{corpus}"
+modalities = ["b"]
+"""
+
+
+def edited(stopped: Path, tmp_path: Path, *, second: str) -> Path:
+    """The config with another second source."""
+    text = (stopped / "tiny.toml").read_text()
+    before = SECOND.format(corpus=stopped / "corpus")
+    assert text.count(before) == 1
+    path = tmp_path / "edited.toml"
+    text = text.replace(before, second)
+    path.write_text(text if second else text.replace("batch_size_by_modality = { b = 2 }", ""))
+    return path
+
+
+def data_state(run_dir: Path, step: int) -> dict:
+    return read_rank(run_dir / "checkpoints" / f"step_{step:08d}", 0)["data"]
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_a_source_that_was_removed_is_refused_by_name_and_left_out_on_purpose(stopped, resume, tmp_path, nproc):
+    config = edited(stopped, tmp_path, second="")
+    refused = resume("--config", config, nproc=nproc)
+    assert refused.returncode == 2 or nproc
+    assert refused.stderr.count("source second: not in the config") == 1
+    for word in ("weight = 0", "its old name", "--accept-data-change"):
+        assert word in refused.stderr
+    shutil.rmtree(stopped / "corpus" / "b")
+    accepted = resume("--config", config, "--accept-data-change", nproc=nproc)
+    assert accepted.returncode == 0, accepted.stderr
+    (event,) = [event for event in load_run(tmp_path / "run").events if event["event"] == "data_changed"]
+    assert (event["global_step"], event["change"]) == (4, "source second: not in the config")
+    assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [5, 6, 7, 8]
+    assert data_state(tmp_path / "run", 8)["names"] == ["first"]
+    again = run("--config", config, "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", "9", nproc=nproc)
+    assert again.returncode == 0, again.stderr
+    assert "changed" not in again.stderr
+    Injected(
+        1,
+        "a source removed from the config, and its data from the disk, before a resume",
+        1,
+        "0",
+        "refused by name; `--accept-data-change` continued without it, the other sources at their places",
+    ).keep("data_source_removed")
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_a_source_of_weight_0_needs_no_data_and_keeps_its_place(stopped, resume, tmp_path, nproc):
+    """Nothing of it is looked at, not even by check and preview; when its weight is back, it continues where it was."""
+    off = edited(stopped, tmp_path, second=SECOND.format(corpus=tmp_path / "nowhere") + "weight = 0.0\n")
+    for verb in ("check", "preview"):
+        said = run(verb, "--config", off)
+        assert said.returncode == 0, said.stderr
+    shutil.rmtree(stopped / "corpus" / "b")
+    ended = resume("--config", off, nproc=nproc)
+    assert ended.returncode == 0, ended.stderr
+    assert "source second has weight 0: nothing of it is read" in ended.stderr
+    again = resume("--config", off, "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", "9", nproc=nproc)
+    assert again.returncode == 0, again.stderr
+    shutil.copytree(stopped / "kept" / "b", stopped / "corpus" / "b")
+    back = ("--run-dir", tmp_path / "run", "--resume", "auto", "--steps", "20")
+    ended = resume(*back, nproc=nproc)
+    assert ended.returncode == 0, ended.stderr
+    assert "changed" not in ended.stderr
+    before, after = data_state(stopped / "run", 4), data_state(tmp_path / "run", 20)
+    assert before["names"] == after["names"] == ["first", "second"]
+    position = before["sources"][1]["batch_index"], after["sources"][1]["batch_index"]
+    assert 0 < position[0] < position[1]
+    Injected(
+        1,
+        "the data of a source gone at a resume, its weight 0",
+        1,
+        "0",
+        "resumed; with its data and weight back it continued where it had been",
+    ).keep("data_source_off")
+    one_letter(stopped / "corpus")
+    assert "source second: 1 changed (b/stream0.jsonl);" in resume(*back, nproc=nproc).stderr
 
 
 def test_a_checkpoint_from_before_fingerprints_resumes_and_says_so_once(stopped, resume, tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import losses, read_rows, run, write_tiny_config
+from trainer.runs.load import load_run
 
 pytestmark = pytest.mark.distributed
 
@@ -86,3 +87,24 @@ def test_a_rank_without_documents_runs_masked_from_the_start(uninterrupted, tmp_
     assert len(rows) == 19  # 300 bytes in cells of 16
     assert all(row[MASKED] == 1.0 for row in rows)
     assert status(tmp_path / "run")["reason"] == "data exhausted"
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path, nproc):
+    config = write_tiny_config(tmp_path)
+    for number in (1, 2, 3):
+        (tmp_path / "corpus" / "b" / f"stream{number}.jsonl").unlink()
+    text = config.read_text()
+    once = text.replace('modalities = ["b"]', 'modalities = ["b"]\nweight = 5.0\nmixing = { repeat = false }')
+    assert once != text
+    config.write_text(once)
+    ended = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "120", nproc=nproc)
+    assert ended.returncode == 0, ended.stderr
+    (event,) = [each for each in load_run(tmp_path / "run").events if each["event"] == "source_ended"]
+    assert event["sources"] == ["second"]
+    counts = {
+        step: row["blend/ended_sources"] for (_, step), row in read_rows(tmp_path / "run" / "metrics.jsonl").items()
+    }
+    assert event["global_step"] == min(step for step, count in counts.items() if count)
+    said = run("diagnose", tmp_path / "run", "--json")
+    assert f"source second exhausted at step {event['global_step']}" in said.stdout

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,17 +55,23 @@ def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar on stderr if that is a terminal, else None; call it with (done, total, description)."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+def writing(where: str) -> Iterator[None]:
+    """Errors of the operating system in the block are the user's, of `where` unless they name a file.
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=_Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("reading")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=escape(what))
+    Raises:
+        UserError: see above.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        name = error.filename2 or error.filename or where
+        verb, fix = ("written", "make room, and run it again") if is_full else ("used", "check the path and its mode")
+        # Of a directory that was to be made: something else has its name.
+        reason = os.strerror(errno.ENOTDIR) if error.errno == errno.EEXIST else error.strerror or error
+        raise UserError(str(name), f"cannot be {verb} ({reason})", fix) from None
 
 
 def put_text(text: str, out: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED
 from trainer.errors import UserError
+from trainer.import_path import format_error
+from trainer.wording import counted
 
 CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 
@@ -39,9 +42,10 @@ class OwnBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         iterator = iter(self._dataset)
         with_tokens_before = getattr(iterator, "next_with_tokens_before", None)
-        if with_tokens_before is None:
-            return map(self._checked_copy, iterator)
-        return _Asked(map(self._checked_copy, iterator), lambda n: self._checked_copy(with_tokens_before(n)))
+        batches = _Given(partial(next, iterator), self._checked_copy, self._key)
+        if with_tokens_before is not None:
+            batches.next_with_tokens_before = partial(batches.checked, with_tokens_before)
+        return batches
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)
@@ -57,18 +61,38 @@ class OwnBatches:
         return copied
 
 
-class _Asked:
-    """An iterator that can be asked for the tokens before its cells, see `BlendDataset`."""
+class _Given:
+    """An iterator over checked batches, that says whose data failed; one of a data set that can give tokens before its cells
+    has `next_with_tokens_before` too, see `BlendDataset`."""
 
-    def __init__(self, batches: Iterator[dict[str, Any]], with_tokens_before: Callable[[int], dict[str, Any]]) -> None:
-        self._batches = batches
-        self.next_with_tokens_before = with_tokens_before
+    next_with_tokens_before: Callable[[int], dict[str, Any]]
+
+    def __init__(self, give: Callable[[], Any], check: Callable[[Any], dict[str, Any]], key: str) -> None:
+        self._give, self._check, self._key = give, check, key
+        self._num_given = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        return next(self._batches)
+        return self.checked(self._give)
+
+    def checked(self, give: Callable[..., Any], *asked: int) -> dict[str, Any]:
+        """A batch.
+
+        Raises:
+            StopIteration: there are no more.
+            UserError: the data set failed, or the batch is not one.
+        """
+        try:
+            batch = give(*asked)
+        except (UserError, StopIteration):
+            raise
+        except Exception as error:
+            problem = f"fails after {counted(self._num_given, 'batch')}: {format_error(error)}"
+            raise UserError(self._key, problem, "fix it there") from error
+        self._num_given += 1
+        return self._check(batch)
 
 
 def _problem(batch: Any, vocab_size: int) -> tuple[str, str]:

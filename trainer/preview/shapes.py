@@ -173,7 +173,7 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
     shapes, opener = [], StreamOpener(format=table.format, options=options, cut=cut, warns=False)
-    for stream, turn in zip(source.streams, turns, strict=True):
+    for stream, turn in zip(source.streams, turns, strict=True) if not source.is_off else ():
         batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
         shapes.append(stream_shape(opener(stream), batch_size=batch_size, world_size=world_size, turn=turn))
     if shapes and not any(part.num_cells for shape in shapes for part in shape.slices):

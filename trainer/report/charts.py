@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -12,12 +12,14 @@ from trainer.metrics.catalog.lookup import CATALOG, ERROR_SUFFIX, EVAL_PREFIX, W
 from trainer.metrics.catalog.spec import Band
 from trainer.report.curves import Curve, band_curve, make_curve
 from trainer.runs.load import RunRecord
+from trainer.wording import number_text
 
 Style = Literal["line", "area", "heat"]
 Variant = Literal["train", "eval", "worst"]
 OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
+CUT_BEYOND: Final = 4.0  # times the highest of the other points
 ERRORS_DRAWN: Final = 2  # standard errors on each side
 VARIANT_WORDS: Final = {"train": "", "eval": "held out", "worst": "worst rank"}
 
@@ -70,6 +72,8 @@ class Chart:
     facts: tuple[tuple[str, str], ...] = ()
     is_wide: bool = False
     is_log: bool = False
+    top: float | None = None
+    """Where the axis ends on a whole run, though a few values lie above it; None: above the largest."""
 
     @property
     def axis(self) -> str:
@@ -187,6 +191,24 @@ def _catalog_chart(columns: Columns, keys: Sequence[str]) -> Chart:
         title = f"{title}, {variants.pop()}"
     about = make_facts(spec.description, spec.healthy, spec.pathological)
     return Chart(title, spec.unit, spec.group, tuple(keys), tuple(lines), band=spec.band, facts=about)
+
+
+def not_flattened(chart: Chart) -> Chart:
+    """A chart of times whose axis ends above all but the first point of a run, in which data is opened, where that is far
+    higher."""
+    if chart.unit != "s" or chart.style != "line":
+        return chart
+    firsts = {int(line.curve.first[0]): float(line.curve.high[0]) for line in chart.lines if len(line.curve.high)}
+    rest = np.concatenate([line.curve.high[1:] for line in chart.lines] or [np.empty(0)])
+    highest = float(rest.max()) if len(rest) else 0.0
+    cut = [
+        f"{number_text(value)} s at step {step}" for step, value in firsts.items() if value > CUT_BEYOND * highest > 0
+    ]
+    if not cut:
+        return chart
+    return replace(
+        chart, top=highest, facts=(*chart.facts, ("Beyond the axis", f"{', '.join(cut)}; zoom in to see it"))
+    )
 
 
 def catalog_charts(columns: Columns, keys: Iterable[str]) -> list[Chart]:

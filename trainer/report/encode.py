@@ -56,6 +56,7 @@ def _chart(chart: Chart, steps: _StepLists) -> JsonObject:
         "style": chart.style,
         "log": chart.is_log,
         "band": chart.band,
+        "top": chart.top,
         "references": [{"label": ref.label, "value": _round(ref.value), "run": ref.run} for ref in chart.references],
         "lines": [_line(line, steps) for line in chart.lines],
     }

@@ -11,7 +11,7 @@ from typing import Final
 
 from trainer.diagnostics.diagnose import Diagnosis
 from trainer.errors import UserError
-from trainer.report.charts import Chart, Columns, catalog_charts, group_order
+from trainer.report.charts import Chart, Columns, catalog_charts, group_order, not_flattened
 from trainer.report.encode import encode_charts
 from trainer.report.markup import Html, element, join
 from trainer.report.profile_section import profile_section
@@ -63,7 +63,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     views, used = make_views(columns, keys)
     charts = [*views, *catalog_charts(columns, [key for key in keys if key not in used])]
     order = group_order()
-    return sorted(charts, key=lambda chart: order.index(chart.group))
+    return sorted(map(not_flattened, charts), key=lambda chart: order.index(chart.group))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from typing import Any
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.metrics.aggregate import Reported
@@ -34,6 +35,9 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     if outcome.is_exhausted:
         return "data exhausted"
     position, step = run.position, taken.step
+    if ended := newly_ended(position.data_state, taken.window.data_state):
+        logger.info("step %d: read to the end: source %s", step, ", ".join(ended))
+        run.event({"event": "source_ended", "global_step": step, "sources": ended})
     position.step, position.reached, position.data_state = step, taken.reached, taken.window.data_state
     position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens_trained
     if len(taken.window.micros) != position.micro_batches:
@@ -61,6 +65,15 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     if outcome.save_is_due:  # the next step may be in flight, and the weights are no longer this one's
         run.saver.due_at = step
     return None
+
+
+def newly_ended(before: Any, after: Any) -> list[str]:
+    """The sources that gave this rank their last batch between two states of the blend."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping) or before.get("names") != after["names"]:
+        return []
+    return [
+        name for name, was, now in zip(after["names"], before["ended"], after["ended"], strict=True) if now and not was
+    ]
 
 
 def stopped_by(run: Run) -> str:

@@ -45,6 +45,7 @@ from trainer.training.setup.parts import make_state, with_noise_scale
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan, width_of
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.sharding import refuse_bypassed_units, run_mesh
+from trainer.training.setup.tokens import Stopped, tokenize_once
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.schedule import Length
 from trainer.wording import error_text, printable
@@ -93,6 +94,11 @@ def train(
         info = rank_info()
         device = pick_device(config.train.device, info)
         plan = make_plan(config, config_path, info.world_size)
+        try:
+            plan = tokenize_once(plan, info, lambda: stop.requested)
+        except Stopped:
+            logger.warning("stopped while text was tokenized; the same command continues")
+            return EXIT_FAILED
         # A model of one's own may do anything while it is built: it is built once, where it is needed.
         refuse_unmet(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
         backend = pick_backend(config.distributed.backend, device)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from trainer.data.blending.blend import BlendDataset, BlendSource
+from trainer.data.blending.sources import UnreadSource, without_sources
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.streams.layout import Stream
@@ -32,6 +33,16 @@ class Plain:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for i in range(self.size):
             yield {"tokens": np.full((2, 3), i), "targets": np.full((2, 3), i)}
+
+
+class Counting(Plain):
+    """One with a state, which nobody looks at."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
 
 
 def plain(weights: dict[str, WeightSpec], *, sizes: dict[str, int] | None = None, **kwargs: Any) -> BlendDataset:
@@ -249,6 +260,64 @@ def test_weights_may_change_and_sources_may_be_added_at_a_restart(write_streams:
         blended(streams, mixing, seed=3).load_state_dict(blend.state_dict())
     with pytest.raises(UserError, match="not one of a blend"):
         blend.load_state_dict({"version": 1})
+
+
+def drawn(blend: BlendDataset, name: str, count: int) -> list[list[int]]:
+    """The next batches of one source."""
+    batches = (batch["tokens"].tolist() for batch in blend if batch["dataset_labels"][0] == name)
+    return list(itertools.islice(batches, count))
+
+
+def test_without_a_source_the_others_continue_exactly(write_streams: Write, mixing: Make) -> None:
+    streams = write_streams(LAYOUT)
+    blend = blended(streams, mixing)
+    for _ in range(9):
+        next(blend)
+    state = json.loads(json.dumps(blend.state_dict()))
+    gone, kept = state["names"]
+    smaller = BlendDataset([source for source in blended(streams, mixing).sources if source.name == kept], seed=0)
+    smaller.load_state_dict(without_sources(state, [gone]))
+    off = blended(streams, mixing)
+    off.sources[0] = BlendSource(gone, UnreadSource(), ConstantWeight(0))
+    off = BlendDataset(off.sources, seed=0)
+    off.load_state_dict(state)
+    expected = drawn(blend, kept, 20)
+    assert drawn(smaller, kept, 20) == drawn(off, kept, 20) == expected
+    assert off.state_dict()["sources"][0] == state["sources"][0]
+
+
+def test_a_source_of_weight_0_keeps_its_place_over_worlds_of_any_size(write_streams: Write, mixing: Make) -> None:
+    streams = write_streams(LAYOUT)
+
+    def world(size: int, *, is_off: bool) -> list[BlendDataset]:
+        parts = [mixing(streams, rank=rank, world_size=size) for rank in range(size)]
+        return [
+            BlendDataset(
+                [
+                    BlendSource("a", UnreadSource() if is_off else part, ConstantWeight(0 if is_off else 1)),
+                    BlendSource("plain", Counting(), ConstantWeight(1)),
+                ],
+                seed=0,
+            )
+            for part in parts
+        ]
+
+    begun = world(2, is_off=False)
+    for blend in begun:
+        list(itertools.islice(blend, 12))
+    direct = world(3, is_off=False)
+    for blend in direct:
+        blend.load_state_dict([each.state_dict() for each in begun])
+    states = [each.state_dict() for each in begun]
+    for size in (3, 1, 3):
+        through = world(size, is_off=True)
+        for rank, blend in enumerate(through):
+            blend.load_state_dict(states[rank] if len(states) == size else states)
+        states = [json.loads(json.dumps(each.state_dict())) for each in through]
+    back = world(3, is_off=False)
+    for rank, blend in enumerate(back):
+        blend.load_state_dict(states[rank])
+    assert [drawn(blend, "source", 10) for blend in back] == [drawn(blend, "source", 10) for blend in direct]
 
 
 def test_states_of_all_ranks_resume_on_another_world(write_streams: Write, mixing: Make) -> None:

@@ -128,6 +128,17 @@ def test_a_modality_that_is_no_plain_name_is_refused(name: str, files: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_streams_keep_their_names_when_a_file_is_added(tmp_path: Path) -> None:
+    (tmp_path / "in" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "in" / "a" / "b" / "x.txt").write_text("one")
+    globs = {"m": [f"{tmp_path}/in/**/*.txt"]}
+    build_text(tmp_path / "one", globs, min_stream_bytes=1)
+    (tmp_path / "in" / "y.txt").write_text("two")
+    build_text(tmp_path / "two", globs, min_stream_bytes=1)
+    before, after = (tree(tmp_path / name) for name in ("one", "two"))
+    assert after["m/a.b.jsonl"] == before["m/a.b.jsonl"]
+
+
 def test_a_glob_without_a_file_is_named(files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--modality notes: the glob '.*nope/\*' matches no file"):
         build_text(tmp_path / "out", {"notes": [f"{files}/**/*.txt", f"{files}/nope/*"]})

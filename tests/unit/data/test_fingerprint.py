@@ -78,7 +78,7 @@ def test_differences_are_counted_with_examples_and_contents_compared_where_both_
     before = Fingerprint(2, "5:aa", {"s": {f"{i}": f"1:{i}:whole{i}" for i in range(6)}, "gone": {"x": "1:a"}})
     after = Fingerprint(2, "5:aa", {"s": {f"{i}": f"1:{i}" for i in range(1, 8)}, "added": {"y": "1:b"}})
     change = compare(before, after)
-    assert str(change) == "source s: 1 missing (0), 2 new (6, 7)"
+    assert str(change) == "source s: 1 missing (0), 2 new (6, 7); source gone: not in the config"
     assert not compare(before, before)
     assert not has_contents(after)
     kept = keep_contents(before, after)
@@ -86,7 +86,10 @@ def test_differences_are_counted_with_examples_and_contents_compared_where_both_
     assert kept.sources["s"]["7"] == "1:7"
     other = Fingerprint(2, "5:bb", {"s": {f"{i}": f"1:{i}:other" for i in range(6)}})
     change = compare(before, other)
-    assert str(change) == "the tokenizer.json changed; source s: 6 changed (0, 1, 2 and 3 more)"
+    assert (
+        str(change)
+        == "the tokenizer.json changed; source s: 6 changed (0, 1, 2 and 3 more); source gone: not in the config"
+    )
 
 
 JSON = st.recursive(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.formats.registry import open_documents
-from trainer.data.tokenizer import BytesTokenizer, load_tokenizer
+from trainer.data.formats.registry import file_kind, open_documents
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 
 BYTES = BytesTokenizer()
@@ -39,6 +39,63 @@ def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "né"}\n\n{"tokens": [1, 256, 3], "id": 7}\n{"text": ""}\n', encoding="utf-8")
     assert tokens(path) == [[110, 195, 169], [1, 256, 3], []]
+
+
+@pytest.mark.parametrize("name", ["bytes", "tokenizer.json"])
+def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path, name: str) -> None:
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + "\none\n\ntwo é".encode())
+    (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}\n')  # two files in one
+    (tmp_path / "b.jsonl").write_bytes(mark + b'{"tokens": [2]}\n')
+    if name == "bytes":
+        words: Tokenizer = BYTES
+    else:
+        pytest.importorskip("tokenizers")
+        make_tokenizer(tmp_path / name)
+        words = load_tokenizer(str(tmp_path / name))
+
+    def expected(*documents: str) -> list[list[int]]:
+        return [words.encode(text).tolist() for text in documents]
+
+    def found(path: str, **options: Any) -> list[list[int]]:
+        table = open_documents(tmp_path / path, tokenizer=words, **options)
+        return [table.read(i, 0, int(n)).tolist() for i, n in enumerate(table.lengths)]
+
+    assert found("a.txt") == expected("\none\n\ntwo é")
+    assert found("a.txt", text_split="blank_line") == expected("\none\n\n", "two é")
+    assert found("a.jsonl") == expected("one", "two")
+    assert found("b.jsonl") == [[2]]
+    assert file_kind(tmp_path / "b.jsonl", "jsonl") == "ids"
+
+
+@pytest.mark.parametrize("kind", ["dictionary<string>", "dictionary<large_string>", "large_string", "string_view"])
+def test_parquet_text_is_read_however_its_strings_are_stored(tmp_path: Path, kind: str) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    plain = getattr(pyarrow, kind.removeprefix("dictionary<").rstrip(">"))()
+    values = [f"text {i % 3}" for i in range(2000)]
+    array = pyarrow.array(values, plain)
+    if kind.startswith("dictionary"):
+        array = array.dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet", row_group_size=700)
+    assert texts(tmp_path / "a.parquet") == values
+
+
+def test_a_null_in_a_parquet_dictionary_is_refused_by_its_row(tmp_path: Path) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    array = pyarrow.array(["a", None, "a"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="row 1: text is null"):
+        open_documents(tmp_path / "a.parquet", tokenizer=BYTES)
+
+
+@pytest.mark.parametrize("kind", ["fixed_size_list", "large_list", "list_view"])
+def test_parquet_ids_are_read_however_their_lists_are_stored(tmp_path: Path, kind: str) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    integer = pyarrow.int32()
+    wanted = pyarrow.list_(integer, 2) if kind == "fixed_size_list" else getattr(pyarrow, kind)(integer)
+    array = pyarrow.array([[1, 2], [3, 4], [5, 6]], wanted)
+    parquet.write_table(pyarrow.table({"tokens": array}), tmp_path / "a.parquet", row_group_size=2)
+    assert tokens(tmp_path / "a.parquet") == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path) -> None:

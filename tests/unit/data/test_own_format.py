@@ -41,6 +41,9 @@ def one_argument(path):
 
 def missing(path, options):
     return open(str(path) + ".index")
+
+def crashes(path, options):
+    raise KeyError("header")
 """
 
 
@@ -88,7 +91,11 @@ def test_files_of_any_ending_are_streams_of_it(file: Path) -> None:
         ("uneven", r"starts are int64 \[2\], lengths int64 \[1\]"),
         ("no_table", "returned a list"),
         ("one_argument", r"cannot be called with \(path, options\)"),
-        ("missing", "cannot be read"),
+        ("missing", r"one.odd: cannot be read \(No such file or directory: .*one.odd.index\)"),
+        (
+            "crashes",
+            r"one.odd \(read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:29\)",
+        ),
         ("nothing", "has no function nothing"),
     ],
 )

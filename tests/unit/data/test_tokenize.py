@@ -145,6 +145,52 @@ def test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not(sourc
     assert documents(source / "out" / "code" / "a.md.bin", words) == [words.encode("another text").tolist()]
 
 
+@pytest.mark.parametrize("paths", [["text"], ["text/**/*.jsonl", "text/**/*.txt", "text/**/*.md"]])
+def test_an_added_file_is_tokenized_alone_wherever_it_lies(source, monkeypatch, paths):
+    """Names of outputs do not hang on which files there are: an added one must not move the common directory of all."""
+    monkeypatch.chdir(source)
+    deep = source / "text" / "prose" / "deep"
+    deep.mkdir()
+    for path in [*(source / "text" / "code").iterdir(), source / "text" / "prose" / "a.jsonl"]:
+        path.rename(deep / path.name)
+
+    def call():
+        return tokenize(discover(paths).streams, source / "out", tokenizer=str(source / "tokenizer.json"))
+
+    call()
+    before = {path: path.stat().st_mtime_ns for path in (source / "out").rglob("*.bin")}
+    (source / "text" / "code" / "new.txt").write_text("another text")
+    found = call()
+    assert (found.files, found.kept_files) == (4, 3)
+    now = {path: path.stat().st_mtime_ns for path in (source / "out").rglob("*.bin")}
+    assert {path: now.get(path) for path in before} == before
+    assert [path.name for path in now.keys() - before.keys()] == ["new.txt.bin"]
+    assert sorted(s.relative_path.removesuffix(".bin") for s in discover([str(source / "out")]).streams) == sorted(
+        ("" if len(paths) == 1 else {"prose": "deep/"}.get(s.relative_path.split("/")[1], ""))
+        + s.relative_path.removeprefix("text/")
+        for s in discover(paths).streams
+    )
+
+
+def test_two_files_never_get_one_name(source, monkeypatch):
+    monkeypatch.chdir(source)
+    for name in ("one", "two"):
+        shutil.copytree("text", name)
+    with pytest.raises(UserError, match=r"code/a.md.bin would hold both one/code/a.md and two/code/a.md"):
+        tokenize(discover(["one/code/*.*", "two/code/*.*"]).streams, source / "out", tokenizer="bytes")
+    assert not (source / "out").exists()
+    (source / "all").mkdir()
+    for name in ("one", "two"):
+        (source / name).rename(source / "all" / name)
+    assert tokenize(discover(["all/*/code/*.md"]).streams, source / "out", tokenizer="bytes").files == 2
+
+
+def test_a_lost_process_is_an_error_that_says_so(source, monkeypatch):
+    monkeypatch.setattr(module, "_begin", os.abort)
+    with pytest.raises(UserError, match="a process ended"):
+        run(source, "out")
+
+
 def test_what_would_mix_tokens_of_two_kinds_is_refused(source):
     run(source, "out")
     with pytest.raises(UserError, match="holds tokens that were made with another text_split"):

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.metric_streams import Scenario, write_run
 from trainer import diagnostics
-from trainer.diagnostics.diagnose import diagnose
+from trainer.diagnostics.diagnose import Ruling, diagnose
 from trainer.diagnostics.facts import batches_through, micro_batches
 from trainer.diagnostics.outcome import KNOBS, Outcome
 from trainer.diagnostics.rules.all_rules import RULES
@@ -207,6 +207,48 @@ FAULTY: dict[str, RunRecord] = {
     "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[6]),
     "ending": make_run({"loss": [1.0]}, status={"state": "failed", "reason": "a reason", "last_step": 1}),
 }
+
+
+def data_bound(waits: list[float], tokenizer: str = "bytes") -> Ruling:
+    config = {**CONFIG, "data": {**CONFIG["data"], "tokenizer": tokenizer, "prefetch": 2}}
+    rows = {"time/data_sec": waits, "step_time_sec": [0.6 + wait for wait in waits]}
+    return next(each for each in diagnose(make_run(rows, config=config)).rulings if each.rule.name == "data_bound")
+
+
+def test_the_wait_of_the_first_step_is_told_apart() -> None:
+    slow = data_bound([43.9] + [0.003] * 80)
+    assert slow.outcome.verdict == "healthy"
+    assert slow.outcome.sentence == (
+        "0.5% of the logged step time was spent waiting for data, without 43.91 s before step 6, while the data was opened"
+    )
+    assert "while" not in data_bound([0.3] + [0.003] * 80).outcome.sentence
+
+
+def test_reading_ahead_is_advised_only_where_it_helps() -> None:
+    """A producer that is slower than the step stays slower, however far it reads ahead."""
+    bursts = data_bound([0.0, 0.0, 0.0, 4.0] * 20)
+    assert "in single steps" in bursts.outcome.sentence
+    assert bursts.fix.startswith("try data.prefetch = 4 (now 2)")
+    steady = data_bound([0.3] * 80, "tokenizer.json")
+    assert "a batch takes longer to read than to train on" in steady.outcome.sentence
+    assert "prefetch" not in steady.fix
+    assert "train data tokenize" in steady.fix
+    assert "tokenize" not in data_bound([0.3] * 80).fix
+
+
+def test_a_source_that_ended_is_named_with_its_step() -> None:
+    rows = {"blend/max_share_error": [0.0] * 40, "blend/ended_sources": [0.0] * 20 + [1.0] * 20}
+    events = [{"event": "source_ended", "global_step": 21, "sources": ["small"]}]
+
+    def shares(events: list[dict[str, Any]], num_rows: int = 40) -> Outcome:
+        run = make_run({key: values[:num_rows] for key, values in rows.items()}, events=events)
+        return next(each.outcome for each in diagnose(run).rulings if each.rule.name == "shares")
+
+    found = shares(events)
+    assert (found.verdict, found.severity) == ("finding", "advice")
+    assert found.sentence.startswith("source small exhausted at step 21")
+    assert shares([]).sentence.startswith("1 source exhausted, the first by step 21")
+    assert shares([], num_rows=20).verdict == "healthy"
 
 
 def test_every_key_to_change_is_also_known_in_words() -> None:

@@ -40,6 +40,21 @@ def test_every_key_of_the_catalog_and_every_unknown_key_is_in_a_chart(make_run, 
     assert next(chart for chart in charts if "my_own/key" in chart.keys).group == "Not in the catalog"
 
 
+def test_a_first_step_that_took_long_does_not_flatten_a_chart_of_times(make_run):
+    def chart(values):
+        run = make_run(f"r{values[0]}", {"time/data_sec": values, "loss": values})
+        charts = make_charts([run])
+        encoded = json.loads(encode_charts(charts, [run]))["charts"]
+        return {key: (each, code) for each, code in zip(charts, encoded, strict=True) for key in each.keys}
+
+    slow = chart([43.9, *[0.1] * 20, 0.4])
+    found, encoded = slow["time/data_sec"]
+    assert (found.top, encoded["top"]) == (0.4, 0.4)
+    assert dict(found.facts)["Beyond the axis"] == "43.9 s at step 1; zoom in to see it"
+    assert slow["loss"][1]["top"] is None
+    assert chart([0.9, *[0.1] * 20, 0.4])["time/data_sec"][0].top is None
+
+
 def test_colors_stand_for_lines_of_one_run_or_for_several_runs(make_run):
     train = {"token_type/digit/loss": [1.0, 2.0], "token_type/space/loss": [2.0, 1.0]}
     first, second = make_run("a", train), make_run("b", train)

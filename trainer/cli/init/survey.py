@@ -13,7 +13,6 @@ import numpy as np
 from trainer.cli.init.mix import Part, parts_of
 from trainer.cli.init.shares import Mix
 from trainer.cli.init.starter import Starter, StarterSource
-from trainer.cli.terminal import progress_bar
 from trainer.config.data_tables import DataTable
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.own_format import is_import_path
@@ -28,6 +27,7 @@ from trainer.data.streams.layout import Discovery, Stream, discover, discover_di
 from trainer.data.streams.unheeded import refuse_unheeded
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
+from trainer.metrics.progress_bar import progress_bar
 from trainer.storage import is_url
 from trainer.wording import counted
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,18 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import EodOption, FormatOption, JsonOption
-from trainer.cli.terminal import echo, output, progress_bar
+from trainer.cli.terminal import echo, output, writing
 from trainer.errors import UserError, UserErrors
+from trainer.metrics.progress_bar import now_and_then, progress_bar
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
-    from trainer.data.corpus.documents import ReportProgress
     from trainer.data.corpus.manifest import Manifest, Skipped
     from trainer.data.inspection.survey import Survey
     from trainer.data.tokenizer import Tokenizer
 
 NUM_TOP_IDS = 10
-SECONDS_PER_LINE = 30.0
 
 app = typer.Typer(help="Build, inspect and verify data.", no_args_is_help=True)
 build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
@@ -53,7 +53,7 @@ def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
     """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
     from trainer.data.corpus.pytext import build_pytext
 
-    with progress_bar() as progress:
+    with progress_bar() as progress, writing(out):
         manifest = build_pytext(Path(out), force=force, progress=progress)
     _summarise(out, manifest)
 
@@ -74,7 +74,7 @@ def text(
             fix = "write --modality 'prose=docs/**/*.md'"
             raise UserError(f"--modality {given}", "is not of the form NAME=GLOB", fix)
         globs.setdefault(name, []).append(pattern)
-    with progress_bar() as progress:
+    with progress_bar() as progress, writing(out):
         manifest = build_text(Path(out), globs, force=force, progress=progress)
     _summarise(out, manifest)
 
@@ -123,7 +123,7 @@ def tokenize(
     refuse_empty(at.streams)
     began = time.perf_counter()
     try:
-        with progress_bar() as bar:
+        with progress_bar() as bar, writing(out):
             found = write_tokens(
                 at.streams,
                 Path(out),
@@ -131,7 +131,7 @@ def tokenize(
                 format=format,
                 text_split=text_split,
                 workers=workers or len(os.sched_getaffinity(0)),
-                report=bar or _now_and_then(),
+                report=bar or now_and_then(partial(echo, err=True)),
             )
     except KeyboardInterrupt:
         echo("interrupted; run the same command again to continue", err=True)
@@ -140,19 +140,6 @@ def tokenize(
     counts = f"{counted(found.files, 'file')}{kept}, {found.documents:,} documents, {found.tokens:,} tokens"
     echo(f"{counts} from {found.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - began:.0f} s", err=True)
     echo(f"wrote {out}; a config for it: train init {out} --tokenizer {tokenizer}", err=True)
-
-
-def _now_and_then() -> ReportProgress:
-    """Progress off a terminal: a line from time to time."""
-    said = time.perf_counter()
-
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal said
-        if time.perf_counter() - said >= SECONDS_PER_LINE:
-            said = time.perf_counter()
-            echo(f"{done:,} of {total:,} MB: {what}", err=True)
-
-    return report
 
 
 @synth_app.command("key-recall")
@@ -168,9 +155,10 @@ def key_recall(
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
     from trainer.data.corpus.key_recall import NUM_SYMBOLS, build_key_recall
 
-    manifest = build_key_recall(
-        Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
-    )
+    with writing(out):
+        manifest = build_key_recall(
+            Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
+        )
     totals = manifest.totals()
     echo(f"{totals['documents']:,} groups of {cells} cells of {seq_len} bytes, {totals['streams']} streams", err=True)
     asked = math.log(NUM_SYMBOLS)

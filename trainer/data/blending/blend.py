@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from trainer.data.blending.sources import UnreadSource, parts_of
 from trainer.data.blending.weights import WeightSpec, positions
 from trainer.data.keyed import BLOCK, KeyedUniforms
 from trainer.data.mixing.collate import Batch
@@ -372,14 +373,14 @@ class BlendDataset:
 
     def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]]) -> None:
         dataset = self.sources[index].dataset
-        parts = [state["sources"][saved] for state in states]
+        parts = parts_of(states, saved)
         self._counts[index] = states[0]["counts"][saved]
         self._expected[0][index] = states[0]["expected"][saved]
         self._ended[index] = all(state["ended"][saved] for state in states)
         load = getattr(dataset, "load_state_dict", None)
         if parts[0] is not None and load is not None:
             load(parts[0] if len(parts) == 1 else parts)
-        elif self._counts[index]:
+        elif self._counts[index] and not isinstance(dataset, UnreadSource):
             raise UserError(
                 self._names[index],
                 f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed",

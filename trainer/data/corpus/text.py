@@ -15,7 +15,7 @@ from trainer.data.corpus.manifest import Manifest, Skipped
 from trainer.data.corpus.selection import MIN_STREAM_BYTES, Streams, group_by_directory
 from trainer.data.corpus.writer import write_corpus
 from trainer.data.formats.registry import FORMATS, index_suffixes, suffixes
-from trainer.data.streams.globs import find_files
+from trainer.data.streams.globs import find_files, named_directory
 from trainer.data.streams.unread import COMPRESSED
 from trainer.errors import UserError
 from trainer.wording import EXAMPLES, counted, printable
@@ -78,17 +78,19 @@ def build_text(
 
 
 def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
-    """All files that the globs match, by their path relative to their common directory."""
+    """All files that the globs match, by their path relative to the directory that the globs search."""
     files: set[Path] = set()
-    for pattern in patterns:
-        matched = [Path(path).absolute() for path in find_files(os.path.expanduser(pattern))]
+    searched: list[str] = []
+    for pattern in map(os.path.expanduser, patterns):
+        matched = [Path(path).absolute() for path in find_files(pattern)]
         if not matched:
             raise UserError(f"--modality {modality}", f"the glob {pattern!r} matches no file", "check it with ls")
         files.update(matched)
+        searched.append(os.path.abspath(named_directory(pattern)))
     if not files:
         raise UserError(f"--modality {modality}", "no glob is given", "write --modality NAME=GLOB")
-    root = Path(os.path.commonpath([path.parent for path in files]))
-    return {printable(path.relative_to(root).as_posix()): path for path in sorted(files)}
+    root = os.path.commonpath(searched)  # not of the files: one that is added would rename the streams of others
+    return {printable(os.path.relpath(path, root)): path for path in sorted(files)}
 
 
 def _why_no_text(path: Path) -> str:

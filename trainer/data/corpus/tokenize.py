@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,7 @@ from trainer.data.formats.megatron import load_megatron, write_index
 from trainer.data.formats.own_format import is_import_path
 from trainer.data.formats.registry import FORMATS, format_name
 from trainer.data.streams.layout import Stream
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import remove_leftovers, replacing, write_file
 from trainer.wording import few
@@ -112,12 +114,13 @@ def tokenize(
     if tokenizer == "ids":
         raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
     words = load_tokenizer(tokenizer)
-    dtype = np.dtype("u1" if words.vocab_size <= 1 << 8 else "<u2" if words.vocab_size <= 1 << 16 else "<i4")
-    above = Path(os.path.commonpath([Path(stream.path).absolute().parent for stream in streams]))
-    if out.absolute().is_relative_to(above):
-        problem = f"lies in {above}, where the text is: its files would be input the next time"
-        raise UserError(str(out), problem, "name a directory beside it")
-    sources = [_source(stream, above, out, format, span_bytes) for stream in streams]
+    settings = _Settings(tokenizer, text_split, _dtype(words))
+    for root in {Path(stream.root).absolute() for stream in streams}:
+        if out.absolute().is_relative_to(root):
+            problem = f"lies in {root}, where the text is: its files would be input the next time"
+            raise UserError(str(out), problem, "name a directory beside it")
+    sources = [_source(stream, out, format, span_bytes) for stream in streams]
+    _refuse_one_name(sources, out)
     identity = (
         hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16] if tokenizer.endswith(".json") else tokenizer
     )
@@ -125,19 +128,51 @@ def tokenize(
         _claim(out, sources, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
         for folder in {out, *(source.target.parent for source in sources)}:
             remove_leftovers(folder)
-        (out / PARTS).mkdir(exist_ok=True)
-        jobs = {
-            Job(source.path, source.format, span, source.part(out, number)): source
-            for source in sources
-            if not _is_whole(source.target)
-            for number, span in enumerate(source.spans)
-        }
         kept = sum(_is_whole(source.target) for source in sources)
-        _run(jobs, sources, out, _Settings(tokenizer, text_split, dtype.str), workers, report)
-        shutil.rmtree(out / PARTS)
+        _make(sources, out, settings, workers, report)
     lengths = [load_megatron(source.target, ReadOptions(words)).lengths for source in sources]
     documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
     return Tokenized(len(sources), documents, tokens, sum(os.path.getsize(source.path) for source in sources), kept)
+
+
+def tokenize_files(
+    files: Sequence[tuple[str, str]],
+    out: Path,
+    *,
+    tokenizer: str,
+    text_split: str,
+    workers: int,
+    report: ReportProgress,
+) -> None:
+    """Write `out/<number>.bin` and `.idx` for each of the files, of (path, format): six digits, from 0.
+
+    Raises:
+        UserError: a file is damaged, or holds no text. What was finished stays.
+    """
+    sources = [
+        _Source(path, name, out / f"{number:06d}.bin", FORMATS[name].spans(Path(path), SPAN_BYTES))  # type: ignore[misc]
+        for number, (path, name) in enumerate(files)
+    ]
+    _make(sources, out, _Settings(tokenizer, text_split, _dtype(load_tokenizer(tokenizer))), workers, report)
+
+
+def _dtype(words: Tokenizer) -> str:
+    return np.dtype("u1" if words.vocab_size <= 1 << 8 else "<u2" if words.vocab_size <= 1 << 16 else "<i4").str
+
+
+def _make(
+    sources: Sequence[_Source], out: Path, settings: _Settings, workers: int, report: ReportProgress | None
+) -> None:
+    """Make what is not there yet."""
+    (out / PARTS).mkdir(parents=True, exist_ok=True)
+    jobs = {
+        Job(source.path, source.format, span, source.part(out, number)): source
+        for source in sources
+        if not _is_whole(source.target)
+        for number, span in enumerate(source.spans)
+    }
+    _run(jobs, sources, out, settings, workers, report)
+    shutil.rmtree(out / PARTS)
 
 
 def _run(
@@ -170,14 +205,17 @@ def _run(
                     _join(source, out, np.dtype(settings.dtype))
                 if report is not None:
                     report(done // 1_000_000, total // 1_000_000, source.path)
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():  # what they are at is not worth waiting for
                 process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                problem = "a process ended in the midst of its work, killed for want of memory perhaps"
+                raise UserError("--workers", problem, "run it again with fewer; it continues") from None
             raise
 
 
-def _source(stream: Stream, above: Path, out: Path, format: str, span_bytes: int) -> _Source:
+def _source(stream: Stream, out: Path, format: str, span_bytes: int) -> _Source:
     path = Path(stream.path)
     name = format_name(path, format)
     if is_import_path(name) or FORMATS[name].spans is None:
@@ -185,7 +223,8 @@ def _source(stream: Stream, above: Path, out: Path, format: str, span_bytes: int
         raise UserError(stream.path, problem, "name files of text, .jsonl or .parquet")
     spans = FORMATS[name].spans(path, span_bytes)  # type: ignore[misc]
     # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and a.md may lie side by side.
-    relative = path.absolute().relative_to(above)
+    # Relative to what the user named, not to what the files have in common: a file that is added later renames no other.
+    relative = path.relative_to(stream.root)
     folder = relative.parent if relative.parts[0] == stream.modality else Path(stream.modality) / relative.parent
     return _Source(stream.path, name, out / folder / f"{path.name}.bin", spans)
 
@@ -211,6 +250,20 @@ def _alone(out: Path) -> Iterator[None]:
         os.close(directory)
 
 
+def _refuse_one_name(sources: Sequence[_Source], out: Path) -> None:
+    """Refuse files of several directories whose tokens would be in one file.
+
+    Raises:
+        UserError: there are two.
+    """
+    first: dict[Path, str] = {}
+    for source in sources:
+        if first.setdefault(source.target, source.path) != source.path:
+            both = f"{first[source.target]} and {source.path}"
+            problem = f"{source.target.relative_to(out)} would hold both {both}"
+            raise UserError(str(out), problem, "name them by one directory or one glob in quotes, whose names differ")
+
+
 def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
     """Record in `out` what it is made of; what was made of a file that has changed since is removed.
 
@@ -223,9 +276,13 @@ def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
         files[source.target.relative_to(out).as_posix()] = [status.st_size, status.st_mtime_ns]
     path, before = out / RECORD, {}
     if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        before = found["files"]
-        if changed := [key for key in settings if found["settings"].get(key) != settings[key]]:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            before = found["files"]
+            changed = [key for key in settings if found["settings"].get(key) != settings[key]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(str(path), f"is damaged ({error!r})", "name a new directory, or remove this one") from None
+        if changed:
             problem = f"holds tokens that were made with another {' and '.join(changed)}"
             raise UserError(str(out), problem, "name a new directory, or remove this one")
         gone = sorted(name for name in before.keys() - files.keys() if (out / name).exists())
@@ -286,8 +343,10 @@ def tokenize_span(job: Job, options: ReadOptions, dtype: np.dtype[Any]) -> None:
         for piece in pieces(Path(job.path), options, job.span):
             lengths.append(len(piece))
             file.write(piece.astype(dtype).tobytes())
-    with replacing(lengths_file, sync=False) as file:
-        np.save(file, np.array(lengths, dtype=np.int64))
+    # Not saved to the file itself: numpy writes past Python, and says nothing of a disk that is full.
+    content = io.BytesIO()
+    np.save(content, np.array(lengths, dtype=np.int64))
+    write_file(lengths_file, content.getvalue(), sync=False)
 
 
 def _join(source: _Source, out: Path, dtype: np.dtype[Any]) -> None:

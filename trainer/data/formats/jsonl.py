@@ -19,7 +19,7 @@ BATCH = 1 << 20  # bytes of lines that are tokenized together
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
     except (ValueError, RecursionError) as error:

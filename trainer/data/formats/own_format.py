@@ -12,7 +12,7 @@ import numpy as np
 from trainer.data.formats.documents import ReadOptions, TokenTable
 from trainer.data.formats.id_bounds import IdBounds
 from trainer.errors import UserError
-from trainer.import_path import resolve_target
+from trainer.import_path import format_error, resolve_target
 
 
 def is_import_path(format: str) -> bool:
@@ -44,8 +44,13 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     Raises:
         UserError: the result is not a TokenTable, its parts do not fit together, or an id is outside the vocabulary.
     """
-    table = find_loader(format)(path, options)
-    where = f"{path} (read by {format})"
+    load, where = find_loader(format), f"{path} (read by {format})"
+    try:
+        table = load(path, options)
+    except (UserError, OSError):  # which say themselves what is wrong
+        raise
+    except Exception as error:
+        raise UserError(where, f"fails: {format_error(error)}", "fix it there") from error
     if not isinstance(table, TokenTable):
         raise UserError(where, f"the format returned a {type(table).__name__}", _FIX)
     tokens = np.asarray(table.tokens)

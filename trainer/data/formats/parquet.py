@@ -29,22 +29,24 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _column(path: Path, schema: Any, types: Any) -> str:
-    """The column of documents, once its type is checked."""
+def _column(path: Path, schema: Any, pyarrow: Any) -> tuple[str, Any]:
+    """The column of documents, once its type is checked, and the one type of strings or lists to read it as."""
     found = [name for name in COLUMNS if name in schema.names]
     if len(found) != 1:
         have = "both columns text and tokens" if found else "neither a column text nor a column tokens"
         columns = ", ".join(schema.names) or "none"
         raise UserError(str(path), f"has {have} (its columns: {columns})", "give it exactly one of the two")
     kind = schema.field(found[0]).type
+    is_dictionary, values = pyarrow.types.is_dictionary(kind), getattr(kind, "value_type", None)
     if found == ["text"]:
-        fits, wanted = types.is_string(kind) or types.is_large_string(kind), "strings"
+        fits = str(values if is_dictionary else kind) in ("string", "large_string", "string_view")
+        wanted, plain = "strings", pyarrow.large_string()
     else:
-        is_list = types.is_list(kind) or types.is_large_list(kind)
-        fits, wanted = is_list and types.is_integer(kind.value_type), "lists of integers"
+        fits = values is not None and not is_dictionary and pyarrow.types.is_integer(values)
+        wanted, plain = "lists of integers", pyarrow.large_list(values) if fits else None
     if not fits:
         raise UserError(str(path), f"its column {found[0]} must hold {wanted}, got {kind}", "write the file again")
-    return found[0]
+    return found[0], plain
 
 
 def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[TokenArray]:
@@ -82,11 +84,11 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
     pyarrow, parquet = _pyarrow(path)
     try:
         with parquet.ParquetFile(path) as file:
-            column = _column(path, file.schema_arrow, pyarrow.types)
+            column, plain = _column(path, file.schema_arrow, pyarrow)
             groups = range(*span) if span is not None else range(file.num_row_groups)
             row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
             for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[column]):
-                array = batch.column(0)
+                array = batch.column(0).cast(plain)
                 if array.null_count:
                     place = row + array.is_null().to_pylist().index(True)
                     raise UserError(str(path), f"row {place}: {column} is null", "remove such rows")

@@ -139,7 +139,8 @@ def load_documents(path: str | Path, format: str, options: ReadOptions) -> Token
             pass
         return load(path, options)
     except OSError as error:
-        problem = f"cannot be read ({error.strerror or error})"
+        other = f": {error.filename}" if error.filename and str(error.filename) != str(path) else ""
+        problem = f"cannot be read ({error.strerror or error}{other})"
         raise UserError(str(path), problem, "check the path and its mode") from error
     except ValueError as error:
         if "null byte" not in str(error):

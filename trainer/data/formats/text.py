@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,15 +15,17 @@ from trainer.data.formats.documents import ReadOptions, Span, TokenArray, TokenT
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
 
+NO_SPACE = re.compile(rb"[^\s]")
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
 
 def _bounds(data: TokenArray, text_split: str) -> Ints:
-    """Where documents begin, in bytes, and the end of the last."""
-    starts = [0]
+    """Where documents begin, in bytes, and the end of the last; a byte-order mark is part of none."""
+    begin = len(BOM_UTF8) if data[: len(BOM_UTF8)].tobytes() == BOM_UTF8 else 0
+    starts = [begin]
     if text_split == "blank_line":
         view = memoryview(data)  # type: ignore[arg-type]
-        first = re.search(rb"[^\s]", view)
+        first = NO_SPACE.search(view, begin)
         ends = (match.end() for match in BLANK_LINES.finditer(view))
         starts += [end for end in ends if end < len(data) and first is not None and end > first.start()]
     return np.array([*starts, len(data)], dtype=np.int64)

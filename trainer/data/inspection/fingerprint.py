@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from trainer.data.formats.registry import files_of
 from trainer.data.streams.layout import Stream
@@ -21,6 +21,8 @@ from trainer.errors import UserError
 from trainer.wording import few
 
 FINGERPRINT_KEY = "data"  # in a checkpoint's state.json
+EVAL: Final = "eval/"
+"""Before the name of a validation set in a fingerprint; names of sources have no slash."""
 BLOCK_BYTES = 4096
 # Blocks of a file: as many as keep all files within the total, which 50,000 files with two blocks each use up (400 MB).
 FEWEST_BLOCKS, MOST_BLOCKS, TOTAL_BLOCKS = 2, 16, 100_000
@@ -134,18 +136,21 @@ class DataChange:
 
     Args:
         tokenizer: whether the tokenizer.json differs.
-        sources: the sources that differ. A source that only one side has is not a change: blends may grow.
+        sources: the sources that differ. One that is new is not a change: blends may grow.
+        removed: names of sources that there are no more.
     """
 
     tokenizer: bool = False
     sources: Mapping[str, SourceChange] = field(default_factory=dict)
+    removed: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return self.tokenizer or bool(self.sources)
+        return self.tokenizer or bool(self.sources or self.removed)
 
     def __str__(self) -> str:
         parts = ["the tokenizer.json changed"] if self.tokenizer else []
-        return "; ".join([*parts, *(f"source {name}: {change}" for name, change in self.sources.items())])
+        parts += [f"source {name}: {change}" for name, change in self.sources.items()]
+        return "; ".join([*parts, *(f"source {name}: not in the config" for name in self.removed)])
 
 
 def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
@@ -153,6 +158,8 @@ def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
     sources = {}
     for name in saved.sources.keys() & now.sources.keys():
         before, after = saved.sources[name], now.sources[name]
+        if not before or not after:  # not files, or never read
+            continue
         change = SourceChange(
             changed=[path for path in after if path in before and not _agree(before[path], after[path])],
             missing=[path for path in before if path not in after],
@@ -160,7 +167,8 @@ def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
         )
         if change != SourceChange():
             sources[name] = change
-    return DataChange(not _agree(saved.tokenizer, now.tokenizer), dict(sorted(sources.items())))
+    removed = sorted(name for name in saved.sources.keys() - now.sources.keys() if not name.startswith(EVAL))
+    return DataChange(not _agree(saved.tokenizer, now.tokenizer), dict(sorted(sources.items())), removed)
 
 
 def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:

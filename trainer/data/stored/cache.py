@@ -17,7 +17,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from trainer.wording import counted
 logger = get_logger(__name__)
 ENTRY = "entry.json"
 THREADS, ATTEMPTS, FIRST_WAIT_SEC = 8, 5, 1.0
-POLL_SEC = 0.2
+POLL_SEC, HEAD_START_SEC = 0.2, 5.0
 
 
 @dataclass(frozen=True)
@@ -88,24 +88,56 @@ class Cache:
                 raise UserError(storage.url, f"has the key {name!r}, which cannot be a file", "rename it")
         listing = {name: [file.size, file.version] for name, file in sorted(files.items())}
         key = hashlib.sha256(json.dumps([storage.url, listing]).encode()).hexdigest()[:24]
-        place = self.directory / key
         last = storage.url.rpartition("/")[2]
-        target = place / "files" / (last if last not in ("", ".", "..") else "root")
+        target = self.directory / key / "files" / (last if last not in ("", ".", "..") else "root")
+        return self.hold(
+            key,
+            target,
+            is_whole=lambda: _is_whole(target.parents[1], target, listing),
+            make=lambda: self._make(storage, files, listing, target.parents[1], target),
+            waiting=f"waiting for another process that downloads {storage.url}",
+        )
+
+    def hold(
+        self,
+        key: str,
+        target: Path,
+        *,
+        is_whole: Callable[[], bool],
+        make: Callable[[], None],
+        waiting: str,
+        is_first: bool = True,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Snapshot:
+        """What lies under a key, made unless it is whole: one process makes it, others wait for that.
+
+        Args:
+            target: the directory, below that of the key.
+            waiting: what to say when it is waited for.
+            is_first: False: leave it to another process to begin, for some seconds.
+            on_wait: called now and then.
+
+        Raises:
+            UserError: the directory cannot be written; whatever `make` raises.
+        """
+        place = self.directory / key
+        others_until = time.monotonic() + (0.0 if is_first else HEAD_START_SEC)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = open_plain(self.directory / f"{key}.lock", "ab")
             is_new = has_said = False
             # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost in between.
-            while not (_try(lock, fcntl.LOCK_SH) and _is_whole(place, target, listing)):
-                if _try(lock, fcntl.LOCK_EX):
-                    if not _is_whole(place, target, listing):
-                        self._make(storage, files, listing, place, target)
+            while not (_try(lock, fcntl.LOCK_SH) and is_whole()):
+                if time.monotonic() >= others_until and _try(lock, fcntl.LOCK_EX):
+                    if not is_whole():
+                        make()
                         is_new = True
                     continue
                 fcntl.flock(lock, fcntl.LOCK_UN)  # two that both have it shared would wait for each other
                 if not has_said:
-                    logger.info("waiting for another process that downloads %s", storage.url)
+                    logger.info("%s", waiting)
                 has_said = True
+                on_wait()
                 time.sleep(POLL_SEC * random.uniform(0.5, 1.5))
             os.utime(place / ENTRY)
         except OSError as error:
@@ -125,10 +157,10 @@ class Cache:
         (place / ENTRY).unlink(missing_ok=True)
         shutil.rmtree(place / ".parts", ignore_errors=True)
         (place / ".parts").mkdir(parents=True)
-        with self._alone():
+        with self.alone():
             write_json(place / "plan.json", {"url": storage.url, "bytes": size})
             missing = self._link_unchanged(storage.url, listing, target)
-            self._make_room(storage.url, size, sum(files[name].size for name in missing), place)
+            self.make_room(storage.url, size, sum(files[name].size for name in missing), place)
         started = time.monotonic()
         num_bytes = sum(files[name].size for name in missing)
         if missing:
@@ -164,7 +196,7 @@ class Cache:
                     missing.discard(name)
         return sorted(missing)
 
-    def _make_room(self, url: str, size: int, to_download: int, place: Path) -> None:
+    def make_room(self, url: str, size: int, to_download: int, place: Path) -> None:
         """Delete the least recently used copies that nobody uses, as far as needed.
 
         Raises:
@@ -215,7 +247,7 @@ class Cache:
         return True
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Held while room is counted and made."""
         with open_plain(self.directory / "room.lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -30,6 +30,14 @@ def _matches(pattern: str) -> Iterator[str]:
             yield from _matches(os.path.join(glob.escape(directory), *rest))
 
 
+def named_directory(path: str) -> str:
+    """The directory that a file lies in, or that a glob searches: what comes before its first part with a wildcard."""
+    parts = path.split(os.sep)
+    is_glob = not os.path.isfile(path)
+    fixed = next((i for i, part in enumerate(parts[:-1]) if is_glob and glob.has_magic(part)), len(parts) - 1)
+    return os.sep.join(parts[:fixed]) or (os.sep if path.startswith(os.sep) else os.curdir)
+
+
 def directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
     """`base` and all directories below it, each once; directories before links to them."""
     seen: set[tuple[int, int]] = set()

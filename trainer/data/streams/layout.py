@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.data.formats.registry import check_format, index_suffixes, suffixes
-from trainer.data.streams.globs import files_below, find_files
+from trainer.data.streams.globs import files_below, find_files, named_directory
 from trainer.data.streams.unread import (
     IGNORED,
     ignored,
@@ -36,12 +36,16 @@ class Stream:
         relative_path: its permanent name (part of group ids): relative to the root under NESTED, the path as given under
             DIRECT.
         modality: its label, printable: metric keys and tables hold it.
+        root: the directory it was looked for in: under DIRECT, the one that its path or glob names.
+        tokens: its documents, tokenized already, as `NAME.bin` with `NAME.idx` beside it; empty if there are none.
     """
 
     stream_id: int
     path: str
     relative_path: str
     modality: str
+    root: str = ""
+    tokens: str = ""
 
 
 def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
@@ -84,12 +88,12 @@ def _none(problem: str, skipped: Sequence[str], unknown: Sequence[str]) -> str:
     return f"{problem} (it {said})" if said else problem
 
 
-def _numbered(found: list[tuple[str, str, str]]) -> list[Stream]:
-    """Streams from (relative path, path, modality), sorted by relative path, in the same order on every machine."""
+def _numbered(found: list[tuple[str, str, str, str]]) -> list[Stream]:
+    """Streams from (relative path, path, modality, root), sorted by relative path, in the same order on every machine."""
     here = os.getcwd()  # which the user's code may leave before a stream is opened
     return [
-        Stream(i, os.path.join(here, path), relative, modality)
-        for i, (relative, path, modality) in enumerate(sorted(found))
+        Stream(i, os.path.join(here, path), relative, *others)
+        for i, (relative, path, *others) in enumerate(sorted(found))
     ]
 
 
@@ -117,7 +121,7 @@ def discover_nested(
     modality_paths = {printable(d.name): d for d in sorted(base.iterdir()) if d.is_dir()}
     present = [name for name in modality_paths if not name.startswith(IGNORED)]
     skipped = [name for name in modality_paths if modalities is None and name not in present]
-    found: list[tuple[str, str, str]] = []
+    found: list[tuple[str, str, str, str]] = []
     unknown: list[str] = []
     for modality in present if modalities is None else sorted(set(modalities)):
         if modality not in present:
@@ -133,7 +137,7 @@ def discover_nested(
             raise UserError(str(base / modality), problem, f"known extensions: {' '.join(suffixes())}")
         skipped += marked
         kept = [path for path in files if not path.name.startswith(IGNORED)]
-        found += [(path.relative_to(base).as_posix(), str(path), modality) for path in kept]
+        found += [(path.relative_to(base).as_posix(), str(path), modality, str(base)) for path in kept]
     if not found:
         raise _no_stream(base, format, skipped, unknown)
     warn(root, skipped=skipped, unknown=unknown)
@@ -162,7 +166,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         UserError: no such format; a path or glob that matches nothing.
     """
     check_format(format)
-    found: dict[str, tuple[str, str, str]] = {}
+    found: dict[str, tuple[str, str, str, str]] = {}
     skipped: list[str] = []
     unknown: list[str] = []
     for given in paths:
@@ -180,7 +184,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             raise _nothing_named(str(given), text, skipped, unknown)
         for match in matches:
             label = printable(os.path.basename(os.path.dirname(os.path.abspath(match))))
-            found[match] = (Path(match).as_posix(), match, label)
+            found.setdefault(match, (Path(match).as_posix(), match, label, named_directory(text)))
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
     left_out, not_read = ([name for name in names if name not in found] for names in (skipped, unknown))

@@ -35,7 +35,7 @@ class OpenStream:
         Raises:
             UserError: the file is shorter.
         """
-        size = _size(self.stream.path)
+        size = _size(self.stream.tokens or self.stream.path)
         if size is not None and size < self.num_bytes:
             problem = f"was cut from {self.num_bytes} to {size} bytes during the run"
             raise UserError(printable(self.stream.path), problem, "put the file back, and resume")
@@ -71,8 +71,11 @@ def open_stream(stream: Stream, *, format: str, options: ReadOptions, cut: CutOp
     Raises:
         UserError: the file is unreadable or damaged.
     """
-    num_bytes = _size(stream.path) or 0  # before it is read, so that nothing is cut off unseen
-    documents = load_documents(stream.path, format, options)
+    path = stream.tokens or stream.path
+    if stream.tokens:
+        format, options = "megatron", ReadOptions(options.tokenizer)
+    num_bytes = _size(path) or 0  # before it is read, so that nothing is cut off unseen
+    documents = load_documents(path, format, options)
     kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
     groups = build_groups(
         documents.lengths,

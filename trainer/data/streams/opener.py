@@ -42,7 +42,11 @@ class StreamOpener:
             UserError: the file is unreadable or damaged.
         """
         self.current = stream
-        opened = open_stream(stream, format=self._format, options=self._options, cut=self._cut)
+        try:
+            opened = open_stream(stream, format=self._format, options=self._options, cut=self._cut)
+        except UserError as error:
+            error.where = f"source {self._cut.namespace}"
+            raise
         self._num_documents[stream] = opened.documents.num_documents
         if self._lacks_eod(stream, opened.documents):
             self._without_eod[stream.relative_path] = len(opened.documents.tokens)

@@ -120,17 +120,28 @@ def _largest_drop(blocks: Sequence[float]) -> tuple[float, float, float]:
 
 
 def check_data_bound(run: RunRecord) -> Outcome:
-    """The share of step time spent waiting for data."""
+    """The share of step time spent waiting for data; the first rows, in which files are opened, are told apart."""
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
     if len(waits) < MIN_ROWS:
         return not_yet(f"needs {MIN_ROWS} rows after warm-up, has {len(waits)}")
     share = waits.total / max(times.total, 1e-12)
     words = f"{share:.1%} of the logged step time was spent waiting for data"
+    first = [value for step, value in zip(*run.column(DATA_TIME), strict=True) if step < waits.steps[0]]
+    if sum(first) > DATA_SHARE * (times.total + sum(first)):
+        words += f", without {number_text(sum(first))} s before step {waits.steps[0]}, while the data was opened"
     if share <= DATA_SHARE:
         return healthy(words)
     if _seconds(times) < MIN_SECONDS:
         return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
-    return finding(words, evidence=[waits.evidence(waits.largest(6))], knob=more_prefetch(run))
+    evidence = [waits.evidence(waits.largest(6))]
+    typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
+    if typical <= DATA_SHARE / 3:
+        return finding(f"{words}, in single steps", evidence=evidence, knob=more_prefetch(run))
+    faster = "files on a faster disk, or less work for each batch"
+    if str(run.setting("data.tokenizer", "")).endswith(".json"):
+        faster = f"files that train data tokenize made, {faster}"
+    words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
+    return finding(words, evidence=evidence, knob=Knob("data.source", None, faster))
 
 
 def check_straggler(run: RunRecord) -> Outcome:
@@ -177,8 +188,9 @@ RULES = (
         name="data_bound",
         needs=(DATA_TIME, STEP_TIME),
         threshold=f"waiting for data takes more than {DATA_SHARE:.0%} of the logged step time, over {MIN_SECONDS:g} s or more",
-        why="With a prefetch thread the wait is close to 0 until loading is slower than computing.",
-        knob="`data.prefetch`: twice as many",
+        why="With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps where "
+        "single steps wait; where the typical step does, only faster reading helps. What the first rows waited is told apart.",
+        knob="the data: tokenized ahead (`train data tokenize`), on a faster disk; where single steps wait, `data.prefetch`",
         severity="warning",
         check=check_data_bound,
     ),

@@ -228,6 +228,8 @@
     });
     if (chart.style === "area") take([...totals.keys()], [...totals.values()].map(() => 0), [...totals.values()]);
     if (low > high) return null;
+    // Of times, the first step may take as long as a hundred others: the whole run is shown without it, a zoom with it.
+    if (chart.top !== null && !state.range) high = Math.min(high, chart.top);
     // A distant reference would flatten the curves; its value is in the legend.
     const [least, most] = [low, high];
     for (const { value, run } of chart.references) {

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from trainer.data.blending.blend import BlendDataset
+from trainer.data.blending.sources import ALL_RANKS, parts_of, without_sources
 from trainer.data.inspection.fingerprint import (
+    EVAL,
     FINGERPRINT_KEY,
     DataChange,
     Fingerprint,
@@ -31,8 +33,6 @@ from trainer.training.setup.sources import Source
 from trainer.wording import counted, few
 
 logger = get_logger(__name__)
-EVAL: Final = "eval/"
-"""Before the name of a validation set in a fingerprint; names of sources have no slash."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,13 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     for rank, found in enumerate(gather_from_ranks(own, world_size=info.world_size)):
         marks[rank :: info.world_size] = found
     tokenizer = marks.pop() if len(files) > len(names) else ""
-    marked: dict[str, dict[str, str]] = {name: {} for name, source in sources.items() if source.streams}
+    marked: dict[str, dict[str, str]] = {name: {} for name in sources}
     for (name, path), mark in zip(names, marks, strict=True):
         marked[name][path] = mark
+    for name in [name for name, source in sources.items() if source.is_off]:
+        logger.info("source %s has weight 0: nothing of it is read", name)
+        if before is not None:  # it may be read again
+            marked[name] = dict(before.sources.get(name, {}))
     with raise_on_all_ranks(world_size=info.world_size):
         # A run would find them only when it comes to read them, hours later perhaps.
         empty = [path for (_, path), mark in zip(names, marks, strict=True) if mark.startswith("0:")]
@@ -101,20 +105,33 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     change = compare(before, now)
     with raise_on_all_ranks(world_size=info.world_size):
         if change and not policy.accept_change:
-            problem = f"the data changed since the checkpoint was saved: {change}"
-            fix = "put the data back, or add --accept-data-change to read these streams from the beginning"
-            raise UserError("--resume", problem, fix)
+            raise _refusal(change)
     if policy.verify_whole and not has_contents(before):
         logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
-    if policy.accept_change and not change:
+    if policy.accept_change:
+        _say_accepted(change)
+    return DataCheck(keep_contents(before, now), before, change)
+
+
+def _refusal(change: DataChange) -> UserError:
+    fix = "put the data back, or add --accept-data-change to read these streams from the beginning"
+    if change.removed:
+        fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
+        fix += ", or add --accept-data-change to continue without it"
+    return UserError("--resume", f"the data changed since the checkpoint was saved: {change}", fix)
+
+
+def _say_accepted(change: DataChange) -> None:
+    if not change:
         logger.info("--accept-data-change: no data changed: every stream continues")
+    for name in change.removed:
+        logger.warning("--accept-data-change: source %s: continuing without it, since the config lacks it", name)
     for name, each in change.sources.items():
         if name.startswith(EVAL):
             text = (
                 "--accept-data-change: validation set %s: %s; its figures from here on do not compare with earlier ones"
             )
             logger.warning(text, name.removeprefix(EVAL), each)
-    return DataCheck(keep_contents(before, now), before, change)
 
 
 def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
@@ -139,6 +156,8 @@ def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tup
     names: list[tuple[str, str]] = []
     files: list[list[Path]] = []
     for name, source in sources.items():
+        if source.is_off:
+            continue
         names += [(name, stream.relative_path) for stream in source.streams]
         files += stream_files(source.streams, source.table.format)
     return names, [*files, [Path(tokenizer)]] if tokenizer.endswith(".json") else files
@@ -149,12 +168,12 @@ def restart_changed(
 ) -> list[dict[str, Any]]:
     """The blend's states of all saving ranks, so that changed streams are read from their beginning; say so."""
     assert check.saved is not None
-    rewritten = [{**state, "sources": list(state["sources"]), "ended": list(state["ended"])} for state in states]
+    rewritten = [without_sources(state, check.change.removed) for state in states]
     for source in dataset.sources:
         before = check.saved.sources.get(source.name)
         if (
             before is None
-            or source.name not in states[0]["names"]
+            or source.name not in rewritten[0]["names"]
             or not isinstance(source.dataset, StreamMixingDataset)
         ):
             continue
@@ -163,10 +182,10 @@ def restart_changed(
         changed = list(now) if check.change.tokenizer else [] if change is None else change.changed
         if change is None and not changed:
             continue
-        index = list(states[0]["names"]).index(source.name)
-        parts = restart_streams([state["sources"][index] for state in states], list(before), source.dataset, changed)
-        for state, part in zip(rewritten, parts, strict=True):
-            state["sources"][index], state["ended"][index] = part, False
+        index = rewritten[0]["names"].index(source.name)
+        parts = restart_streams(parts_of(rewritten, index), list(before), source.dataset, changed)
+        for state in rewritten:
+            state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
         _say(source.name, changed, change.missing if change else [], change.new if change else [])
     return rewritten
 

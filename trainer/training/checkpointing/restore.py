@@ -91,10 +91,10 @@ def restore(
         with loading(path, "generators"):
             set_generator_states(own["generators"], device)
     with loading(path, "data cursors"):
+        blends = [part["data"] for part in parts]
         if data.change:
-            state.dataset.load_state_dict(restart_changed([part["data"] for part in parts], state.dataset, data))
-        else:
-            state.dataset.load_state_dict([part["data"] for part in parts] if own is None else own["data"])
+            blends = restart_changed(blends, state.dataset, data)
+        state.dataset.load_state_dict(blends if own is None else blends[info.rank])
         position = Position.of(state, saved["step"])
     _place(position, saved, config)
     if own is not None:

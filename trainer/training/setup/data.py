@@ -10,12 +10,13 @@ import torch
 
 from trainer.config.rules import largest_batch, mixing_of
 from trainer.data.blending.blend import BlendDataset, BlendSource
+from trainer.data.blending.sources import UnreadSource
 from trainer.data.loader import Loader
 from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.import_path import resolve_target
+from trainer.import_path import format_error, resolve_target
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
@@ -77,8 +78,10 @@ def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
     """
     blended = []
     for source in plan.sources:
-        if source.table.target is None:
-            dataset: Any = make_dataset(plan, source, info, is_holdout=False)
+        if source.is_off:
+            dataset: Any = UnreadSource()
+        elif source.table.target is None:
+            dataset = make_dataset(plan, source, info, is_holdout=False)
         else:
             dataset = _make_target(plan, source, info)
         blended.append(BlendSource(source.name, dataset, source.weight))
@@ -108,6 +111,10 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
         raise UserError(
             key, f"cannot be called with {', '.join(given)} and the keys of args: {error}", "see its signature"
         ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(key, f"fails: {format_error(error)}", "fix it there") from error
     if not hasattr(dataset, "__iter__"):
         raise UserError(
             key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts"
@@ -125,7 +132,7 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device) -> list[EvalSet]
     if not table.every:
         return []
     if table.holdout_fraction > 0:
-        own = [source for source in plan.sources if source.table.target is None]
+        own = [source for source in plan.sources if source.streams]
         datasets = [make_dataset(plan, source, info, is_holdout=True) for source in own]
         sets.append(_eval_set("", datasets, table.batches, device))
     for each, source in zip(table.source, plan.eval_sources, strict=True):

@@ -228,10 +228,10 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
 def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
     """Refuse batch sizes for modalities that no stream has: they would change nothing.
 
-    Data of the user's own, by `target`, have no streams, and no say in this.
+    Data of the user's own, by `target`, have no streams, and no say in this; nor has data that is gone.
     """
     sources = [source for source in sources if source.table.target is None]
-    if not sources:
+    if not sources or any(source.is_off for source in sources):
         return
     everywhere = sorted({stream.modality for source in sources for stream in source.streams})
     asked = [("data.mixing", config.data.mixing.batch_size_by_modality, everywhere)]

@@ -76,7 +76,7 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
     """Modalities of a root that no source reads, which may have been added since, and files in no modality's directory."""
     readers: dict[str, list[SourceTable]] = {}
     for source in (*sources, *eval_sources):
-        if source.table.root is not None and not is_url(source.table.root):
+        if source.streams and source.table.root is not None and not is_url(source.table.root):
             readers.setdefault(os.path.realpath(source.table.root), []).append(source.table)
     for tables in readers.values():
         root = str(tables[0].root)

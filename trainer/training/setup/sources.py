@@ -33,9 +33,16 @@ class Source:
     table: SourceTable
     weight: WeightSpec
     streams: list[Stream]
-    """Empty for a target."""
+    """Empty for a target; of weight 0, perhaps too."""
     copies: tuple[Snapshot, ...] = ()
     """Local copies of what URLs name; they stay while this exists."""
+    tokens: Snapshot | None = None
+    """What its streams' `tokens` lie in, likewise."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether its weight is 0 from beginning to end: nothing of it is read."""
+        return is_off(self.weight)
 
     @property
     def concentration(self) -> float:
@@ -118,7 +125,7 @@ def _collect(
         weight = compose_weights(outer, own, path_a=f"the weight of {prefix.rstrip('.')}", path_b=f"{name}.weight")
         if table.include is None:
             file = str(path) if prefix else ""  # of the config itself, `located` knows the line
-            leaves.append(Source(name, table, weight, *_streams(table, f"source {name}", cache, file=file)))
+            leaves.append(Source(name, table, weight, *_found(table, name, weight, cache, file)))
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
@@ -134,6 +141,23 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
     return ConstantWeight(float(weight), path)
 
 
+def is_off(weight: WeightSpec) -> bool:
+    """Whether a weight is 0 from beginning to end."""
+    return weight.zero_intervals() == [(0, None)]
+
+
+def _found(
+    table: SourceTable, name: str, weight: WeightSpec, cache: Cache, file: str
+) -> tuple[list[Stream], tuple[Snapshot, ...]]:
+    """As `_streams`; of a source that is off, nothing where its data is gone."""
+    try:
+        return _streams(table, f"source {name}", cache, file=file)
+    except UserError:
+        if not is_off(weight):
+            raise
+        return [], ()
+
+
 def refuse_missing_roots(config: RunConfig) -> None:
     """Refuse a root that does not exist, the most common typing mistake, before any rank starts.
 
@@ -142,7 +166,7 @@ def refuse_missing_roots(config: RunConfig) -> None:
     """
     cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
     for table in config.data.source:
-        if _has_no_root(table):
+        if _has_no_root(table) and not is_off(weight_spec(table.weight, "weight")):
             _streams(table, f"source {table.name}", cache)
 
 
