@@ -252,7 +252,7 @@ weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 20 = 1.0 }}
     run_dir = tmp_path / "run"
     done = run("--config", config, "--run-dir", run_dir, "--steps", 4, "--stdout", "off", cwd=tmp_path.parent)
     assert done.returncode == 0, done.stderr
-    origin = open_origin(run_dir, find_checkpoint(run_dir, None), num_ranks=None)
+    origin = open_origin(run_dir, find_checkpoint(run_dir, None), num_ranks=None, trust_code=True)
     # The next step is 5: 3 - 2 * 5 / 20.
     weights = {source.name: source.weight for source in origin.config.data.source}
     assert weights == {"first": pytest.approx(2.5), "outer.in": pytest.approx(2 * 2.5)}

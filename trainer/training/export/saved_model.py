@@ -95,14 +95,15 @@ def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: boo
     """
     for key, path in () if trusted else _named_code(config.model_dump()):
         if not tables or key.partition(".")[0] in tables:
-            problem = f"the config in {place} names code: {path}"
+            what = "includes a file, which may name code" if key.endswith("include") else "names code"
+            problem = f"the config in {place} {what}: {path}"
             raise UserError(
                 key, problem, "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
             )
 
 
 def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, import path) of all that is imported, or includes a file that may name more."""
+    """(key, name) of all code that is imported, and of included files, which may name some."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
         place = f"{key}.{name}" if key else str(name)
