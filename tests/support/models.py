@@ -88,8 +88,3 @@ class Layered(DropoutModel):
 def layered(vocab_size: int, dim: int, num_layers: int, cuts_off: bool = False, multiplier: float = 1.0) -> Layered:
     """For `[model] target`."""
     return Layered(vocab_size, dim, num_layers, cuts_off=cuts_off, multiplier=multiplier)
-
-
-def enormous_rate(step: int, **_: object) -> float:
-    """A scheduler after which no weight is finite; a config's own rate is bounded."""
-    return 1e38
