@@ -206,7 +206,7 @@ class OptimizerTable(Table):
     """Import path of one's own: called with parameter groups, lr and the keys of args; it replaces name."""
     args: Args = {}
     """Keyword arguments of target."""
-    lr: PositiveFactor = 1e-3
+    lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3  # within float32: a rate may be chosen to diverge
     """Peak learning rate. muon scales its updates to the size of adamw's, so that one rate fits both."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """adamw: decay rates of the moving averages of the gradient and of its square."""
