@@ -167,7 +167,7 @@ class Odd:
 BAD = [None, 10**400, "text", [1.0], torch.zeros(3), 1 + 2j, Odd(), Moments(*[1.0] * 6), (1.0, 2.0, 3.0), (1.0, None)]
 
 
-@pytest.mark.parametrize("bad", BAD, ids=repr)
+@pytest.mark.parametrize("bad", BAD)
 def test_a_bad_value_costs_its_key_alone(bad: object, capsys: pytest.CaptureFixture[str]) -> None:
     guard = BestEffort("reduction")
     keys = ("lr", "blend/ended_sources", "stream_mixing/refill/exhaust_events", "my/own")
