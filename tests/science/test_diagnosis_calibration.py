@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.healthy_runs import SECONDS_PER_RUN, WORLD_SIZES, make_healthy_runs
 from tests.support.injected_faults import FAULTS, Fault, detected_after
 from tests.support.metric_streams import healthy_scenario, write_run
 from tests.support.real_runs import REAL_RUNS
@@ -23,12 +26,15 @@ THIN_SEED = 3
 FAULT_NAMES = [f"{fault.rule}: {fault.what}" for fault in FAULTS]
 
 
-def false_alarms(seeds: range, directory: Path) -> list[str]:
-    found = []
-    for seed in seeds:
-        diagnosis = diagnose(load_run(write_run(healthy_scenario(seed), directory / f"run-{seed}")))
-        found += [f"seed {seed}: {ruling.rule.name}: {ruling.outcome.sentence}" for ruling in diagnosis.findings]
-    return found
+def synthetic_runs(seeds: range, directory: Path, **changes: Any) -> list[Path]:
+    return [write_run(healthy_scenario(seed, **changes), directory / f"run-{seed}") for seed in seeds]
+
+
+def false_alarms(runs: Iterable[Path]) -> list[str]:
+    diagnoses = [diagnose(load_run(run)) for run in runs]
+    return [
+        f"{found.run.name}: {each.rule.name}: {each.outcome.sentence}" for found in diagnoses for each in found.findings
+    ]
 
 
 def assert_found_in_time(fault: Fault, seed: int, directory: Path) -> None:
@@ -42,7 +48,13 @@ def test_every_rule_has_a_fault() -> None:
 
 
 def test_a_few_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
-    assert false_alarms(range(6), tmp_path) == []
+    assert false_alarms(synthetic_runs(range(6), tmp_path)) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_few_short_real_runs_raise_no_alarm(world_size: int, tmp_path: Path) -> None:
+    assert false_alarms(make_healthy_runs(tmp_path, world_size, range(2))) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=FAULT_NAMES)
@@ -53,9 +65,12 @@ def test_a_fault_is_found_in_time(fault: Fault, tmp_path: Path) -> None:
 def test_the_table_in_the_docs_keeps_the_promises() -> None:
     table = json.loads((ROOT / "docs" / "diagnosis_calibration.json").read_text(encoding="utf-8"))
     real = table["real"]["runs"]
-    assert table["healthy"]["runs"] >= HEALTHY_RUNS
+    for world_size in WORLD_SIZES:
+        for found in (table["synthetic"][str(world_size)], table["short"][str(world_size)]):
+            assert found["runs"] >= HEALTHY_RUNS
+            assert len(found["false_alarms"]) <= 1
     assert len(real) >= 5
-    assert len(table["healthy"]["false_alarms"]) + sum(len(run["false_alarms"]) for run in real) <= 1
+    assert sum(len(run["false_alarms"]) for run in real) <= 1
     assert [(row["rule"], row["what"]) for row in table["faults"]] == [(fault.rule, fault.what) for fault in FAULTS]
     for row in table["faults"]:
         assert row["runs"] >= RUNS_PER_FAULT
@@ -64,8 +79,18 @@ def test_the_table_in_the_docs_keeps_the_promises() -> None:
 
 
 @pytest.mark.slow
-def test_healthy_runs_raise_at_most_one_alarm_in_all(tmp_path: Path) -> None:
-    alarms = false_alarms(range(HEALTHY_RUNS), tmp_path)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_healthy_runs_raise_at_most_one_alarm_in_all(world_size: int, tmp_path: Path) -> None:
+    alarms = false_alarms(synthetic_runs(range(HEALTHY_RUNS), tmp_path, world_size=world_size))
+    assert len(alarms) <= 1, alarms
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(SECONDS_PER_RUN * HEALTHY_RUNS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_short_real_runs_raise_at_most_one_alarm_in_all(world_size: int, tmp_path: Path) -> None:
+    alarms = false_alarms(make_healthy_runs(tmp_path, world_size, range(HEALTHY_RUNS)))
     assert len(alarms) <= 1, alarms
 
 

@@ -399,7 +399,7 @@ FAULTS = (
         is_real=True,
     ),
     Fault("non_finite", "a NaN loss", _rows(_nan), ONSET, 5),
-    Fault("loss_spikes", "one to three losses that give back what was learnt", _rows(_spike), ONSET, 5),
+    Fault("loss_spikes", "one to three losses that give back what was learnt", _rows(_spike, log_interval=2), ONSET, 5),
     Fault("loss_spikes", "a loss that rises to several times the first", _rows(_diverge), 0, 25),
     Fault(
         "throughput_regression",

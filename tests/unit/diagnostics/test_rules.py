@@ -550,11 +550,24 @@ def test_a_spike_undoes_a_share_of_the_improvement(rise: float, verdict: str) ->
 
 def test_a_spike_in_a_loss_that_falls_steeply_is_found() -> None:
     losses = [6.0 / (1 + i / 10) + 0.01 * math.sin(i * i) for i in range(40)]
-    losses[22] += 2.0
+    losses[32] += 2.0
     outcome = check("loss_spikes", make_run({"loss": losses}))
     assert outcome.verdict == "finding"
-    assert 23 in outcome.evidence[0].steps
-    assert "23" in outcome.sentence
+    assert 33 in outcome.evidence[0].steps
+    assert "33" in outcome.sentence
+
+
+@pytest.mark.parametrize(("rise", "verdict"), [(3.0, "healthy"), (6.0, "finding")])
+def test_the_first_batch_of_a_rare_source_in_a_short_run_is_no_spike(rise: float, verdict: str) -> None:
+    """It is no worse than the untrained model was, while a spike may be."""
+    losses = [6.0 / (1 + i / 10) + 0.01 * math.sin(i * i) for i in range(30)]
+    losses[22] += rise
+    assert check("loss_spikes", make_run({"loss": losses})).verdict == verdict
+
+
+def test_a_source_that_returns_every_hundred_rows_is_no_spike() -> None:
+    losses = [6.0 if i < 5 else (4.0 if i % 100 == 25 else 2.0) + 0.02 * math.sin(i * i) for i in range(400)]
+    assert check("loss_spikes", make_run({"loss": losses})).verdict == "healthy"
 
 
 def test_a_spike_between_two_rows_is_found_by_its_flag_unless_flags_return() -> None:
@@ -570,6 +583,7 @@ def test_a_spike_between_two_rows_is_found_by_its_flag_unless_flags_return() -> 
     outcome = flagged(30)
     assert outcome.verdict == "finding"
     assert "1 flagged between two rows" in outcome.sentence
+    assert flagged(20).verdict == "healthy", "a source that is read for the first time"
     assert flagged(*range(4, 40, 4)).verdict == "healthy"
     assert flagged(30, every=1).verdict == "healthy", "the row's own loss says more than the flag"
 

@@ -37,7 +37,9 @@ REJECTED = "non_finite_steps"
 FLAG = "loss_spike"
 WINDOW = 32
 CENTER = 9
+FAR_WINDOW = 128
 MIN_BEFORE = 16
+MIN_HISTORY = 30
 SIGMAS = 10.0
 RANGES = 1.5
 GIVEN_BACK = 0.2
@@ -84,6 +86,7 @@ def check_loss_spikes(run: RunRecord) -> Outcome:
     flagged = {step for step in flags.at(flags.positive).steps if step - before.get(step, step) > 1}
     if len(flagged) > max(1, MAX_FLAGGED * len(flags)):
         flagged = set()
+    flagged &= {*loss.steps[MIN_HISTORY:]}
     if len(loss) <= MIN_BEFORE and not flagged:
         return not_yet(f"needs {MIN_BEFORE + 1} logged losses, has {len(loss)}")
     hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
@@ -125,10 +128,11 @@ def find_spikes(values: Iterable[float]) -> list[int]:
 
     The distance of a value from the median of the values before it must exceed four limits; see the threshold of the rule.
     The largest distance before it accounts for a blend of sources with different losses, the share of the total improvement
-    for a rare source.
+    for a rare source. The first batches of a source, or of a hard document, are as bad as those of the untrained model:
+    until `MIN_HISTORY` values may have shown such, only what is worse than the first value counts.
     """
     before: deque[float] = deque(maxlen=WINDOW)
-    distances: deque[float] = deque(maxlen=WINDOW)
+    distances: deque[float] = deque(maxlen=FAR_WINDOW)
     found: list[int] = []
     first: float | None = None
     in_a_row = 0
@@ -140,6 +144,7 @@ def find_spikes(values: Iterable[float]) -> list[int]:
         distance = value - center
         is_spike = (
             len(before) >= MIN_BEFORE
+            and (index >= MIN_HISTORY or value > first)
             and distance > max(MIN_RISE, RANGES * max(distances), GIVEN_BACK * (first - center))
             and distance > SIGMAS * noise(before)
         )
@@ -170,17 +175,17 @@ RULES = (
         needs=(LOSS,),
         uses=(FLAG,),
         threshold=f"a spike: above the median of the {CENTER} rows before by each of: {SIGMAS:g} deviations (of second "
-        f"differences), {RANGES:g} times the largest such distance in {WINDOW} rows, {GIVEN_BACK:.0%} of the "
-        f"improvement, {MIN_RISE} nats (as for all that follows); or flagged between two rows, in one row or "
-        f"at most {MAX_FLAGGED:.0%} of them. A divergence, which is an error, from {MIN_ROWS} rows on: each of "
-        f"the last rows (a quarter, {END_ROWS[0]} to {END_ROWS[1]}) is {DOUBLED:g} times the first; or, from "
+        f"differences), {RANGES:g} times the largest such distance in {FAR_WINDOW} rows, {GIVEN_BACK:.0%} of the "
+        f"improvement, {MIN_RISE} nats (as for all that follows), and in the first {MIN_HISTORY} rows above the first; or "
+        f"flagged between two later rows, in one row or at most {MAX_FLAGGED:.0%} of them. A divergence, which is an "
+        f"error, from {MIN_ROWS} rows on: each of the last rows (a quarter, {END_ROWS[0]} to {END_ROWS[1]}) is {DOUBLED:g} times the first; or, from "
         f"{MANY_ROWS} rows on, their median is {END_RISE:.0%} and {END_SIGMAS:g} deviations above the first, "
         "and each is nearer to it than to the first. A rise that came back: within the first half, two rows "
         f"in a row {BUMP:g} times the first, or one {LONE_BUMP:g} times, and {BUMP_SIGMAS:g} deviations above "
         "it, while the second half is nearer to the first row",
         why="The distances adapt to the run: a blend of sources with different losses is given room, and a rare "
-        "source is not a spike. The first row is that of the record, after a resume too, and a single one "
-        "that noise or a source may make low: the last rows must agree, and must be far above it. A warm-up "
+        "source is not a spike, nor is a source that is read for the first time. The first row is that of the record, "
+        "after a resume too, and a single one that noise or a source may make low: the last rows must agree, and must be far above it. A warm-up "
         "moves the loss by less, and so does most of a change of shares; one that moves it by more reads as a "
         "divergence. A first loss of 0 or less has no multiples, and only spikes are looked for.",
         knob="`optimizer.lr`: half; or, for a spike, the batches of that step",
