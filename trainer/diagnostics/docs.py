@@ -65,10 +65,10 @@ _CALIBRATION_HEAD = """\
 Measured by `python scripts/calibrate_diagnosis.py`. Synthetic runs use real components where that is cheap:
 `StreamMixingDataset` and `BlendDataset` mix their streams, `Ledger` keeps their states, and `NoiseScaleAverage` estimates their
 noise scale from random gradients. Losses and times are random, with heavy tails. The seed determines the settings (readers,
-micro-batches, sources, log interval, batching mode). Real runs are the trainer itself on small corpora: 20 to 60 steps with settings
-drawn by the seed (open and closed pools, packing, several cells per gradient, sources of unlike difficulty), and 120 steps of each
-family; the faults of layers are real runs of 40. Runs of 120 and 40 steps are not judged by the rules about speed: a shared machine is
-slow at times, and reporting that is not a false alarm.
+micro-batches, sources, log interval, batching mode). Real runs are the trainer itself on small corpora: 20 to 60 steps with
+settings drawn by the seed (open and closed pools, packing, several cells per gradient, sources of unlike difficulty), and 120
+steps of each family. The faults of layers are real runs of 40 steps. Runs of 120 and 40 steps are not judged by the rules about
+speed: a shared machine is slow at times, and reporting that is not a false alarm.
 """
 
 

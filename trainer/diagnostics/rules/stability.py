@@ -177,17 +177,17 @@ RULES = (
         threshold=f"a spike: above the median of the {CENTER} rows before by each of: {SIGMAS:g} deviations (of second "
         f"differences), {RANGES:g} times the largest such distance in {FAR_WINDOW} rows, {GIVEN_BACK:.0%} of the "
         f"improvement, {MIN_RISE} nats (as for all that follows), and in the first {MIN_HISTORY} rows above the first; or "
-        f"flagged between two later rows, in one row or at most {MAX_FLAGGED:.0%} of them. A divergence, which is an "
-        f"error, from {MIN_ROWS} rows on: each of the last rows (a quarter, {END_ROWS[0]} to {END_ROWS[1]}) is {DOUBLED:g} times the first; or, from "
-        f"{MANY_ROWS} rows on, their median is {END_RISE:.0%} and {END_SIGMAS:g} deviations above the first, "
-        "and each is nearer to it than to the first. A rise that came back: within the first half, two rows "
+        f"flagged between two later rows, in one row or at most {MAX_FLAGGED:.0%} of them. A divergence, which is an error, "
+        f"from {MIN_ROWS} rows on: each of the last rows (a quarter, {END_ROWS[0]} to {END_ROWS[1]}) is {DOUBLED:g} times "
+        f"the first; or, from {MANY_ROWS} rows on, their median is {END_RISE:.0%} and {END_SIGMAS:g} deviations above the "
+        "first, and each is nearer to it than to the first. A rise that came back: within the first half, two rows "
         f"in a row {BUMP:g} times the first, or one {LONE_BUMP:g} times, and {BUMP_SIGMAS:g} deviations above "
         "it, while the second half is nearer to the first row",
         why="The distances adapt to the run: a blend of sources with different losses is given room, and a rare "
-        "source is not a spike, nor is a source that is read for the first time. The first row is that of the record, "
-        "after a resume too, and a single one that noise or a source may make low: the last rows must agree, and must be far above it. A warm-up "
-        "moves the loss by less, and so does most of a change of shares; one that moves it by more reads as a "
-        "divergence. A first loss of 0 or less has no multiples, and only spikes are looked for.",
+        "source is not a spike, nor is one that is read for the first time. The first row is that of the record, after a "
+        "resume too, and a single one that noise or a source may make low: the last rows must agree, and must be far above "
+        "it. A warm-up moves the loss by less, and so does most of a change of shares; one that moves it by more reads as "
+        "a divergence. A first loss of 0 or less has no multiples, and only spikes are looked for.",
         knob="`optimizer.lr`: half; or, for a spike, the batches of that step",
         severity="warning",
         check=check_loss_spikes,
