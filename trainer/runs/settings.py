@@ -15,6 +15,8 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
     trained no step changed nothing.
     """
     changes = [_changes(restart.details.get("changed")) for restart in run.restarts]
+    if not any(changes):
+        return {}
     attempts = run.train.attempts
     last, reached = len(run.restarts), run.status.get("last_step")
     if last and isinstance(reached, int) and reached > run.restarts[-1].global_step:
