@@ -54,7 +54,7 @@ def test_a_few_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_few_short_real_runs_raise_no_alarm(world_size: int, tmp_path: Path) -> None:
-    assert false_alarms(make_healthy_runs(tmp_path, world_size, range(2))) == []
+    assert false_alarms(make_healthy_runs(tmp_path, world_size, range(2)), but=SPEED_RULES) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=FAULT_NAMES)
@@ -90,7 +90,7 @@ def test_healthy_runs_raise_at_most_one_alarm_in_all(world_size: int, tmp_path: 
 @pytest.mark.timeout(SECONDS_PER_RUN * HEALTHY_RUNS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_short_real_runs_raise_at_most_one_alarm_in_all(world_size: int, tmp_path: Path) -> None:
-    alarms = false_alarms(make_healthy_runs(tmp_path, world_size, range(HEALTHY_RUNS)))
+    alarms = false_alarms(make_healthy_runs(tmp_path, world_size, range(HEALTHY_RUNS)), but=SPEED_RULES)
     assert len(alarms) <= 1, alarms
 
 
