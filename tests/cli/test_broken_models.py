@@ -286,7 +286,7 @@ def test_packed_rows_are_refused_for_a_model_without_resets(check):
     ended = check(model(GOOD), "data.pack=true")
     assert ended.returncode == 2
     assert ended.stderr.startswith(
-        "data.pack: documents share a row, and broken_model:build takes no resets, which keep them "
+        "--set data.pack=true: data.pack: documents share a row, and broken_model:build takes no resets, which keep them "
     )
     assert ended.stderr.count("\n") == 1
 

@@ -236,15 +236,20 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     ]
 
 
+def _strict(value: Any) -> Any:
+    """A value as strict JSON has it, which has neither nan nor inf; by step if it is."""
+    if isinstance(value, dict):
+        return {step: _strict(each) for step, each in value.items()}
+    return json.loads(json.dumps(value, default=str), parse_constant=str)
+
+
 def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """(key, its value in each run) for settings that differ; None where a run does not have the key.
 
     For the keys see `recorded_settings`. A value that a resume changed is a mapping, as in `settings_by_step`.
     """
-    flat = []
-    for run in runs:
-        settings = json.dumps({**recorded_settings(run.config, run.environment), **settings_by_step(run)}, default=str)
-        flat.append(json.loads(settings, parse_constant=str))  # strict JSON has neither nan nor inf
+    settings = [{**recorded_settings(run.config, run.environment), **settings_by_step(run)} for run in runs]
+    flat = [{key: _strict(value) for key, value in one.items()} for one in settings]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [one.get(key) for one in flat]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
