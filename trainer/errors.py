@@ -6,6 +6,8 @@ prints it once, on rank 0, without a traceback, and exits with code 2.
 
 from __future__ import annotations
 
+import os
+import re
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ class UserError(Exception):
         where: file and line (`x.toml:14`), empty if the mistake is not in a file or the key is the file.
 
     `str()` gives the message on one line: `x.toml:14: data.mixing.num_active: must be >= 1, got 0; set it to ...`.
-    Names in it may come from anywhere: the line is `printable`.
+    Names in it may come from anywhere: the line is `printable`. Paths in the working directory are shown relative to it.
     """
 
     speaker: int | None = None
@@ -44,7 +46,7 @@ class UserError(Exception):
         """The message on one line."""
         head = f"{self.where}: {self.key}" if self.where else self.key
         tail = f"; {self.fix}" if self.fix else ""
-        return printable(f"{head}: {self.problem}{tail}")
+        return printable(_relative(f"{head}: {self.problem}{tail}"))
 
 
 class UserErrors(UserError):
@@ -62,3 +64,11 @@ class UserErrors(UserError):
     def message(self) -> str:
         """All messages, one per line."""
         return "\n".join(error.message for error in self.errors)
+
+
+def _relative(text: str) -> str:
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except FileNotFoundError:  # somebody has removed it
+        return text
+    return re.sub(rf"(?<![^\s\"'(=,:]){re.escape(here)}(?=[^\s/])", "", text)

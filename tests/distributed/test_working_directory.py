@@ -138,9 +138,9 @@ def test_other_verbs_read_and_write_where_they_were_started(project):
     refused, _ = ended(project, "check", "--config", "x.toml", "--set", "optimizer.group=[{match='none'}]", code=2)
     assert refused.stderr.splitlines()[-1].startswith("--set optimizer.group=[{match='none'}]: optimizer.group")
     ended(project, "doctor", "--model", "leaving:build")
-    ended(project, "eval", "run")
-    ended(project, "sample", "run", "--bytes", "4")
+    ended(project, "eval", "run", "--trust-code")
+    ended(project, "sample", "run", "--bytes", "4", "--trust-code")
     assert ended(project, "export", "run", "--out", "exported")[1] == ["exported"]
-    ended(project, "sample", "exported", "--bytes", "4")
+    ended(project, "sample", "exported", "--bytes", "4", "--trust-code")
     weights = ("--set", "model.weights=exported/model.safetensors", "--run-dir", "warm")
     assert ended(project, "--config", "x.toml", *weights)[1] == ["warm"]

@@ -92,8 +92,8 @@ def _numbered(found: list[tuple[str, str, str, str]]) -> list[Stream]:
     """Streams from (relative path, path, modality, root), sorted by relative path, in the same order on every machine."""
     here = os.getcwd()  # which the user's code may leave before a stream is opened
     return [
-        Stream(i, os.path.join(here, path), relative, *others)
-        for i, (relative, path, *others) in enumerate(sorted(found))
+        Stream(i, os.path.join(here, path), relative, modality, os.path.join(here, root))
+        for i, (relative, path, modality, root) in enumerate(sorted(found))
     ]
 
 
