@@ -36,10 +36,13 @@ def test_a_run_whose_ranks_all_wait_for_data_ends_and_says_what_it_was_reading(t
     for rank in range(world_size):
         log = (run_dir / "logs" / f"rank_{rank:03d}.log").read_text()
         assert "stalling_data.py" in log.split(f"stacks of rank {rank}:")[1]
-    who, where = "the only rank" if world_size == 1 else "all ranks", "the loader's thread" if prefetch else "the step"
+    who, where = (
+        "the only rank waits" if world_size == 1 else "all ranks wait",
+        "the loader's thread" if prefetch else "the step",
+    )
     Injected(
         5,
-        f"{who} waits in {where} for data that never come ({how})",
+        f"{who} in {where} for data that never come ({how})",
         1,
         "steps since the last checkpoint",
         "ended within the timeout; status.json has phase, step and source, the logs all stacks",
