@@ -9,7 +9,7 @@ A checkpoint is a directory `checkpoints/step_00000100/`:
     COMPLETE                JSON: bytes and SHA-256 of every other file; written last, and what makes the checkpoint exist
 
 All is written to `.tmp_step_...` first, synced to disk, renamed, and only then marked. Nothing in it is a pickle, so a
-checkpoint cannot run code; those of format 1, which are still read, are read with torch's `weights_only`.
+checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from trainer.files import (
     write_json,
 )
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing import former
 from trainer.training.checkpointing.saved_state import problem_of
 from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
 from trainer.training.checkpointing.tree import unpack
 from trainer.wording import counted
 
-FORMAT_VERSION, FORMER_VERSION = 2, 1
+FORMAT_VERSION = 2
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 LATEST = "latest"
@@ -117,27 +116,19 @@ def write_part(path: Path, part: Part) -> None:
             file.write(piece.view(torch.uint8).numpy().data)
 
 
-def is_former(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint with this state.json is of format 1."""
-    return bool(state.get("format_version", FORMER_VERSION) == FORMER_VERSION)
-
-
-def read_rank(path: Path, rank: int, *, former_format: bool = False) -> dict[str, Any]:
+def read_rank(path: Path, rank: int) -> dict[str, Any]:
     """What a rank of a checkpoint wrote; the states of its ledger are read when they are used.
 
     Raises:
         CheckpointError: a file is damaged; or there are not as many states as it says.
     """
     try:
-        if former_format:
-            part = former.read_former(path / former.rank_file(rank))
-        else:
-            files = TensorFiles([path / rank_file(rank)])
-            part = unpack(files.values, files.read)
+        files = TensorFiles([path / rank_file(rank)])
+        part: dict[str, Any] = unpack(files.values, files.read)
     except (DamagedFile, ValueError) as error:
         raise CheckpointError(str(error)) from None
     ledger = part.get("ledger", {})
-    if "rows" not in ledger and ledger:  # earlier versions kept the states here
+    if ledger:
         size = {"count": len(ledger["groups"]), "width": ledger["width"], "dtype": ledger["dtype"]}
         ledger["rows"] = _map_rows(path / rows_file(rank), **size)
     return part
@@ -234,7 +225,7 @@ def verify(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no marker, another format, or a missing, truncated or changed file.
     """
-    files, _ = _listed_files(path)
+    files = _listed_files(path)
     for name, expected in files.items():
         try:
             found = _fingerprint(path / name)
@@ -246,10 +237,7 @@ def verify(path: Path) -> dict[str, Any]:
     world_size = state["world_size"]
     # No more names than there are files, whatever number the state holds.
     expected_ranks = range(min(world_size, len(files)))
-    if is_former(state):
-        needed = {former.MODEL_FILE, *map(former.rank_file, expected_ranks)}
-    else:
-        needed = {*map(model_file, state["model_files"]), *map(rank_file, expected_ranks)}
+    needed = {*map(model_file, state["model_files"]), *map(rank_file, expected_ranks)}
     if files.keys() & (rows := {rows_file(rank) for rank in expected_ranks}):
         needed |= rows
     missing = sorted(needed - files.keys())
@@ -264,7 +252,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, it is no JSON object, or it holds what cannot be.
     """
-    files, version = _listed_files(path)
+    files = _listed_files(path)
     if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
     try:
@@ -277,13 +265,11 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged")
     if (problem := problem_of(state)) is not None:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}")
-    if is_former(state) != (version == FORMER_VERSION) or not (is_former(state) or state.get("model_files")):
-        raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of another format than {MARKER} says")
     return state
 
 
-def _listed_files(path: Path) -> tuple[dict[str, Any], int]:
-    """(name -> fingerprint, version of the format), as the marker has it."""
+def _listed_files(path: Path) -> dict[str, Any]:
+    """Name -> fingerprint, as the marker has it."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
         files = {str(name): expected for name, expected in marker["files"].items()}
@@ -292,13 +278,12 @@ def _listed_files(path: Path) -> tuple[dict[str, Any], int]:
         raise CheckpointError(f"{path}: is not complete ({MARKER}: {error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path / MARKER}: is damaged") from None
-    if version not in (FORMER_VERSION, FORMAT_VERSION):
-        versions = f"{FORMER_VERSION} and {FORMAT_VERSION}"
-        raise CheckpointError(f"{path}: has format version {version}, this program reads {versions}")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: has format version {version}, this program reads {FORMAT_VERSION}")
     for name in files:
         if Path(name).name != name:
             raise CheckpointError(f"{path / MARKER}: lists {name!r}, which is no file of the checkpoint")
-    return files, version
+    return files
 
 
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:

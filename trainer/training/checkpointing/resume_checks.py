@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.compare import flatten
-from trainer.config.schema import FORMER_REFERENCE, RunConfig
+from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.storage import is_url
@@ -65,7 +65,7 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     Raises:
         UserError: keys differ that the saved state does not fit.
     """
-    before, now = _renamed(flatten(saved)), flatten(config.model_dump(mode="json"))
+    before, now = flatten(saved), flatten(config.model_dump(mode="json"))
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
     # A key that the saved config lacks is newer than the checkpoint: it was made with what is the default now.
     unchanged = now.keys() - before.keys() - chosen.keys()
@@ -79,8 +79,3 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     for key in changed:
         if key in SAID or not key.startswith(SILENT):
             logger.warning("resuming with another config: %s: %r -> %r", key, before.get(key), now.get(key))
-
-
-def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an earlier version as today's."""
-    return {key: None if (key, value) == ("model.target", FORMER_REFERENCE) else value for key, value in saved.items()}
