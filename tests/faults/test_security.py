@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.checkpoints import sign, write_former
+from tests.support.checkpoints import sign
 from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, make_config, whole_run
 from tests.support.ranks import Ranks
@@ -57,22 +57,16 @@ def untouched(tmp_path_factory):
 @pytest.mark.parametrize(
     ("plant", "name"),
     [
-        (as_plain_pickle, "model.pt"),
-        (as_plain_pickle, "rank_001.pt"),
-        (as_zip_of_torch, "model.pt"),
-        (as_zip_of_torch, "rank_001.pt"),
         (as_plain_pickle, "model_000.safetensors"),
         (as_plain_pickle, "rank_001.safetensors"),
+        (as_zip_of_torch, "model_000.safetensors"),
     ],
 )
 def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, plant, name):
     config, whole = untouched
     run_dir, proof = tmp_path / "run", tmp_path / "proof"
     checkpoint = run_dir / "checkpoints" / "step_00000005"
-    if name.endswith(".pt"):  # format 1, which is still read
-        write_former(whole / "checkpoints" / "step_00000005", checkpoint)
-    else:
-        shutil.copytree(whole, run_dir, symlinks=True)
+    shutil.copytree(whole, run_dir, symlinks=True)
     plant(checkpoint / name, proof)
     # The plant works: plain unpickling runs it.
     data = (checkpoint / name).read_bytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,36 +53,3 @@ def sign(path: Path) -> None:
     marker = json.loads((path / files.MARKER).read_text())
     marker["files"] = {name: files._fingerprint(path / name) for name in marker["files"]}
     (path / files.MARKER).write_text(json.dumps(marker))
-
-
-def write_former(source: Path, path: Path) -> None:
-    """Write a checkpoint with AdamW, without groups of its own, again as format 1 had it."""
-    path.mkdir(parents=True)
-    of_source = weights(source)
-    matrices = [name for name in model_content(source)["optimizer"] if of_source[name].ndim >= 2]
-    vectors = [name for name in model_content(source)["optimizer"] if of_source[name].ndim < 2]
-    torch.save(former_content(source, parts={"": [*matrices, *vectors]}), path / "model.pt")
-    state = json.loads((source / files.STATE_FILE).read_text())
-    for rank in range(state["world_size"]):
-        torch.save(file_content(source / files.rank_file(rank)), path / f"rank_{rank:03d}.pt")
-        (path / files.rows_file(rank)).write_bytes((source / files.rows_file(rank)).read_bytes())
-    del state["model_files"]
-    (path / files.STATE_FILE).write_text(json.dumps({**state, "format_version": 1}))
-    listed = {file.name: files._fingerprint(file) for file in path.iterdir()}
-    marker = {"format_version": 1, "step": state["step"], "files": listed}
-    (path / files.MARKER).write_text(json.dumps(marker))
-
-
-def former_content(path: Path, *, parts: Mapping[str, list[str]]) -> dict[str, Any]:
-    """What version 1 would have saved of a checkpoint's model: the optimizer's state by number.
-
-    Args:
-        parts: names of the parameters in the optimizer's order, by its parts.
-    """
-    new = model_content(path)
-    optimizer: dict[str, Any] = {}
-    for part, names in parts.items():
-        state = {number: new["optimizer"][name] for number, name in enumerate(names) if name in new["optimizer"]}
-        own = {"state": state, "param_groups": [{"params": list(range(len(names)))}]}
-        optimizer = own if not part else {**optimizer, part: own}
-    return {"model": new["model"], "optimizer": optimizer, "scaler": new["scaler"]}

@@ -37,8 +37,8 @@ class BranchBatch:
 
 def micro_batches_in_force(config: RunConfig, saved: Mapping[str, Any]) -> int:
     """Micro-batches per step and rank of the step that a checkpoint was saved after."""
-    in_force, _ = saved.get("micro_batches", (0, 0))
-    return in_force or config.micro_batches.first  # a checkpoint from before batches could grow
+    in_force, _ = saved["micro_batches"]
+    return in_force or config.micro_batches.first
 
 
 def row_sizes(config: RunConfig) -> list[int]:

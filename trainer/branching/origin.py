@@ -138,17 +138,12 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None, trust_code:
         trust_code: import the code that its config names.
 
     Raises:
-        UserError: the checkpoint is damaged or of format 1; the data are gone; the learning rate there is zero; or
-            its config names code.
+        UserError: the checkpoint is damaged; the data are gone; the learning rate there is zero; or its config names code.
     """
     try:
         saved = checkpoint.verify(path)
     except CheckpointError as error:
         raise UserError("--at", str(error), "choose another checkpoint") from None
-    if checkpoint.is_former(saved):
-        raise UserError(
-            "--at", f"{path} is of format 1", "resume the run, which saves today's format, and branch there"
-        )
     step, world_size = saved["step"], saved["world_size"]
     config = _config_of(saved, path)
     refuse_code(config, path, trusted=trust_code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from trainer.config.base import (
     PLAIN_NAME,
@@ -82,10 +82,6 @@ class TrainTable(Table):
         return self
 
 
-FORMER_REFERENCE = "trainer.model:build"
-"""The target that configs named before families had names."""
-
-
 class ModelTable(Table):
     """`[model]`: the model to train."""
 
@@ -108,11 +104,6 @@ class ModelTable(Table):
     contract: bool = True
     """Check a model of your own against its contract before a run, which calls copies of it some hundred times. false: for
     a forward that does more than compute, such as count its calls in a global variable."""
-
-    @field_validator("target", mode="after")
-    @classmethod
-    def _is_not_the_reference(cls, target: str | None) -> str | None:
-        return None if target == FORMER_REFERENCE else target
 
     @model_validator(mode="after")
     def _is_one_model(self) -> ModelTable:

@@ -115,15 +115,13 @@ def batch_sizes(run: RunRecord) -> list[int]:
 
 
 def has_own_model(run: RunRecord) -> bool:
-    """Whether the model is the user's; configs of old runs name the reference model as a target."""
-    return run.setting("model.target") not in (None, "trainer.model:build")
+    """Whether the model is the user's."""
+    return run.setting("model.target") is not None
 
 
 def state_bytes(run: RunRecord) -> int | None:
     """Bytes of the recurrent state of one group; None without a state, and for records that do not say it."""
     width = run.environment.get("state_width")
-    if width is None and not has_own_model(run):  # a record from before it was written down, and before other families
-        width = int(run.setting("model.dim", 0)) * int(run.setting("model.num_layers", 0))
     return (width or 0) * (2 if run.setting("ledger.dtype") == "bfloat16" else 4) or None
 
 

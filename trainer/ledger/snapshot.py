@@ -133,7 +133,7 @@ def _fill_anew(
 
 def _restore_rows(slab: Slab, slots: Ints, shard: Shard, places: Ints) -> None:
     """Copy the rows at `places` of a shard into `slots`."""
-    rows, is_valid = shard["rows"], _valid(shard)
+    rows, is_valid = shard["rows"], shard["valid"]
     for piece in slab.pieces(slots.size):
         chosen = torch.from_numpy(places[piece])
         slab.restore(slots[piece], rows[chosen], is_valid[chosen])
@@ -155,9 +155,3 @@ def _joined_evicted(
 def _evicted(shard: Shard) -> list[tuple[int, Evicted]]:
     columns = (shard[key].tolist() for key in ("evicted_groups", "evicted_modes", "evicted_steps"))
     return [(group, (EVICTION_MODES[mode], step)) for group, mode, step in zip(*columns, strict=True)]
-
-
-def _valid(shard: Shard) -> Tensor:
-    """Which rows are states; checkpoints from before the flags hold nothing else."""
-    valid: Tensor = shard.get("valid", torch.ones(len(shard["groups"]), dtype=torch.bool))
-    return valid

@@ -350,7 +350,7 @@ class MetricsTracker:
         """Continue from a saved state."""
         self._tokens_seen = state["tokens_seen"]
         for name, average in self._smoothed.items():
-            average.load(state["smoothed"].get(name))  # checkpoints of earlier versions have no tokens
+            average.load(state["smoothed"][name])
 
     def close(self) -> None:
         """Close the sinks, each of them even if one fails; the failure is raised then."""

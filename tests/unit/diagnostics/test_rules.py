@@ -33,7 +33,7 @@ MIXING = {"num_streams_mixed": 4, "pick_mode": "weighted", "batching_mode": "per
 CONFIG = {
     "train": {"micro_batches": 2},
     "data": {"mixing": MIXING, "prefetch": 2},
-    "model": {"target": "trainer.model:build", "dim": 1024, "num_layers": 4},
+    "model": {"family": "rglru", "dim": 1024, "num_layers": 4},
     "ledger": {"capacity": 64, "stale_threshold": 5, "wipe_mode": "lru"},
     "optimizer": {"lr": 1e-3},
     "checkpoint": {"every": 40},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from tests.support.checkpoints import weights, write_former
-from tests.support.ranks import checkpoint_differences, differences
-from tests.support.runs import ROOT, read_rows, run, write_tiny_config
+from tests.support.checkpoints import weights
+from tests.support.ranks import differences
+from tests.support.runs import ROOT, run, write_tiny_config
 from trainer.errors import UserError
-from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
 from trainer.training.checkpointing.tree import pack, unpack
 
@@ -146,43 +144,8 @@ def test_torchs_own_reader_reads_the_same_tensors(trained, tmp_path):
     assert all(torch.equal(given[f"model.{name}"], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_checkpoint_of_format_1_is_gone_on_with(trained, tmp_path, strategy):
-    """As earlier versions wrote it: model.pt and rank_000.pt, by torch.save."""
-    config, folder = trained
-    source = folder / "whole" / "checkpoints" / "step_00000004"
-    path = tmp_path / "old" / "checkpoints" / "step_00000004"
-    write_former(source, path)
-    assert files.verify(path)["step"] == 4
-    runs = {}
-    for name, start in (("old", path.parent.parent), ("new", folder / "whole")):
-        run_dir = tmp_path / f"on-{name}"
-        (run_dir / "checkpoints").mkdir(parents=True)
-        (run_dir / "checkpoints" / path.name).symlink_to((start / "checkpoints" / path.name).resolve())
-        options = ("--set", f'distributed.strategy="{strategy}"', "--resume", "auto", "--steps", 7)
-        done = run("--config", config, "--run-dir", run_dir, *options, nproc=2)
-        assert done.returncode == 0, done.stderr
-        runs[name] = run_dir
-    assert checkpoint_differences(*(each / "checkpoints" / "step_00000007" for each in runs.values())) == []
-    assert len(read_rows(runs["old"] / "metrics.jsonl")) == 3
-
-
-@pytest.mark.distributed
-def test_a_file_of_format_1_beside_one_of_format_2_is_not_read(trained, tmp_path):
-    """Nobody vouches for it: the marker does not list it."""
-    _, folder = trained
-    path = tmp_path / "checkpoints" / "step_00000004"
-    shutil.copytree(folder / "whole" / "checkpoints" / "step_00000004", path)
-    before = weights(path)
-    for name in ("model.pt", "rank_000.pt"):
-        torch.save({"model": {key: value + 1 for key, value in before.items()}}, path / name)
-    assert all(torch.equal(value, before[name]) for name, value in weights(path).items())
-    assert "ledger" in files.read_rank(path, 0)
-
-
-def test_nothing_but_the_former_format_reads_what_could_be_a_pickle():
-    """Every module of the package: no pickle is imported, and torch.load is called once, with weights_only."""
+def test_nothing_reads_what_could_be_a_pickle():
+    """Every module of the package: no pickle is imported, and neither torch.load nor a pickle of numpy."""
     found = []
     for path in sorted((ROOT / "trainer").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -198,12 +161,10 @@ def test_nothing_but_the_former_format_reads_what_could_be_a_pickle():
             ):
                 keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 is_numpys = not ast.unparse(node.func).startswith(("torch", "dcp"))
-                safe = keywords.get("weights_only") == "True" or (
-                    is_numpys and keywords.get("allow_pickle", "False") != "True"
-                )
+                safe = is_numpys and keywords.get("allow_pickle", "False") != "True"
                 found.append(f"{path.name}: {'safe' if safe else 'unsafe'} {ast.unparse(node.func)}")
-    assert "former.py: safe torch.load" in found
-    assert all(": safe np.load" in each for each in found if not each.startswith("former.py"))
+    assert found
+    assert all(": safe np.load" in each for each in found)
 
 
 def test_values_are_bit_for_bit_what_they_were(tmp_path):

@@ -19,9 +19,8 @@ from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import CheckpointError, TensorPart
-from trainer.training.checkpointing.former import read_former
 from trainer.training.checkpointing.resume_checks import check_config
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows
+from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles
 from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, resume_command
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
@@ -160,7 +159,7 @@ def test_a_pickle_in_a_checkpoint_is_not_run(tmp_path):
     (tmp_path / "b.pt").write_bytes(pickle.dumps(Malice()))
     for name in ("a.pt", "b.pt"):
         with pytest.raises(DamagedFile, match=name):
-            read_former(tmp_path / name)
+            TensorFiles([tmp_path / name])
     assert not (tmp_path / "pwned").exists()
 
 

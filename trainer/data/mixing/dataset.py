@@ -296,7 +296,6 @@ class StreamMixingDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         mixing_state.check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
-        self._keep_deal(own["version"])
         self._pool = ActivePool(self.modalities, self._pick_mode, self._guard)
         self._has_no_cells = False
         self._exhaust_events = 0
@@ -316,17 +315,6 @@ class StreamMixingDataset:
         self._pool.restore(state["observed"])
         self._has_no_cells = state["is_barren"]
         self._batch_index = state["batch_index"]
-
-    def _keep_deal(self, version: int) -> None:
-        """Deal streams to ranks as the saved state does: who reads a group must not change while it is read."""
-        if version < mixing_state.VERSION and self._world_size > 1 and self._rank == 0:
-            text = (
-                "%s: the checkpoint is from a version that gives streams of few groups to the same ranks, and is continued "
-                "so; only a new run balances its ranks"
-            )
-            logger.warning(text, self.name)
-        self._fixed_state["version"] = version
-        self._queue.deal_as(version)
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         if not self._shared and len(states) != states[0]["world_size"]:

@@ -76,18 +76,12 @@ class ReshardPoint:
 @dataclass(frozen=True)
 class QueueKey:
     """Determines the order of streams, together with the epoch (one queue for all ranks, or one per rank), and which
-    slice of a stream each rank reads.
-
-    Args:
-        in_turns: deal the slices of each stream beginning at another rank; False: slice i to rank i, as states of
-            version 2 were dealt.
-    """
+    slice of a stream each rank reads."""
 
     name: str
     seed: int
     num_streams: int
     shared: bool
-    in_turns: bool = True
 
     def permutation(self, epoch: int, rank: int, part: int) -> Ints:
         """A shuffled order of all streams; `part` is the number of reshard points before it. int64 [num_streams]."""
@@ -103,8 +97,6 @@ class QueueKey:
         follow the order of names. It must not depend on the epoch: ranks that pick alone are in different epochs, and
         two ranks must never read the same group at once.
         """
-        if not self.in_turns:
-            return [0] * self.num_streams
         turns: list[int] = keyed_generator("turns", self.name, self.seed).permutation(self.num_streams).tolist()
         return turns
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from trainer.data.keyed import keyed_generator
 from trainer.data.mixing.epochs import BatchSizes, EpochOrder, QueueKey, ReshardPoint
@@ -41,10 +40,6 @@ class ReaderQueue:
         self._rank, self._world_size = rank, world_size
         self.has_cells = False  # any stream opened so far has cells, for whatever rank
         self.begin_epoch(0, {})
-
-    def deal_as(self, version: int) -> None:
-        """Deal the slices as states of a version do; takes effect with the next epoch that begins or is loaded."""
-        self._key = replace(self._key, in_turns=version > 2)
 
     def begin_epoch(self, epoch: int, points: dict[int, list[ReshardPoint]], index: int = 0) -> None:
         """Go to an epoch.

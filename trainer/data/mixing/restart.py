@@ -33,8 +33,7 @@ def restart_streams(
     saved, fresh = states[0], dataset.state_dict()
     fingerprint = saved["fingerprint"]
     shared = fingerprint["batching_mode"] == "per_stream"
-    in_turns = saved["version"] > 2
-    old = QueueKey(fingerprint["namespace"], fingerprint["seed"], len(before), shared, in_turns)
+    old = QueueKey(fingerprint["namespace"], fingerprint["seed"], len(before), shared)
     new = replace(old, num_streams=len(dataset.streams))
     epoch, points = reshard(states, len(before), shared=shared)
     kept = {path: old for old, path in enumerate(before) if path not in restarted}

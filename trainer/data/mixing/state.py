@@ -17,8 +17,6 @@ from trainer.data.streams.open_stream import CutOptions
 from trainer.errors import UserError
 
 VERSION = 3
-"""3 deals the slices of each stream in turns; a run that began with 2 keeps dealing slice i to rank i."""
-READABLE = (2, 3)
 State = Mapping[str, Any]
 
 
@@ -47,7 +45,7 @@ def check_states(states: Sequence[State], own: State) -> None:
     if not states:
         raise UserError(name, "no data state to resume from", "give the states of all ranks, in rank order")
     for rank, state in enumerate(states):
-        if not isinstance(state, Mapping) or state.get("version") not in READABLE:
+        if not isinstance(state, Mapping) or state.get("version") != VERSION:
             problem = "the saved state is not one of a stream mixing dataset of this version"
             raise UserError(name, problem, "resume with the version that saved it")
         saved = state["fingerprint"]

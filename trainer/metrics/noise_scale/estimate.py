@@ -320,9 +320,8 @@ class NoiseScaleAverage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state exactly."""
-        # Checkpoints of earlier versions have neither.
-        self._history.load_state_dict(state.get("history", []))
-        self.components.load_state_dict(state.get("components", []))
+        self._history.load_state_dict(state["history"])
+        self.components.load_state_dict(state["components"])
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:

@@ -9,7 +9,7 @@ A checkpoint is a directory `checkpoints/step_00000100/`:
     COMPLETE                JSON: bytes and SHA-256 of every other file; written last, and what makes the checkpoint exist
 
 All is written to `.tmp_step_...` first, synced to disk, renamed, and only then marked. Nothing in it is a pickle, so a
-checkpoint cannot run code; those of format 1, which are still read, are read with torch's `weights_only`.
+checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ from trainer.files import (
     write_json,
 )
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing import former
 from trainer.training.checkpointing.saved_state import problem_of
 from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
 from trainer.training.checkpointing.tree import unpack
 from trainer.untrusted import is_file_name, open_plain, parse_json, read_bytes, read_json
 from trainer.wording import counted
 
-FORMAT_VERSION, FORMER_VERSION = 2, 1
+FORMAT_VERSION = 2
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 LATEST = "latest"
@@ -118,27 +117,19 @@ def write_part(path: Path, part: Part) -> None:
             file.write(piece.view(torch.uint8).numpy().data)
 
 
-def is_former(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint with this state.json is of format 1."""
-    return bool(state.get("format_version", FORMER_VERSION) == FORMER_VERSION)
-
-
-def read_rank(path: Path, rank: int, *, former_format: bool = False) -> dict[str, Any]:
+def read_rank(path: Path, rank: int) -> dict[str, Any]:
     """What a rank of a checkpoint wrote; the states of its ledger are read when they are used.
 
     Raises:
         CheckpointError: a file is damaged; or there are not as many states as it says.
     """
     try:
-        if former_format:
-            part = former.read_former(path / former.rank_file(rank))
-        else:
-            files = TensorFiles([path / rank_file(rank)])
-            part = unpack(files.values, files.read)
+        files = TensorFiles([path / rank_file(rank)])
+        part: dict[str, Any] = unpack(files.values, files.read)
     except (DamagedFile, ValueError) as error:
         raise CheckpointError(str(error)) from None
     ledger = part.get("ledger", {})
-    if "rows" not in ledger and ledger:  # earlier versions kept the states here
+    if ledger:
         size = {"count": len(ledger["groups"]), "width": ledger["width"], "dtype": ledger["dtype"]}
         ledger["rows"] = _map_rows(path / rows_file(rank), **size)
     return part
@@ -235,7 +226,7 @@ def verify(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no marker, another format, or a missing, truncated or changed file.
     """
-    files, _ = _listed_files(path)
+    files = _listed_files(path)
     for name, expected in files.items():
         try:
             found = _fingerprint(path / name)
@@ -247,10 +238,7 @@ def verify(path: Path) -> dict[str, Any]:
     world_size = state["world_size"]
     # No more names than there are files, whatever number the state holds.
     expected_ranks = range(min(world_size, len(files)))
-    if is_former(state):
-        needed = {former.MODEL_FILE, *map(former.rank_file, expected_ranks)}
-    else:
-        needed = {*map(model_file, state["model_files"]), *map(rank_file, expected_ranks)}
+    needed = {*map(model_file, state["model_files"]), *map(rank_file, expected_ranks)}
     if files.keys() & (rows := {rows_file(rank) for rank in expected_ranks}):
         needed |= rows
     missing = sorted(needed - files.keys())
@@ -265,7 +253,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, it is no JSON object, or it holds what cannot be.
     """
-    files, version = _listed_files(path)
+    files = _listed_files(path)
     if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
     try:
@@ -276,15 +264,13 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {error}") from None
     if (problem := problem_of(state)) is not None:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}")
-    if is_former(state) != (version == FORMER_VERSION) or not (is_former(state) or state.get("model_files")):
-        raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of another format than {MARKER} says")
     if (named := step_of(path.resolve())) not in (-1, state["step"]):
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}, not {named}")
     return state
 
 
-def _listed_files(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """(name -> fingerprint, version of the format), as the marker has it."""
+def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
+    """Name -> fingerprint, as the marker has it."""
     try:
         marker = read_bytes(path / MARKER)
     except OSError as error:
@@ -294,8 +280,8 @@ def _listed_files(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     return parse_marker(marker, path / MARKER)
 
 
-def parse_marker(marker: bytes, where: Path | str) -> tuple[dict[str, dict[str, Any]], int]:
-    """(file name -> `bytes` and `sha256`, version of the format).
+def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
+    """File name -> `bytes` and `sha256`.
 
     Raises:
         CheckpointError: it is damaged, of another version, or a name is not that of a file in the directory.
@@ -306,15 +292,14 @@ def parse_marker(marker: bytes, where: Path | str) -> tuple[dict[str, dict[str, 
         version, step = found["format_version"], found["step"]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise CheckpointError(f"{where}: is damaged") from None
-    if version not in (FORMER_VERSION, FORMAT_VERSION):
-        versions = f"{FORMER_VERSION} and {FORMAT_VERSION}"
-        raise CheckpointError(f"{where}: has format version {version}, this program reads {versions}")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{where}: has format version {version}, this program reads {FORMAT_VERSION}")
     if (named := step_of(Path(where).parent)) not in (-1, step):
         raise CheckpointError(f"{where}: is damaged: it is of step {step}, not {named}")
     for name in files:
         if not is_file_name(name) or name == MARKER:
             raise CheckpointError(f"{where}: lists {name!r}, which is no file of the checkpoint")
-    return files, version
+    return files
 
 
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:

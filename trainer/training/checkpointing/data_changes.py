@@ -137,11 +137,8 @@ def _say_accepted(change: DataChange) -> None:
 def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
     if saved is None:
         return None
-    if saved.get(FINGERPRINT_KEY) is None:  # in checkpoints from before there were fingerprints
-        logger.warning("the checkpoint has no fingerprint of the data: whether it changed cannot be verified")
-        return None
     try:
-        return Fingerprint.from_state(saved[FINGERPRINT_KEY])
+        return Fingerprint.from_state(saved.get(FINGERPRINT_KEY))
     except ValueError as error:
         raise UserError("--resume", f"the checkpoint is damaged: {error}", "use another checkpoint") from None
 

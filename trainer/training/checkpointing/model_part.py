@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +17,15 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.model.weights import tied_names
 from trainer.shards import as_shard, is_dtensor, own_part, own_range
-from trainer.training.checkpointing import former
-from trainer.training.checkpointing.checkpoint import TensorPart, is_former, model_file
+from trainer.training.checkpointing.checkpoint import TensorPart, model_file
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles
 from trainer.training.checkpointing.tree import pack, unpack
-from trainer.training.step.optimizer import load_named_state, named_state, parameters_by_part
+from trainer.training.step.optimizer import load_named_state, named_state
 from trainer.wording import few
 
 
 class OtherModel(Exception):
     """A checkpoint holds the tensors of another model; the message names them."""
-
-
-class Tensors(Protocol):
-    """Where tensors are read from."""
-
-    shapes: dict[str, tuple[int, ...]]
-    values: Any
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor."""
-        ...
-
-
-class _Whole:
-    """Tensors in memory."""
-
-    def __init__(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
-        self.values, self._tensors = values, tensors
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor."""
-        tensor = self._tensors[name]
-        return tensor[start:stop] if tensor.ndim else tensor
 
 
 def model_ranks(model: nn.Module) -> list[int]:
@@ -94,7 +69,7 @@ def model_part(
     return TensorPart(rows, {**values, "shared": shared}, shapes)
 
 
-def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> Tensors:
+def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> TensorFiles:
     """The tensors of a checkpoint.
 
     Args:
@@ -104,17 +79,12 @@ def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> Tensor
     Raises:
         DamagedFile: they cannot be read.
     """
-    if not is_former(state):
-        # The first has all names; of its own rows a rank then looks into its own file first.
-        order = sorted(state["model_files"], key=lambda number: (number != 0, number != rank, number))
-        return TensorFiles([path / model_file(number) for number in order])
-    whole = former.read_former(path / former.MODEL_FILE)
-    values, tensors = pack({"model": whole["model"]})
-    values["former"] = whole
-    return _Whole(values, tensors)
+    # The first has all names; of its own rows a rank then looks into its own file first.
+    order = sorted(state["model_files"], key=lambda number: (number != 0, number != rank, number))
+    return TensorFiles([path / model_file(number) for number in order])
 
 
-def whole_weights(tensors: Tensors) -> dict[str, Tensor]:
+def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
     """The model's `state_dict()`, whole, on the CPU; tensors alone.
 
     Raises:
@@ -127,7 +97,7 @@ def whole_weights(tensors: Tensors) -> dict[str, Tensor]:
     return found
 
 
-def load_weights_of(model: nn.Module, saved: Tensors) -> None:
+def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
     """Load the weights that this rank holds.
 
     Raises:
@@ -149,12 +119,11 @@ def load_weights_of(model: nn.Module, saved: Tensors) -> None:
     model.load_state_dict(given)
 
 
-def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: Tensors) -> list[str]:
+def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFiles) -> list[str]:
     names = {name for name in own if name not in shared}
     there = set(saved.values["model"])
     found = [f"{name} is not in it" for name in sorted(names - there)]
-    # Checkpoints of format 1 hold a shared tensor under every name.
-    found += [f"the model has no {name}" for name in sorted(there - names - shared.keys())]
+    found += [f"the model has no {name}" for name in sorted(there - names)]
     for name in sorted(names & there):
         shape = saved.shapes.get(f"model.{name}")
         if isinstance(own[name], Tensor) and shape != tuple(own[name].shape):
@@ -162,7 +131,7 @@ def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: Tensors) 
     return found
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Tensors) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: TensorFiles) -> None:
     """Load the optimizer's state that this rank holds, but not its settings, which are the config's.
 
     Raises:
@@ -170,12 +139,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
         DamagedFile: it cannot be read.
     """
     parameters = dict(model.named_parameters())
-    by_name = saved.values.get("optimizer")
-    if by_name is None:
-        parts = parameters_by_part(optimizer, model)
-        states = former.optimizer_by_name(saved.values["former"]["optimizer"], parts)
-        by_name, tensors = pack(states)
-        saved = _Whole({}, tensors)
+    by_name = saved.values["optimizer"]
     unknown = sorted(by_name.keys() - parameters.keys())
     if unknown:
         raise ValueError(f"it has a state of {few(unknown)}, which the model does not have")
@@ -183,13 +147,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
     load_named_state(optimizer, model, states)
 
 
-def scaler_state(saved: Tensors) -> dict[str, Any]:
+def scaler_state(saved: TensorFiles) -> dict[str, Any]:
     """The loss scaler's `state_dict()`."""
-    state: dict[str, Any] = saved.values.get("former", saved.values)["scaler"]
+    state: dict[str, Any] = saved.values["scaler"]
     return state
 
 
-def _read(saved: Tensors, name: str, *, like: Tensor) -> Tensor:
+def _read(saved: TensorFiles, name: str, *, like: Tensor) -> Tensor:
     """A tensor, or this rank's shard of it if it is sharded as `like` is."""
     if is_dtensor(like) and saved.shapes.get(name) == tuple(like.shape):
         return as_shard(saved.read(name, *own_range(like)), like)

@@ -99,21 +99,20 @@ def restore(
     _place(position, saved, config)
     if own is not None:
         with loading(path, "counts"):
-            # Absent in checkpoints from before it was kept.
-            position.load_counts(state, own.get("unlogged", {}))
+            position.load_counts(state, own["unlogged"])
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 
 
 def _place(position: Position, saved: Mapping[str, Any], config: RunConfig) -> None:
     """Put the position where the checkpoint was saved."""
-    position.reached = saved.get("reached", saved["step"])  # absent in checkpoints from before lengths in tokens
-    position.tokens_before, position.tokens = saved.get("tokens", [saved["tracker"]["tokens_seen"]] * 2)
-    if "micro_batches" in saved and (config.micro_batches.auto is None or _was_auto(saved)):
+    position.reached = saved["reached"]
+    position.tokens_before, position.tokens = saved["tokens"]
+    if config.micro_batches.auto is None or _was_auto(saved):
         position.micro_batches, position.micro_batches_since = saved["micro_batches"]
-    else:  # from before it was saved, or `auto` begins here
+    else:  # `auto` begins here
         position.micro_batches_since = position.step + 1
-    position.evaluation_is_due = saved.get("evaluation_is_due", False)
+    position.evaluation_is_due = saved["evaluation_is_due"]
 
 
 def _was_auto(saved: Mapping[str, Any]) -> bool:
@@ -126,9 +125,9 @@ def _read_parts(
     path: Path, saved: Mapping[str, Any], state: TrainState, info: RankInfo, *, needs_all: bool
 ) -> list[dict[str, Any]]:
     """The parts of all saving ranks; where this rank needs its own alone, that one in every place."""
-    world_size, former_format = saved["world_size"], files.is_former(saved)
+    world_size = saved["world_size"]
     if world_size == info.world_size and not needs_all:
-        own = files.read_rank(path, info.rank, former_format=former_format)
+        own = files.read_rank(path, info.rank)
         if state.ledger is None or own["ledger"]["ownership"] == state.ledger.ownership:
             return [own] * world_size
-    return [files.read_rank(path, rank, former_format=former_format) for rank in range(world_size)]
+    return [files.read_rank(path, rank) for rank in range(world_size)]

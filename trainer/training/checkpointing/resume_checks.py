@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trainer.config.compare import flatten, recorded_settings
-from trainer.config.schema import FORMER_REFERENCE, RunConfig
+from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.storage import is_url
@@ -91,15 +91,10 @@ def changed_settings(
     environment: Mapping[str, Any],
 ) -> dict[str, Change]:
     """What differs from the settings and versions that a checkpoint was made with; see `recorded_settings` for the keys."""
-    before = _renamed(recorded_settings(saved, saved_environment))
+    before = recorded_settings(saved, saved_environment)
     now = recorded_settings(config.model_dump(mode="json"), environment)
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
     # A key that the saved config lacks is newer than the checkpoint: it was made with what is the default now.
     unchanged = now.keys() - before.keys() - chosen.keys()
     pairs = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
     return {key: change for key, change in pairs.items() if change.before != change.after}
-
-
-def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an earlier version as today's."""
-    return {key: None if (key, value) == ("model.target", FORMER_REFERENCE) else value for key, value in saved.items()}

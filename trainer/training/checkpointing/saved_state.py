@@ -42,21 +42,20 @@ class _Spikes(_Part):
 
 
 class _SavedState(_Part):
-    """Parts that a checkpoint of an earlier version lacks are optional; restoring says what it misses."""
+    """What restoring needs of state.json."""
 
     step: Count
     world_size: Annotated[int, Field(ge=1, le=MOST)]
-    format_version: int = 1
-    model_files: list[Count] = [0]
-    reached: Count = 0
-    tokens: Annotated[list[Count], Field(min_length=2, max_length=2)] = [0, 0]
-    micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)] = [0, 0]
-    evaluation_is_due: bool = False
-    tracker: _Tracker | None = None
-    gns: _NoiseScale | None = None
-    spikes: _Spikes | None = None
+    model_files: Annotated[list[Count], Field(min_length=1)]
+    reached: Count
+    tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    evaluation_is_due: bool
+    tracker: _Tracker
+    gns: _NoiseScale | None
+    spikes: _Spikes | None
     wandb_run_id: str | None = None
-    config: dict[str, Any] | None = None
+    config: dict[str, Any]
 
 
 def problem_of(state: Mapping[str, Any]) -> str | None:

@@ -55,7 +55,6 @@ class TrainState:
         self.tracker.load_state_dict(saved["tracker"])
         if self.gns is not None and saved["gns"] is not None:
             self.gns.load_state_dict(saved["gns"])
-        # Absent in checkpoints from before spikes were detected.
         if self.spikes is not None and saved.get("spikes") is not None:
             self.spikes.load_state_dict(saved["spikes"])
         if self.per_layer is not None and saved.get("per_layer") is not None:
@@ -133,8 +132,6 @@ class Position:
     def load_counts(self, state: TrainState, saved: Mapping[str, Any]) -> None:
         """Continue from `counts`; {} where the world size has changed."""
         self.unlogged.load_state_dict(saved.get("pool", {}))
-        if "skipped" in saved:  # in checkpoints from before it was one of the counts
-            self.unlogged.add({"non_finite_steps": float(saved["skipped"])})
         self.skipped_in_a_row = int(saved.get("in_a_row", 0))
         if state.ledger is not None and "ledger" in saved:
             state.ledger.load_undrained(saved["ledger"])

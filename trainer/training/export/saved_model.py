@@ -71,7 +71,6 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     path, state = found
     try:
         weights = whole_weights(open_model(path, state))
-        state["config"]["ledger"].pop("index", None)  # a former key, which changed no number
         config = RunConfig.model_validate(state["config"])
     except (DamagedFile, KeyError) as error:
         raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None

@@ -107,7 +107,7 @@ class RemoteCheckpoints:
             OSError, CheckpointError: the local marker is gone or damaged.
         """
         name, marker = local.name, read_bytes(local / MARKER)
-        listed = parse_marker(marker, local / MARKER)[0]
+        listed = parse_marker(marker, local / MARKER)
         there = self.storage.files(name)
         if MARKER in there:  # of another content: from now on there is no checkpoint here
             self.storage.remove([f"{name}/{MARKER}"])
@@ -144,7 +144,7 @@ class RemoteCheckpoints:
             StorageError: the store cannot be read.
         """
         name = checkpoint_name(step)
-        listed = parse_marker(self.marker(step), f"{self.url}/{name}/{MARKER}")[0]
+        listed = parse_marker(self.marker(step), f"{self.url}/{name}/{MARKER}")
         there = self.storage.files(name)
         for file, expected in listed.items():
             where = f"{self.url}/{name}/{file}"
@@ -169,7 +169,7 @@ class RemoteCheckpoints:
             marker = self.marker(step)
         except MissingError as error:
             raise CheckpointError(str(error)) from None
-        listed = parse_marker(marker, f"{self.url}/{name}/{MARKER}")[0]
+        listed = parse_marker(marker, f"{self.url}/{name}/{MARKER}")
         staging, target = checkpoints / f".tmp_{name}.remote", checkpoints / name
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)

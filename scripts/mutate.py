@@ -1,0 +1,57 @@
+"""Mutates one module with cosmic-ray and prints the mutants that its tests do not notice.
+
+    make mutants MODULE=trainer/metrics/spikes.py TESTS=tests/unit/metrics/test_spikes.py
+
+A mutant that survives is a hole in the tests, or changes nothing that matters. Works on a copy of the tracked files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = """\
+[cosmic-ray]
+module-path = "{module}"
+timeout = {timeout}
+excluded-modules = []
+test-command = "{python} -m pytest -x -q -p no:cacheprovider {tests}"
+
+[cosmic-ray.distributor]
+name = "local"
+"""
+TIMEOUT_SEC = 120.0  # of the tests against one mutant
+
+
+def main() -> int:
+    """Returns 0 if every mutant was noticed."""
+    if len(sys.argv) < 3:
+        print(__doc__, file=sys.stderr)
+        return 2
+    module, *tests = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+        text = CONFIG.format(module=module, timeout=TIMEOUT_SEC, python=sys.executable, tests=" ".join(tests))
+        (copy / "mutate.toml").write_text(text, encoding="utf-8")
+        programs = Path(sys.executable).parent
+        # `baseline` fails where the tests do not pass without a mutant.
+        for verb in ("baseline", "init", "exec"):
+            session = () if verb == "baseline" else ("mutate.sqlite",)
+            subprocess.run([str(programs / "cosmic-ray"), verb, "mutate.toml", *session], cwd=copy, check=True)
+        report = [str(programs / "cr-report"), "--surviving-only", "--show-diff", "mutate.sqlite"]
+        found = subprocess.run(report, cwd=copy, capture_output=True, text=True, check=True).stdout
+    print(found)
+    return 0 if "surviving mutants: 0" in found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
