@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name
+from trainer.training.checkpointing.checkpoint import FORMAT_VERSION, MARKER, checkpoint_name
 
 
 def make_checkpoint(checkpoints: Path, step: int, *, num_bytes: int = 1000, branch: int = 0) -> Path:
@@ -21,7 +21,7 @@ def make_checkpoint(checkpoints: Path, step: int, *, num_bytes: int = 1000, bran
         content = (f"{name} {step} {branch} ".encode() * (num_bytes // 8))[:num_bytes]
         (path / name).write_bytes(content)
         files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / MARKER).write_text(json.dumps({"format_version": 1, "step": step, "files": files}))
+    (path / MARKER).write_text(json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}))
     return path
 
 

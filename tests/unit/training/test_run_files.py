@@ -32,12 +32,26 @@ def config(tmp_path):
     return load_config(path)
 
 
+STATE = {
+    "world_size": 1,
+    "model_files": [0],
+    "reached": 1,
+    "tokens": [1, 1],
+    "micro_batches": [1, 1],
+    "evaluation_is_due": False,
+    "tracker": {"tokens_seen": 1, "smoothed": {}},
+    "gns": None,
+    "spikes": None,
+    "config": {},
+}
+
+
 def make_checkpoint(directory, step: int, value: float = 1.0):
     staging = files.staging_dir(directory, step)
     staging.mkdir(parents=True)
     write_content(staging / files.model_file(0), {"w": torch.full((100,), value)})
     write_content(staging / files.rank_file(0), {"data": None})
-    return files.finish(directory, step, {"step": step, "world_size": 1, "model_files": [0]})
+    return files.finish(directory, step, {**STATE, "step": step})
 
 
 def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
@@ -92,7 +106,7 @@ def damage_state(path):
 
 
 def damage_marker_files(path):
-    (path / files.MARKER).write_text(json.dumps({"format_version": 1, "files": {}}))
+    (path / files.MARKER).write_text(json.dumps({"format_version": files.FORMAT_VERSION, "step": 5, "files": {}}))
 
 
 def damage_marker_leaves_the_directory(path):

@@ -31,8 +31,8 @@ class _NoiseScale(_Part):
     noise: dict[str, float]
     consistency: dict[str, float]
     gauges: dict[str, float]
-    history: list[list[Pair]] = []
-    components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]] = []
+    history: list[list[Pair]]
+    components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]]
 
 
 class _Spikes(_Part):
