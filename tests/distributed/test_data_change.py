@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -219,23 +218,6 @@ def test_a_source_of_weight_0_needs_no_data_and_keeps_its_place(stopped, resume,
     ).keep("data_source_off")
     one_letter(stopped / "corpus")
     assert "source second: 1 changed (b/stream0.jsonl);" in resume(*back, nproc=nproc).stderr
-
-
-def test_a_checkpoint_from_before_fingerprints_resumes_and_says_so_once(stopped, resume, tmp_path):
-    old = tmp_path / "old"
-    shutil.copytree(stopped / "run" / "checkpoints" / "step_00000004", old)
-    state = json.loads((old / "state.json").read_text())
-    del state["data"]
-    (old / "state.json").write_text(json.dumps(state))
-    marker = json.loads((old / "COMPLETE").read_text())
-    content = (old / "state.json").read_bytes()
-    marker["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (old / "COMPLETE").write_text(json.dumps(marker))
-    ended = resume("--resume", str(old))
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("has no fingerprint of the data") == 1
-    whole = losses(stopped / "run" / "metrics.jsonl")
-    assert losses(tmp_path / "run" / "metrics.jsonl") == {step: whole[step] for step in range(5, 9)}
 
 
 def test_a_byte_between_the_samples_is_seen_by_verify_data(tmp_path):

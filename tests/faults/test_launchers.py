@@ -34,7 +34,8 @@ def test_ranks_whose_launcher_is_killed_in_a_step_save_and_end(tmp_path, is_torc
         launched.process.kill()
         launched.wait_for_ranks(GRACE_SEC)
     ended = status(run_dir)
-    assert (ended["state"], ended["reason"]) == ("stopped", "stopped by the end of its launcher")
+    assert ended["state"] == "stopped"
+    assert ended["reason"] in ("stopped by the end of its launcher", "stopped by a signal on another rank")
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
     Injected(
         3,

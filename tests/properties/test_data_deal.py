@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -134,31 +132,6 @@ def test_streams_of_one_group_are_read_by_all_ranks(write: Write, mode: str, wor
     by_rank = [num_tokens(list(rank)) for rank in ranks_of(write(sizes), world_size, mode)]
     assert sum(by_rank) == sum(sizes)
     assert max(by_rank) <= 1.35 * sum(sizes) / world_size
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_state_of_version_2_keeps_the_deal_it_began_with(
-    write: Write, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    streams = write([30] * 6 + [600])
-    old = ranks_of(streams, 2, mode)
-    for rank in old:  # at the beginning the two versions differ in nothing else
-        rank.load_state_dict({**rank.state_dict(), "version": 2})
-    read = [[next(rank) for _ in range(3)] for rank in old]
-    states = [json.loads(json.dumps(rank.state_dict())) for rank in old]
-    assert [state["version"] for state in states] == [2, 2]
-    with caplog.at_level(logging.WARNING, logger="trainer.data"):
-        resumed = ranks_of(streams, 2, mode)
-        for rank, state in zip(resumed, states, strict=True):
-            rank.load_state_dict(state)
-    assert "only a new run balances its ranks" in caplog.text
-    rest = [list(rank) for rank in resumed]
-    for one, other in zip(rest, old, strict=True):
-        assert [b["instability_meta_json"] for b in one] == [b["instability_meta_json"] for b in other]
-    assert num_tokens([*itertools.chain(*read), *itertools.chain(*rest)]) == 780
-    whole = [[*before, *after] for before, after in zip(read, rest, strict=True)]
-    small = [{name for name in streams_read(batches) if name != "006.txt"} for batches in whole]
-    assert sorted(map(len, small)) == [0, 6]  # one rank has all streams of one group
 
 
 def test_orders_after_many_reshards_cost_one_permutation_per_rank_and_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,8 @@ def write_run(scenario: Scenario, directory: Path) -> Path:
     lines = [encode_payload(build_payload("train", step, row)) for step, row in sorted(rows.items())]
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (directory / "config.resolved.toml").write_text(tomli_w.dumps(_config(scenario)), encoding="utf-8")
-    (directory / "env.json").write_text(json.dumps({"world_size": scenario.world_size}), encoding="utf-8")
+    environment = {"world_size": scenario.world_size, "state_width": 128}
+    (directory / "env.json").write_text(json.dumps(environment), encoding="utf-8")
     (directory / "status.json").write_text(json.dumps({"state": "done", "last_step": scenario.steps}), encoding="utf-8")
     return directory
 

@@ -137,7 +137,7 @@ HEALTHY: dict[str, RunRecord] = {
     "false_evictions_stale": make_run({FALSE["stale"]: [0.0] * 9}),
     "cold_starts": make_run({"ledger/cold_starts": [0.0] * 9}),
     "ledger_thrash": make_run({**LEDGER, "ledger/evictions/lru": [1.0] * 60, **pool_rows()}),
-    "ledger_oversize": make_run({"ledger/fill_fraction": {1: 0.1, 200: 0.6}}),
+    "ledger_oversize": make_run({"ledger/fill_fraction": {1: 0.1, 200: 0.6}}, environment={"state_width": 4096}),
     "refused_rows": make_run({"ledger/refused_rows": [0.0] * 9}),
     "carry_worthless": make_run(probes(gain=0.05, gap=0.0)),
     "stale_states": make_run(probes(gain=0.5, gap=-0.04)),
@@ -170,7 +170,9 @@ FAULTY: dict[str, RunRecord] = {
     "cold_starts": make_run({"ledger/cold_starts": [0.0, 2.0], FALSE["lru"]: [0.0, 1.0]}),
     "ledger_thrash": make_run({**LEDGER, "ledger/evictions/lru": [16.0] * 60, **pool_rows()}),
     "ledger_oversize": make_run(
-        {"ledger/fill_fraction": {1: 0.01, 200: 0.01}}, config={**CONFIG, "ledger": {"capacity": 100_000}}
+        {"ledger/fill_fraction": {1: 0.01, 200: 0.01}},
+        config={**CONFIG, "ledger": {"capacity": 100_000}},
+        environment={"state_width": 4096},
     ),
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
     "carry_worthless": make_run(probes(gain=0.0, gap=0.0, error=0.001)),
