@@ -18,7 +18,7 @@ from trainer.runs.load import load_run
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 8 steps, `plain`, and `changed`, which goes on from there to step 12 with another learning rate."""
+    """A run of 8 steps, `plain`, and `changed`, resumed from there to step 12 with another learning rate."""
     directory = tmp_path_factory.mktemp("changed")
     config = write_tiny_config(directory, "[checkpoint]\nevery = 4\n[optimizer]\nlr = 0.01\n")
     start = ("--config", config, "--run-dir", directory / "changed", "--stdout", "off")

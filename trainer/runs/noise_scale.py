@@ -12,7 +12,7 @@ from trainer.wording import number_text
 B_BIG: Final = "gns/b_big"
 READINGS: Final = ("gns/b_drawn", "gns/b_now", "gns/b_simple")
 """From what says most to what says least: of the batch as it is drawn, as soon as it has an upper bound; of independent
-micro-batches; the lagging average of the latter, which records of earlier versions have alone."""
+micro-batches; the lagging average of the latter."""
 
 
 @dataclass(frozen=True)
