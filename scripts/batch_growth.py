@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.runs.load import load_run
+from trainer.tools.runs.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS, START = 1_000_000, 2

@@ -24,9 +24,9 @@ from tests.support.healthy_runs import WORLD_SIZES, make_healthy_runs  # noqa: E
 from tests.support.injected_faults import FAULTS, Fault, detected_after  # noqa: E402
 from tests.support.metric_streams import healthy_scenario, write_run  # noqa: E402
 from tests.support.real_runs import REAL_RUNS  # noqa: E402
-from trainer.diagnostics.diagnose import diagnose  # noqa: E402
-from trainer.diagnostics.smoke_matrix import SPEED_RULES  # noqa: E402
-from trainer.runs.load import load_run  # noqa: E402
+from trainer.tools.diagnostics.diagnose import diagnose  # noqa: E402
+from trainer.tools.diagnostics.smoke_matrix import SPEED_RULES  # noqa: E402
+from trainer.tools.runs.load import load_run  # noqa: E402
 
 RESULT = ROOT / "docs" / "diagnosis_calibration.json"
 

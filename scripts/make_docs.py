@@ -6,10 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-from trainer.config.docs import render_config_markdown, render_config_schema
-from trainer.diagnostics.docs import render_diagnosis_markdown
-from trainer.metrics.catalog.docs import render_catalog_markdown
 from trainer.metrics.payload_schema import json_schema
+from trainer.tools.catalog_docs import render_catalog_markdown
+from trainer.tools.config_docs import render_config_markdown, render_config_schema
+from trainer.tools.diagnostics.docs import render_diagnosis_markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

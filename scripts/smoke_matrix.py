@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config.load import load_config
-from trainer.diagnostics.smoke_matrix import CASES, Case, Damage, Judgement, is_green, judge_all, measure_damage
-from trainer.runs.load import load_run
+from trainer.tools.diagnostics.smoke_matrix import CASES, Case, Damage, Judgement, is_green, judge_all, measure_damage
+from trainer.tools.runs.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "train_configs" / "diagnostics"

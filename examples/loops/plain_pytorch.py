@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
-from trainer.runs.status import run_status
 
 
 def train(steps: int, micro_batches: int, batch_size: int, out: Path) -> None:

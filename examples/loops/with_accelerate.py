@@ -24,9 +24,9 @@ except ImportError:
     sys.exit("this example needs accelerate: pip install accelerate")
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
-from trainer.runs.status import run_status
 
 
 def train(steps: int, m: int, batch_size: int, out: Path) -> None:

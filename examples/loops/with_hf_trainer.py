@@ -26,9 +26,9 @@ except ImportError:
     sys.exit("this example needs transformers and accelerate: pip install transformers accelerate")
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
-from trainer.runs.status import run_status
 
 
 class Measure(TrainerCallback):  # type: ignore[misc]

@@ -25,9 +25,9 @@ except ImportError:
     sys.exit("this example needs lightning: pip install lightning")
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
-from trainer.runs.status import run_status
 
 
 class Measure(lightning.Callback):  # type: ignore[misc]

@@ -445,7 +445,7 @@ def test_the_doctor_takes_a_family_by_its_name(capsys):
 
 def test_a_size_to_check_is_the_real_one_a_smaller_one_or_none(tmp_path, monkeypatch):
     from trainer.config.schema import ModelTable
-    from trainer.training.setup.contract import find_size
+    from trainer.extensions.contract_check import find_size
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

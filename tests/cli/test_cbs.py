@@ -16,7 +16,7 @@ import pytest
 from tests.support.forks import Forked
 from tests.support.in_process import program
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
-from trainer.branching.origin import find_checkpoint, open_origin
+from trainer.tools.branching.origin import find_checkpoint, open_origin
 
 STEP = 8
 # The first batch is made of half the rows, which are evaluated with the run's own afterwards; the other of micro-batches.

@@ -15,7 +15,7 @@ from tests.support.runs import ROOT, TIMEOUT_SEC, environment, run, write_tiny_c
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.import_path import resolve_target
-from trainer.training.export.saved_model import read_checkpoint, refuse_code
+from trainer.tools.trained.saved_model import read_checkpoint, refuse_code
 
 MODEL = """\
 from pathlib import Path

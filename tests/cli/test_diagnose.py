@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.in_process import Ended, program
 from tests.support.runs import run, write_tiny_config
-from trainer.diagnostics.diagnose import diagnose
-from trainer.diagnostics.rules.all_rules import RULES
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.runs.load import load_run
-from trainer.runs.status import take_lock
+from trainer.metrics.run_status import take_lock
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.runs.load import load_run
 
 Diagnosed = Callable[..., Ended]
 

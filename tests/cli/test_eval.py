@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tests.support.in_process import program
 from tests.support.runs import make_corpus, read_rows, run, write_tiny_config
-from trainer.training.export.saved_model import load_model
+from trainer.tools.trained.saved_model import load_model
 
 SETS = """
 [[eval.source]]

@@ -12,9 +12,9 @@ import torch
 from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
-from trainer.cli.verbs.trained.sample import sample
 from trainer.errors import UserError
-from trainer.training.export.saved_model import load_model
+from trainer.tools.trained.saved_model import load_model
+from trainer.tools.verbs.sample import sample
 
 CPU = torch.device("cpu")
 SAMPLES = '\n[sample]\nevery = 2\nprompt = "the "\ntokens = 20\n\n[checkpoint]\nevery = 3\n'

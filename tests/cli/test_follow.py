@@ -15,7 +15,7 @@ from tests.support.browser import opened
 from tests.support.in_process import program
 from tests.support.runs import ROOT, environment
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.runs.status import take_lock
+from trainer.metrics.run_status import take_lock
 
 PATIENCE_MS = 60_000
 

@@ -12,12 +12,12 @@ import pytest
 
 from tests.support.in_process import program
 from tests.unit.preview.test_forecast import real_run
-from trainer.cli.init.mix import parts_of
-from trainer.cli.init.shares import Mix
-from trainer.cli.verbs.init import init
 from trainer.config.load import load_config
-from trainer.data.inspection.sizing import choose_sizes
 from trainer.data.streams.layout import discover_nested
+from trainer.tools.init.mix import parts_of
+from trainer.tools.init.shares import Mix
+from trainer.tools.inspection.sizing import choose_sizes
+from trainer.tools.verbs.init import init
 from trainer.training.setup.plan import make_plan
 
 LENGTHS = {"long": [6000] * 15, "few": [9000, 700, 300], "short": [120] * 160}

@@ -13,12 +13,12 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.runs import run
-from trainer.cli.diagnosis import MIN_INTERVAL_SEC, LiveVerdict
-from trainer.cli.verbs.ls import age_text, entry_of, find_runs, ls
-from trainer.diagnostics.rules.all_rules import RULES
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.runs.status import take_lock
+from trainer.metrics.run_status import take_lock
+from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.verbs.diagnosis import MIN_INTERVAL_SEC, LiveVerdict
+from trainer.tools.verbs.ls import age_text, entry_of, find_runs, ls
 
 NOW = 1_000_000.0
 

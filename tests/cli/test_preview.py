@@ -17,9 +17,9 @@ from tests.support.in_process import Ended, program
 from tests.support.runs import PROGRAM, environment, make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.pictures import check_picture
-from trainer.preview.summary import SourceView, make_preview
-from trainer.preview.terminal import _picks, print_preview
+from trainer.tools.pictures import check_picture
+from trainer.tools.preview.summary import SourceView, make_preview
+from trainer.tools.preview.terminal import _picks, print_preview
 from trainer.training.setup.plan import make_plan
 
 FADING = 'weight={schedule="linear",points={0=3.0,6=0.0}}'

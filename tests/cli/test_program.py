@@ -19,7 +19,7 @@ from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, 
 from trainer.cli.launch import EXIT_CODE, report_to_launcher
 from trainer.cli.main import app
 from trainer.metrics.payload_contract import validate_stream
-from trainer.runs.status import run_status
+from trainer.metrics.run_status import run_status
 
 
 def test_help_names_the_verbs_and_options(capsys):

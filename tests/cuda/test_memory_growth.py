@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.on_device import around_steps, train_here
+from trainer.tools.check.memory import resident_bytes
 from trainer.training.run import Run
-from trainer.training.setup.memory import resident_bytes
 
 pytestmark = pytest.mark.cuda
 STEPS = {"cuda": 500, "cpu": 60}

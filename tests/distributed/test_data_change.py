@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fault_record import Injected
 from tests.support.runs import losses, make_corpus, run, write_tiny_config
-from trainer.runs.load import load_run
+from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing.checkpoint import read_rank
 
 pytestmark = pytest.mark.distributed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import losses, read_rows, run, write_tiny_config
-from trainer.runs.load import load_run
+from trainer.tools.runs.load import load_run
 
 pytestmark = pytest.mark.distributed
 

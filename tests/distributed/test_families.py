@@ -12,8 +12,8 @@ import torch
 
 from tests.support.checkpoints import weights as saved_weights
 from tests.support.runs import losses, read_rows, run, write_tiny_config
+from trainer.tools.trained.saved_model import load_model
 from trainer.training.checkpointing import checkpoint
-from trainer.training.export.saved_model import load_model
 
 pytestmark = pytest.mark.distributed
 STEPS = 6

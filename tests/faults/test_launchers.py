@@ -13,7 +13,7 @@ from tests.support.fault_runs import make_config
 from tests.support.launched import FAULTY, Launched, children
 from tests.support.ranks import last_logged, status
 from tests.support.runs import ROOT, run
-from trainer.runs.status import run_state
+from trainer.metrics.run_status import run_state
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 TIMEOUT_SEC = 12

@@ -14,11 +14,11 @@ from tests.support.injected_faults import FAULTS, Fault, detected_after
 from tests.support.metric_streams import healthy_scenario, write_run
 from tests.support.real_runs import REAL_RUNS
 from tests.support.runs import ROOT
-from trainer.diagnostics.diagnose import diagnose
-from trainer.diagnostics.rules.all_rules import RULES
-from trainer.diagnostics.smoke_matrix import SPEED_RULES
 from trainer.model.families import FAMILIES
-from trainer.runs.load import load_run
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.smoke_matrix import SPEED_RULES
+from trainer.tools.runs.load import load_run
 
 HEALTHY_RUNS = 40
 RUNS_PER_FAULT = 10

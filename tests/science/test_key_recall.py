@@ -18,11 +18,11 @@ import torch
 
 from tests.support.runs import ROOT, read_rows, run
 from trainer.config.load import load_config
-from trainer.data.corpus.key_recall import REVEALED, build_key_recall
-from trainer.diagnostics.diagnose import diagnose
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.runs.load import load_run
+from trainer.tools.corpus.key_recall import REVEALED, build_key_recall
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing.train_state import Position
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.open_run import open_run

@@ -51,7 +51,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.sinks.background.BackgroundSink._run": "holds a guard",
 }
 SHOWN = (
-    "trainer.cli.diagnosis",
+    "trainer.tools.verbs.diagnosis",
     "trainer.ledger.probe",
     "trainer.objective.token_types",
     "trainer.training.evaluation.sampler",
@@ -287,8 +287,8 @@ def _called(directory: Path, world_size: int) -> dict[str, int]:
 
 
 def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begun) -> tuple[int | str, str]:
-    from trainer.cli.diagnosis import LiveVerdict
     from trainer.config.load import load_config
+    from trainer.tools.verbs.diagnosis import LiveVerdict
     from trainer.training.main import train
     from trainer.training.step.step import TrainStep
 

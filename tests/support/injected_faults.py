@@ -15,8 +15,8 @@ import torch
 from tests.support.metric_streams import Rows, add_restarts, healthy_scenario, write_run
 from tests.support.real_runs import start
 from trainer.data import StreamMixingDataset
-from trainer.diagnostics.diagnose import diagnose
-from trainer.runs.load import load_run
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.runs.load import load_run
 
 ONSET = 100  # the step at which faults that begin during a run begin
 

@@ -42,10 +42,10 @@ def test_nothing_else_writes_files() -> None:
     # Whole directories, written beside their place by the helper; downloads, whose size is compared; and the lock.
     allowed = [
         "trainer/data/stored/cache.py",
-        "trainer/training/remote/checkpoints.py",
-        "trainer/data/corpus/writer.py",
+        "trainer/extensions/mirror/checkpoints.py",
+        "trainer/tools/corpus/writer.py",
         "trainer/training/checkpointing/checkpoint.py",
-        "trainer/training/export/export.py",
+        "trainer/tools/trained/export.py",
     ]
     rest = [
         write

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from trainer.fitted_table import Column, fitted_table, folded, needed_width
+from trainer.tools.fitted_table import Column, fitted_table, folded, needed_width
 
 
 def shown(columns: list[Column], width: int) -> str:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,14 @@ def run_training(
     stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
-        from trainer.cli.diagnosis import LiveVerdict
+        live_verdict = importlib.import_module("trainer.tools.verbs.diagnosis").LiveVerdict
         from trainer.training.checkpointing.data_changes import DataPolicy
         from trainer.training.main import train
 
-    def verdict_of(run_dir: Path) -> LiveVerdict:
+    def verdict_of(run_dir: Path) -> Callable[[], str]:
         report_to_launcher(RUN_DIR, str(run_dir))
-        return LiveVerdict(run_dir)
+        verdict: Callable[[], str] = live_verdict(run_dir)
+        return verdict
 
     policy = DataPolicy(verify_whole=verify_data, accept_change=accept_data_change)
     try:

@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -20,22 +21,6 @@ import typer
 from trainer.cli.options import ConfigOption, ReplicasOption, SetOption, StrategyOption, require_config
 from trainer.cli.refuse import refuse
 from trainer.cli.terminal import echo
-from trainer.cli.verbs import (
-    cbs,
-    check,
-    checkpoint,
-    compare,
-    config,
-    data,
-    diagnose,
-    doctor,
-    init,
-    ls,
-    payload,
-    preview,
-    report,
-)
-from trainer.cli.verbs.trained import evaluate, export, sample
 from trainer.ending import leave_soon
 from trainer.errors import UserError
 
@@ -47,23 +32,39 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# The verbs, in the order of `train --help`: a function, or a typer app where a verb has verbs of its own.
-app.command("init")(init.init)
-app.command("check")(check.check)
-app.command("preview")(preview.preview)
-app.command("ls")(ls.ls)
-app.command("doctor")(doctor.doctor)
-app.command("diagnose")(diagnose.diagnose)
-app.command("report")(report.report)
-app.command("compare")(compare.compare)
-app.command("cbs")(cbs.cbs)
-app.command("sample")(sample.sample)
-app.command("eval")(evaluate.evaluate)
-app.command("export")(export.export)
-app.add_typer(data.app, name="data")
-app.add_typer(config.app, name="config")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(payload.app, name="payload")
+# The verbs, in the order of `train --help`: a function, or a typer app where a verb has verbs of its own. By name: they are
+# tools around a run, of which what runs it imports none.
+VERBS = {
+    "init": "init",
+    "check": "check",
+    "preview": "preview",
+    "ls": "ls",
+    "doctor": "doctor",
+    "diagnose": "diagnose",
+    "report": "report",
+    "compare": "compare",
+    "cbs": "cbs",
+    "sample": "sample",
+    "eval": "evaluate",
+    "export": "export",
+    "data": "app",
+    "config": "app",
+    "checkpoint": "app",
+    "payload": "app",
+}
+
+
+def _add_verbs() -> None:
+    for name, attribute in VERBS.items():
+        module = import_module(f"trainer.tools.verbs.{attribute if attribute != 'app' else name}")
+        verb = getattr(module, attribute)
+        if attribute == "app":
+            app.add_typer(verb, name=name)
+        else:
+            app.command(name)(verb)
+
+
+_add_verbs()
 
 
 @app.callback(invoke_without_command=True)

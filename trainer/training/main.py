@@ -22,6 +22,10 @@ from trainer.distributed.env import RankInfo, pick_backend, pick_device, process
 from trainer.distributed.startup import GroupError
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError
+from trainer.extensions.contract_check import check_before_run
+from trainer.extensions.mirror.claim import Claimed
+from trainer.extensions.mirror.mirror import start_mirror, wait_for_mirror
+from trainer.extensions.mirror.resume import find_checkpoint
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.sinks.stdout import Output, kept_for_payloads
 from trainer.training.checkpointing import checkpoint
@@ -33,12 +37,8 @@ from trainer.training.exits import exits_as_errors
 from trainer.training.finish import NonFiniteError, write_spikes
 from trainer.training.loop import run_loop
 from trainer.training.messages import say_rate_change, summarize
-from trainer.training.remote.claim import Claimed
-from trainer.training.remote.mirror import start_mirror, wait_for_mirror
-from trainer.training.remote.resume import find_checkpoint
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, choose_run_dir
-from trainer.training.setup.contract import check_before_run
 from trainer.training.setup.data import eval_sets
 from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state, with_noise_scale

@@ -12,6 +12,7 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Watchdog
+from trainer.extensions.profile.step_profile import StepProfile
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import Operations, Reporter
 from trainer.metrics.sinks.events import EventWriter
@@ -31,7 +32,6 @@ from trainer.training.step.details import StepDetails
 from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
 from trainer.training.step.window import Window, WindowReader
-from trainer.training.step_profile import StepProfile
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ import torch
 
 from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
-from trainer.data.corpus.manifest import MANIFEST_NAME
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
-from trainer.runs.status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
+from trainer.metrics.run_status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
 from trainer.storage import is_url
 from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refuse_absent
 from trainer.untrusted import read_lines, refuse_special
@@ -254,7 +253,7 @@ def refuse_taken(given: str, resume: str) -> None:
         UserError: see `choose_run_dir`.
     """
     run = RunDir(Path(given))
-    if (run.path / MANIFEST_NAME).exists():
+    if (run.path / "manifest.json").exists():
         raise UserError("--run-dir", f"{given} holds a corpus", "name a directory of its own, such as runs/NAME")
     if not run.metrics.exists():
         return

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.branching.origin import Origin
 from trainer.config.schema import RunConfig
-from trainer.runs.load import RunRecord
-from trainer.runs.table import RowTable
+from trainer.tools.branching.origin import Origin
+from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.table import RowTable
 
 
 def run_record(rows):
@@ -61,7 +61,7 @@ def make_origin():
 @pytest.fixture
 def make_study(make_origin):
     """Makes a study of 1/4, 1 and 4 times that batch."""
-    from trainer.branching.study import make_study
+    from trainer.tools.branching.study import make_study
 
     def make(changes=None, *, fields=None, **options):
         given = {

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from trainer.branching import results as kept
-from trainer.branching.answer import cost_lines, make_answer, sentence, to_json
-from trainer.branching.results import BranchResult, last_training_loss
 from trainer.errors import UserError
+from trainer.tools.branching import results as kept
+from trainer.tools.branching.answer import cost_lines, make_answer, sentence, to_json
+from trainer.tools.branching.results import BranchResult, last_training_loss
 
 
 def results_of(study, loss_of):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.branching.batches import (
+from trainer.tools.branching.batches import (
     STEPS_UNIT,
     BranchBatch,
     base_steps_for,

@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from trainer.branching.branch_config import evaluation_config, training_config
-from trainer.branching.study import parse_factors, parse_grid
 from trainer.errors import UserError
+from trainer.tools.branching.branch_config import evaluation_config, training_config
+from trainer.tools.branching.study import parse_factors, parse_grid
 
 
 def rates(study):

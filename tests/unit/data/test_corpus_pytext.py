@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.corpus.manifest import Manifest
-from trainer.data.corpus.pytext import build_pytext
 from trainer.errors import UserError
+from trainer.tools.corpus.manifest import Manifest
+from trainer.tools.corpus.pytext import build_pytext
 
 CAPS = {"python": 6_000_000, "cpp": 8_000_000, "prose": 3_000_000}
 

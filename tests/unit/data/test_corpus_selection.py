@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.corpus.documents import Document
-from trainer.data.corpus.selection import cap_evenly, group_by_directory
+from trainer.tools.corpus.documents import Document
+from trainer.tools.corpus.selection import cap_evenly, group_by_directory
 
 
 def document(source: str, num_bytes: int) -> Document:

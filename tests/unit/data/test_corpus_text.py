@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from trainer.data.corpus.manifest import read_manifest
-from trainer.data.corpus.text import build_text
 from trainer.data.streams.layout import discover_nested
 from trainer.errors import UserError
+from trainer.tools.corpus.manifest import read_manifest
+from trainer.tools.corpus.text import build_text
 
 LIMIT = 100_000
 

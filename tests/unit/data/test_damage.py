@@ -16,11 +16,11 @@ import pytest
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
 from trainer.data.formats.documents import ReadOptions
 from trainer.data.formats.registry import load_documents
-from trainer.data.inspection.survey import token_chunks
-from trainer.data.inspection.verify import verify
 from trainer.data.streams.layout import Stream
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
+from trainer.tools.inspection.survey import token_chunks
+from trainer.tools.inspection.verify import verify
 
 SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documents of uint16 in 12 bytes
 

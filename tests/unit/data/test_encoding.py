@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.data.inspection import encoding
+from trainer.tools.inspection import encoding
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1 << 20])

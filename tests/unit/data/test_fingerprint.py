@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.data.inspection.fingerprint import (
+from trainer.data.fingerprint import (
     BLOCK_BYTES,
     FEWEST_BLOCKS,
     MOST_BLOCKS,

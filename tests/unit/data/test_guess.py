@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.cli.init.survey import sample_streams
-from trainer.data.inspection.guess import guess_dtype
-from trainer.data.inspection.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 from trainer.data.streams.holdout import held_out
 from trainer.data.streams.layout import Stream
+from trainer.tools.init.survey import sample_streams
+from trainer.tools.inspection.guess import guess_dtype
+from trainer.tools.inspection.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 
 DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 

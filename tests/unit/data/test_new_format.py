@@ -15,8 +15,8 @@ from trainer.data.formats import registry
 from trainer.data.formats.documents import Kind
 from trainer.data.formats.registry import Format, file_kind, takes_option
 from trainer.data.formats.token_arrays import load_npy
-from trainer.data.inspection.guess import guess
 from trainer.data.streams.layout import discover, discover_direct
+from trainer.tools.inspection.guess import guess
 
 # Runs the program several times in one process, with a row more in the table.
 SCRIPT = """

@@ -16,9 +16,9 @@ import pytest
 from tests.support.launched import children, wait_for_end
 from tests.support.runs import ROOT
 from trainer.data import open_documents
-from trainer.data.corpus import tokenize as module
-from trainer.data.corpus.tokenize import tokenize
+from trainer.data import tokenize as module
 from trainer.data.streams.layout import discover
+from trainer.data.tokenize import tokenize
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 
@@ -101,7 +101,7 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source):
     run(source, "whole", workers=2, span_bytes=100_000)
     call = (
         "import sys; from pathlib import Path\n"
-        "from trainer.data.corpus.tokenize import tokenize\n"
+        "from trainer.data.tokenize import tokenize\n"
         "from trainer.data.streams.layout import discover\n"
         "if __name__ == '__main__':\n"
         "    source = Path(sys.argv[1])\n"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.diagnostics.diagnose import diagnose
-from trainer.diagnostics.outcome import Outcome
-from trainer.diagnostics.rules.all_rules import RULES
 from trainer.metrics.payload_contract import Restart
-from trainer.runs.load import RunRecord
-from trainer.runs.table import RowTable
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.diagnostics.outcome import Outcome
+from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.table import RowTable
 
 RULE = next(rule for rule in RULES if rule.name == "loss_spikes")
 BEGINNING = [5.65, 1149.66, 1065.48, 839.62, 660.03, 273.9, 250.46, 186.39, 219.65, 241.45, 205.26, 193.46]

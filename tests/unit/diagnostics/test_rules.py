@@ -14,16 +14,16 @@ import pytest
 
 from tests.support.metric_streams import Scenario, write_run
 from trainer import diagnostics
-from trainer.diagnostics.diagnose import Ruling, diagnose
-from trainer.diagnostics.facts import batches_through, micro_batches
-from trainer.diagnostics.outcome import KNOBS, Outcome
-from trainer.diagnostics.rules.all_rules import RULES
-from trainer.diagnostics.rules.stability import find_spikes
-from trainer.diagnostics.series import MAX_EVIDENCE, aligned, series
 from trainer.metrics.catalog.lookup import is_known
 from trainer.metrics.payload_contract import Restart
-from trainer.runs.load import RunRecord, load_run
-from trainer.runs.table import RowTable
+from trainer.tools.diagnostics.diagnose import Ruling, diagnose
+from trainer.tools.diagnostics.facts import batches_through, micro_batches
+from trainer.tools.diagnostics.outcome import KNOBS, Outcome
+from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.rules.stability import find_spikes
+from trainer.tools.diagnostics.series import MAX_EVIDENCE, aligned, series
+from trainer.tools.runs.load import RunRecord, load_run
+from trainer.tools.runs.table import RowTable
 
 BY_NAME = {rule.name: rule for rule in RULES}
 POOL = "stream_mixing/active/"

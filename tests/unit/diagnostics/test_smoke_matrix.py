@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.runs import ROOT
 from trainer.config.load import load_config
-from trainer.diagnostics.rules.all_rules import RULES
-from trainer.diagnostics.smoke_matrix import (
+from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.smoke_matrix import (
     CASES,
     RECALL_LOSS,
     SPEED_RULES,
@@ -23,7 +23,7 @@ from trainer.diagnostics.smoke_matrix import (
     judge_all,
     measure_damage,
 )
-from trainer.runs.load import load_run
+from trainer.tools.runs.load import load_run
 
 CONFIGS = ROOT / "train_configs" / "diagnostics"
 STEPS = 200

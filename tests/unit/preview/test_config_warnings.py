@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.runs import make_corpus, run, write_tiny_config
 from trainer.config.load import load_config
-from trainer.diagnostics.rules.all_rules import RULES
-from trainer.preview.config_warnings import ConfigWarning, find_warnings, rank_warnings
-from trainer.preview.summary import Preview, make_preview
-from trainer.runs.load import load_run
+from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings, rank_warnings
+from trainer.tools.preview.summary import Preview, make_preview
+from trainer.tools.runs.load import load_run
 from trainer.training.setup.plan import make_plan
 
 FAULTS = {

@@ -15,12 +15,12 @@ from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
 from trainer.data.streams.groups import build_groups
 from trainer.errors import UserError
 from trainer.micro_batches import ONE, MicroBatches
-from trainer.preview.forecast import count_run
-from trainer.preview.shapes import group_tokens, source_shape
-from trainer.preview.shares import expected_batches, first_zero, sample_points
-from trainer.preview.summary import _source_view, make_preview
+from trainer.tools.preview.forecast import count_run
+from trainer.tools.preview.shapes import group_tokens, source_shape
+from trainer.tools.preview.shares import expected_batches, first_zero, sample_points
+from trainer.tools.preview.summary import _source_view, make_preview
+from trainer.tools.waits import wait_bound
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.waits import wait_bound
 
 
 def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.preview.counted import CountedMixing
-from trainer.preview.shapes import SliceShape, SourceShape, StreamShape
+from trainer.tools.preview.counted import CountedMixing
+from trainer.tools.preview.shapes import SliceShape, SourceShape, StreamShape
 
 
 def waits(num_mixed: int, picks: int, seed: int, *, pick_mode: str = "weighted") -> list[int]:

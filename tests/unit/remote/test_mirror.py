@@ -11,6 +11,9 @@ import pytest
 from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
+from trainer.extensions.mirror.checkpoints import ABANDONED, Owner, RemoteCheckpoints, kept
+from trainer.extensions.mirror.claim import claim, save_id
+from trainer.extensions.mirror.mirror import Mirror
 from trainer.storage import StorageError
 from trainer.training.checkpointing.checkpoint import (
     MARKER,
@@ -19,9 +22,6 @@ from trainer.training.checkpointing.checkpoint import (
     parse_marker,
     step_of,
 )
-from trainer.training.remote.checkpoints import ABANDONED, Owner, RemoteCheckpoints, kept
-from trainer.training.remote.claim import claim, save_id
-from trainer.training.remote.mirror import Mirror
 from trainer.training.run_dir import ID_FILE
 
 OWNER = Owner("id", "run", "writer")

@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.runs.load import RunRecord, load_run
+from trainer.tools.runs.load import RunRecord, load_run
 
 MakeRun = Callable[..., RunRecord]
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.cli.verbs.compare import _fact_cell
-from trainer.diagnostics.diagnose import diagnose
 from trainer.metrics.catalog.lookup import CATALOG
-from trainer.report.charts import Columns, chart_id, group_order, variant_of
-from trainer.report.encode import encode_charts
-from trainer.report.names import with_distinct_names
-from trainer.report.page import make_charts, plotly_script, points_per_curve, render_page
-from trainer.report.run_summary import summarize
-from trainer.runs.load import RunRecord
-from trainer.runs.table import RowTable
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.report.charts import Columns, chart_id, group_order, variant_of
+from trainer.tools.report.encode import encode_charts
+from trainer.tools.report.names import with_distinct_names
+from trainer.tools.report.page import make_charts, plotly_script, points_per_curve, render_page
+from trainer.tools.report.run_summary import summarize
+from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.table import RowTable
+from trainer.tools.verbs.compare import _fact_cell
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
 WITH_WORST = [f"{spec.name}_max" for spec in CATALOG if spec.ranks == "sum_and_worst"]

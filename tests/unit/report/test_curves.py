@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.report.curves import make_curve, running_total
+from trainer.tools.report.curves import make_curve, running_total
 
 values = st.floats(allow_nan=True, allow_infinity=True, width=64)
 

@@ -11,8 +11,8 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
-from trainer.report.follow import BUSY_FACTOR, Follower
-from trainer.runs.status import take_lock
+from trainer.metrics.run_status import take_lock
+from trainer.tools.report.follow import BUSY_FACTOR, Follower
 
 
 def line(step, loss=1.0, mode="train", key="loss"):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.report.run_summary import config_differences, end_of, heading, key_means, summarize
-from trainer.runs.load import RunRecord
-from trainer.runs.table import RowTable
+from trainer.tools.report.run_summary import config_differences, end_of, heading, key_means, summarize
+from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.table import RowTable
 
 
 def results(run, **options):

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.diagnostics.diagnose import diagnose
-from trainer.report.names import with_distinct_names
-from trainer.report.seed_groups import Spread, excess, reservations, seed_groups, spread_of
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.report.names import with_distinct_names
+from trainer.tools.report.seed_groups import Spread, excess, reservations, seed_groups, spread_of
 
 
 @pytest.fixture

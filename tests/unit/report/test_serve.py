@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from trainer.errors import UserError
-from trainer.report.follow import Follower
-from trainer.report.serve import ReportServer
+from trainer.tools.report.follow import Follower
+from trainer.tools.report.serve import ReportServer
 
 
 @pytest.fixture

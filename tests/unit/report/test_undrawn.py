@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from trainer.report.charts import Columns, catalog_charts
-from trainer.report.page import make_charts
-from trainer.report.sections import chart_groups
-from trainer.report.undrawn import is_undrawn
+from trainer.tools.report.charts import Columns, catalog_charts
+from trainer.tools.report.page import make_charts
+from trainer.tools.report.sections import chart_groups
+from trainer.tools.report.undrawn import is_undrawn
 
 EVICTIONS = "ledger/evictions/lru"
 

@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from trainer.cli.verbs.report import report
-from trainer.diagnostics.diagnose import diagnose
 from trainer.errors import UserError
-from trainer.report.names import with_distinct_names
-from trainer.report.page import render_page
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.report.names import with_distinct_names
+from trainer.tools.report.page import render_page
+from trainer.tools.verbs.report import report
 
 
 def test_an_existing_page_is_replaced_only_with_force(make_run, tmp_path):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import PayloadError, build_payload, build_restart, encode_payload, parse_payload
-from trainer.runs.load import load_run
-from trainer.runs.table import RowTable
+from trainer.tools.runs.load import load_run
+from trainer.tools.runs.table import RowTable
 
 
 def train(step: int, **metrics: float) -> str:
@@ -218,7 +218,7 @@ def test_columns_match_a_dict_of_rows(seed: int) -> None:
 
 
 def test_reading_a_run_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, trainer.runs.load; print({'torch', 'numpy', 'wandb'} & set(sys.modules))"
+    code = "import sys, trainer.tools.runs.load; print({'torch', 'numpy', 'wandb'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

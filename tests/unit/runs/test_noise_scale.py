@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainer.runs.load import RunRecord
-from trainer.runs.noise_scale import NoiseScale, noise_scale_of, why_unknown
-from trainer.runs.table import RowTable
+from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.noise_scale import NoiseScale, noise_scale_of, why_unknown
+from trainer.tools.runs.table import RowTable
 
 
 def record(rows: dict[int, dict[str, float]]) -> RunRecord:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.support.runs import ROOT, environment
-from trainer.cli.verbs.ls import entry_of
-from trainer.diagnostics.diagnose import diagnose
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
-from trainer.report.follow import Follower
-from trainer.runs.load import load_run
-from trainer.runs.status import is_held, last_step, run_status
+from trainer.metrics.run_status import is_held, last_step, run_status
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.report.follow import Follower
+from trainer.tools.runs.load import load_run
+from trainer.tools.verbs.ls import entry_of
 
 
 def write_rows(directory: Path, *steps: int) -> None:
@@ -116,7 +116,12 @@ def test_only_rank_0_writes_and_two_runs_in_one_directory_are_refused(tmp_path: 
 
 def kill_loop(tmp_path: Path) -> None:
     """Leave a run whose process was killed."""
-    code = "import os, sys\nfrom trainer.runs.status import run_status\nwith run_status(sys.argv[1]):\n os.kill(os.getpid(), 9)"
+    code = """
+import os, sys
+from trainer.metrics.run_status import run_status
+with run_status(sys.argv[1]):
+    os.kill(os.getpid(), 9)
+"""
     env = environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=False)
     assert done.returncode == -signal.SIGKILL

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.data.blending.blend import BlendDataset
 from trainer.data.blending.sources import ALL_RANKS, parts_of, without_sources
-from trainer.data.inspection.fingerprint import (
+from trainer.data.fingerprint import (
     EVAL,
     FINGERPRINT_KEY,
     DataChange,

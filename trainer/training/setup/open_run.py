@@ -15,20 +15,21 @@ import torch
 from torch import nn
 
 from trainer.config.schema import RunConfig
-from trainer.data.inspection.fingerprint import FINGERPRINT_KEY, Fingerprint
+from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
 from trainer.distributed.agree import gather_from_ranks, most_of_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Watchdog, start_watchdog
+from trainer.extensions.profile.step_profile import StepProfile
 from trainer.ledger.probe import CarryProbe
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.rank_reduction import Operations, Reporter, rank_operations
+from trainer.metrics.run_status import dead
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.objective.compose import Loss
-from trainer.runs.status import dead
 from trainer.training.checkpointing.resume_checks import changed_settings
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
@@ -58,7 +59,6 @@ from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.schedule import make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
-from trainer.training.step_profile import StepProfile
 from trainer.wording import few
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from trainer.config.schema import LedgerTable, RunConfig
 from trainer.data.streams.unread import unread_parts
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError, UserErrors
+from trainer.extensions.profile.step_profile import FIRST_PROFILED
 from trainer.storage import is_url
 from trainer.training.setup.sharding import mesh_shape
 from trainer.training.setup.sources import Source
-from trainer.training.step_profile import FIRST_PROFILED
 from trainer.wording import counted, few, printable
 
 MOST_HELD_OUT = 0.5

@@ -1,0 +1,301 @@
+"""Mirrors a run's completed checkpoints to a store, in one thread of rank 0 that nobody waits for.
+
+The thread has no queue. Each round it compares the complete local checkpoints with those of the store, uploads the newest that
+is missing there, then older ones that retention keeps, and deletes what retention does not keep. So a checkpoint that waits
+while the store is down costs no disk: local retention deletes it as if there were no store, and the newer one is uploaded in
+its place. Only the checkpoint that is being uploaded is spared until its attempt ends: one directory more at most.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import CheckpointTable
+from trainer.errors import UserError
+from trainer.extensions.mirror.checkpoints import ABANDONED, Owner, RemoteCheckpoints, kept
+from trainer.extensions.mirror.claim import Claimed, save_id
+from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.logger import get_logger
+from trainer.metrics.sinks.events import EventWriter
+from trainer.storage import StorageError
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, step_of
+from trainer.training.run_dir import RunDir
+from trainer.training.signals import StopRequest
+from trainer.untrusted import read_bytes
+from trainer.wording import counted, error_text
+
+logger = get_logger(__name__)
+EventCallback = Callable[[Mapping[str, Any]], object]
+
+
+class TakenOverError(Exception):
+    """The remote directory belongs to another run, or to another process of this one."""
+
+
+class Mirror:
+    """Keeps the store's checkpoints equal to the local ones.
+
+    Args:
+        remote: where they are mirrored to.
+        owner: of the remote directory, as this process has claimed it; None: `claim` has not succeeded yet.
+        claim: claims the directory, when the store answers again.
+        checkpoints: the local directory.
+        table: retention.
+        step: the one that the run continues from; later checkpoints belong to an abandoned branch. -1: nothing is set aside.
+        on_event: records events; called from the thread.
+        first_wait_sec, longest_wait_sec: between a failed attempt and the next; it doubles with each, and is spread by half.
+        stall_sec: how long `close` waits without a byte having moved.
+        longest_close_sec: how long it waits at all.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints,
+        owner: Owner | None,
+        *,
+        claim: Callable[[], Owner],
+        checkpoints: Path,
+        table: CheckpointTable,
+        step: int,
+        on_event: EventCallback,
+        first_wait_sec: float = 1.0,
+        longest_wait_sec: float = 300.0,
+        stall_sec: float = 60.0,
+        longest_close_sec: float = 3600.0,
+    ) -> None:
+        self._remote = remote
+        self._owner = owner
+        self._claim = claim
+        self._checkpoints = checkpoints
+        self._table = table
+        self._step = step
+        self._on_event = on_event
+        self._first_wait_sec, self._longest_wait_sec = first_wait_sec, longest_wait_sec
+        self._stall_sec, self._longest_close_sec = stall_sec, longest_close_sec
+        self._lock = threading.Lock()  # between choosing a checkpoint and deleting one
+        self._busy: int | None = None
+        self._is_prepared = False
+        self._mirrored: set[int] = set()
+        self._others: set[int] = set()  # in the store, with no equal one here
+        self._announced: set[int] = set()
+        self._verified: tuple[bytes, set[str]] = (b"", set())
+        self._num_failures = 0
+        self._problem = ""
+        self._moved = 0
+        self._wake, self._closing, self._is_idle = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="remote checkpoints", daemon=True)
+        self._thread.start()
+
+    def publish(self, path: Path) -> None:
+        """Take note of a checkpoint that is complete, and delete local ones as retention says; waits for no store."""
+        with self._lock:
+            self._announced.add(step_of(path))
+            self._is_idle.clear()
+            self._wake.set()
+        self.prune()
+
+    def prune(self) -> None:
+        """Delete local checkpoints as retention says, but not the one that is being uploaded."""
+        keep = {"keep_last": self._table.keep_last, "keep_every": self._table.keep_every}
+        with self._lock:
+            checkpoint.prune(self._checkpoints, **keep, spared=self._busy)
+
+    def wait(self, *, is_hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the store has the last checkpoint, as long as bytes move; say how it went, and whether it has.
+
+        Args:
+            is_hurried: ends the wait when true.
+        """
+        self._closing.set()
+        self._wake.set()
+        started = moved_at = said_at = time.monotonic()
+        moved = self._moved
+        while not self._is_idle.wait(0.05) and self._thread.is_alive() and not is_hurried():
+            now = time.monotonic()
+            if self._moved != moved:
+                moved, moved_at = self._moved, now
+            if now - moved_at > self._stall_sec or now - started > self._longest_close_sec:
+                break
+            if now - said_at > 10.0:
+                said_at = now
+                logger.info("waiting for %s: %.1f MB moved so far", self._remote.url, self._moved / 1e6)
+        self.prune()
+        return self._say_end()
+
+    def _say_end(self) -> bool:
+        last = next(iter(checkpoint.complete_checkpoints(self._checkpoints)), None)
+        if last is None:
+            return True
+        if step_of(last) in self._mirrored:
+            logger.info("%s has the last checkpoint, %s", self._remote.url, last.name)
+            return True
+        text = "%s does not have the last checkpoint, %s (%s); to upload it: train checkpoint push %s"
+        problem = self._problem or "it was not uploaded in time"
+        logger.warning(text, self._remote.url, last.name, problem, self._checkpoints.parent)
+        return False
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._synchronize()
+            except (TakenOverError, UserError) as error:
+                self._problem = str(error)
+                logger.warning("checkpoints are not mirrored any more: %s", error)
+                self._event("remote_taken_over", error=str(error))
+                return
+            except Exception as error:  # noqa: BLE001 - the store must not end the run, whatever its backend raises
+                self._fail(error)
+                wait = min(self._longest_wait_sec, self._first_wait_sec * 2.0 ** min(self._num_failures - 1, 60))
+                wait *= random.uniform(0.5, 1.5)
+                if self._closing.is_set():
+                    time.sleep(min(wait, 5.0))  # `wait` gives up on its own
+                else:
+                    self._closing.wait(wait)
+                continue
+            self._num_failures, self._problem = 0, ""
+            with self._lock:
+                if not self._wake.is_set():
+                    self._is_idle.set()
+            self._wake.wait()
+            self._wake.clear()
+
+    def _fail(self, error: Exception) -> None:
+        self._num_failures += 1
+        expected = isinstance(error, StorageError | CheckpointError | OSError)
+        self._problem = str(error) if expected else error_text(error)
+        if self._num_failures == 1:
+            text = "checkpoints cannot be mirrored now: %s; the run goes on, and this is tried again"
+            logger.warning(text, self._problem)
+        self._event("remote_failed", attempt=self._num_failures, error=self._problem)
+
+    def _event(self, name: str, **values: Any) -> None:
+        self._on_event({"event": name, "url": self._remote.url, **values})
+
+    def _synchronize(self) -> None:
+        """Make the store equal to the local directory.
+
+        Raises:
+            TakenOverError: somebody else writes there.
+            StorageError: a request failed.
+        """
+        while True:
+            self._prepare()
+            path = self._choose()
+            if path is None:
+                self._prune_remote()
+                return
+            try:
+                self._upload(path)
+            finally:
+                with self._lock:
+                    self._busy = None
+
+    def _prepare(self) -> None:
+        """Make sure that the directory is this process's, and the first time see what it has."""
+        if self._owner is None:
+            self._owner = self._claim()
+        found = self._remote.owner()
+        if found is None:  # somebody has emptied the store
+            self._remote.set_owner(self._owner)
+            self._is_prepared = False
+        elif found != self._owner:
+            who = "another process of this run" if found.id == self._owner.id else f"another run ({found.name})"
+            raise TakenOverError(f"{who} writes to {self._remote.url}")
+        if self._is_prepared:
+            return
+        if left := self._remote.clean():
+            logger.info("%s: removed what interrupted uploads left of %s", self._remote.url, counted(len(left), "step"))
+        if self._step >= 0 and (later := self._remote.set_aside_after(self._step)):
+            text = "%s: %s: of a branch that this run has left; marked %s there"
+            names = ", ".join(map(checkpoint_name, later))
+            logger.warning(text, self._remote.url, names, ABANDONED)
+        self._step = -1
+        there = set(self._remote.complete())
+        local = checkpoint.complete_checkpoints(self._checkpoints)
+        self._mirrored = {
+            step_of(path)
+            for path in local
+            if step_of(path) in there and read_bytes(path / MARKER) == self._remote.marker(step_of(path))
+        }
+        self._others = there - self._mirrored
+        self._is_prepared = True
+
+    def _choose(self) -> Path | None:
+        """The next checkpoint to upload, which is spared from now on; None if nothing is missing in the store."""
+        with self._lock:
+            local = {step_of(path): path for path in checkpoint.complete_checkpoints(self._checkpoints)}
+            gone = sorted(self._announced - local.keys() - self._mirrored)
+            self._announced &= local.keys() - self._mirrored
+            keep = {"keep_last": self._table.keep_last, "keep_every": self._table.keep_every}
+            wanted = kept(local.keys() | self._mirrored | self._others, **keep) & local.keys() - self._mirrored
+            self._busy = max(wanted, default=None)
+        for step in gone:
+            logger.info("%s was deleted before it was uploaded; a newer one takes its place", checkpoint_name(step))
+            self._event("remote_superseded", global_step=step)
+        return None if self._busy is None else local[self._busy]
+
+    def _upload(self, path: Path) -> None:
+        started, marker = time.monotonic(), read_bytes(path / MARKER)
+        if self._verified[0] != marker:
+            self._verified = (marker, set())
+        num_bytes = self._remote.upload(path, self._verified[1], self._count)
+        step, seconds = step_of(path), time.monotonic() - started
+        self._mirrored.add(step)
+        self._others.discard(step)
+        logger.info("uploaded %s/%s (%.1f MB in %.1f s)", self._remote.url, path.name, num_bytes / 1e6, seconds)
+        attempts, self._num_failures = self._num_failures + 1, 0
+        values = {"global_step": step, "bytes": num_bytes, "seconds": round(seconds, 3), "attempts": attempts}
+        self._event("remote_uploaded", **values)
+
+    def _prune_remote(self) -> None:
+        there = self._mirrored | self._others
+        keep = kept(there, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
+        for step in sorted(there - keep):
+            self._remote.remove(step)
+            self._mirrored.discard(step)
+            self._others.discard(step)
+
+    def _count(self, num_bytes: int) -> None:
+        self._moved += num_bytes
+
+
+def start_mirror(
+    claimed: Claimed, run_dir: RunDir, table: CheckpointTable, step: int, diagnostics: Diagnostics
+) -> Mirror:
+    """The mirror of a run that is about to begin, or to continue from `step` (rank 0).
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    # Of its own, and never closed: the thread may write an event until the process ends.
+    events = EventWriter(run_dir.events)
+    guard = diagnostics.best_effort("events of checkpoint.remote")
+
+    def claim_and_save() -> Owner:
+        owner = claimed.claim()
+        save_id(run_dir.path, owner, claimed.remote.url)
+        return owner
+
+    if claimed.owner is not None:
+        save_id(run_dir.path, claimed.owner, claimed.remote.url)
+    return Mirror(
+        claimed.remote,
+        claimed.owner,
+        claim=claim_and_save,
+        checkpoints=run_dir.checkpoints,
+        table=table,
+        step=step,
+        on_event=lambda event: guard.run(events.write, event),
+    )
+
+
+def wait_for_mirror(mirror: Mirror, stop: StopRequest) -> None:
+    """Wait for the last upload at the end of a run; a request to stop that comes now ends the wait."""
+    was_requested = stop.requested
+    mirror.wait(is_hurried=lambda: stop.requested and not was_requested)

@@ -1,0 +1,148 @@
+"""Writes a corpus (streams of JSON lines and a manifest) into a sibling directory that is renamed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.files import replacing, write_file
+from trainer.metrics.progress_bar import Report
+from trainer.tools.corpus.documents import Document
+from trainer.tools.corpus.manifest import MANIFEST_NAME, Manifest, Skipped, StreamEntry, read_manifest
+from trainer.tools.corpus.selection import Streams
+
+
+def write_corpus(
+    out: Path,
+    modalities: Mapping[str, Streams],
+    *,
+    builder: str,
+    rules: Mapping[str, str],
+    skipped: Sequence[Skipped],
+    force: bool,
+    progress: Report | None = None,
+) -> Manifest:
+    """Write `out/<modality>/<stream>.jsonl`, one document per line as `{"text": ..., "source": ...}`, and the manifest.
+
+    An `out` that is complete and was built from the same inputs is left untouched, unless `force`.
+
+    Raises:
+        UserError: `out` holds something else and `force` is not given, or it holds files that no builder wrote.
+    """
+    digest = _inputs_digest(modalities, builder, rules)
+    existing = _existing(out, force=force)
+    if existing is not None and not force:
+        if existing.inputs_sha256 == digest and _is_whole(out, existing):
+            return existing
+        raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
+    if existing is not None and (others := _not_ours(out, existing)):
+        problem = f"holds {others[0]}, which is no part of the corpus"
+        raise UserError(str(out), problem, "move it away, or name another directory")
+    total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
+    with _replaced(out) as directory:
+        done = 0
+        entries: dict[str, tuple[StreamEntry, ...]] = {}
+        for modality, streams in modalities.items():
+            (directory / modality).mkdir()
+            written = []
+            for stream, documents in streams.items():
+                if progress is not None:
+                    progress(done, total, f"writing {modality}/{stream}")
+                written.append(_write_stream(directory, f"{modality}/{stream}.jsonl", documents))
+                done += len(documents)
+            entries[modality] = tuple(written)
+        manifest = Manifest(builder, digest, dict(rules), entries, tuple(skipped))
+        write_file(directory / MANIFEST_NAME, manifest.to_json())
+    if progress is not None:
+        progress(total, total, "done")
+    return manifest
+
+
+def _inputs_digest(modalities: Mapping[str, Streams], builder: str, rules: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps([builder, dict(rules)], sort_keys=True).encode())
+    for modality, streams in modalities.items():
+        for stream, documents in streams.items():
+            for document in documents:
+                line = json.dumps([modality, stream, document.source, document.digest])
+                digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _existing(out: Path, *, force: bool) -> Manifest | None:
+    """The manifest in `out`; None if there is nothing to lose."""
+    if not out.exists():
+        return None
+    if not out.is_dir():
+        raise UserError(str(out), "is not a directory", "name a directory for the corpus")
+    if not any(out.iterdir()):
+        return None
+    if not (out / MANIFEST_NAME).is_file():
+        raise UserError(str(out), "is not empty and holds no corpus", "name a new directory for the corpus")
+    try:
+        return read_manifest(out)
+    except UserError as error:
+        problem = f"holds a manifest that is not ours ({error.problem})"
+        raise UserError(str(out), problem, "name a new directory") from None
+
+
+def _not_ours(out: Path, manifest: Manifest) -> list[str]:
+    """Files in `out` that no builder wrote, and that would be lost with the corpus."""
+    ours = {MANIFEST_NAME, *(entry.path for entries in manifest.modalities.values() for entry in entries)}
+    found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
+    return sorted(name for name in found if name not in ours and not Path(name).name.startswith("."))
+
+
+def _is_whole(out: Path, manifest: Manifest) -> bool:
+    """Whether every stream has its size; contents are not checked."""
+    for entries in manifest.modalities.values():
+        for entry in entries:
+            file = out / entry.path
+            if not file.is_file() or file.stat().st_size != entry.file_bytes:
+                return False
+    return True
+
+
+def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> StreamEntry:
+    digest = hashlib.sha256()
+    file_bytes = 0
+    with replacing(directory / path, sync=False) as file:  # the whole corpus is synced with its manifest, last
+        for document in documents:
+            text = document.text()
+            if hashlib.sha256(text.encode("utf-8")).hexdigest() != document.digest:
+                raise UserError(document.source, "changed while the corpus was built", "build it again")
+            row = json.dumps({"text": text, "source": document.source}, ensure_ascii=False)
+            line = row.encode("utf-8") + b"\n"
+            file.write(line)
+            digest.update(line)
+            file_bytes += len(line)
+    text_bytes = sum(document.num_bytes for document in documents)
+    return StreamEntry(path, len(documents), text_bytes, file_bytes, digest.hexdigest())
+
+
+@contextlib.contextmanager
+def _replaced(out: Path) -> Iterator[Path]:
+    """A new directory beside `out` that replaces it at the end; on any failure `out` is unchanged."""
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        new, old = work / "new", work / "old"
+        new.mkdir()
+        yield new
+        if out.exists():
+            out.rename(old)
+        try:
+            os.replace(new, out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,183 @@
+"""Diagnosis: the outcomes of all rules on one run, and their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from trainer.tools.diagnostics.outcome import Outcome, Severity, not_measured
+from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.rules.rule import Rule
+from trainer.tools.runs.load import RunRecord
+from trainer.wording import counted
+
+DIAGNOSIS_VERSION: Final = 2
+NO_FINDING: Final = "no finding"
+DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
+SEVERITIES: Final = ("error", "warning", "advice")
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """A rule and its outcome on a run. `has_config`: the run has config keys that its user can set."""
+
+    rule: Rule
+    outcome: Outcome
+    has_config: bool = True
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the run had enough for the rule to judge."""
+        return self.outcome.verdict != "not_measured"
+
+    @property
+    def had_nothing_to_measure(self) -> bool:
+        """Whether the run lacks what the rule needs, and longer training would not change that."""
+        return not self.is_judged and not self.outcome.is_early
+
+    @property
+    def fix(self) -> str:
+        """What to change: a config key and its value, or in words for a loop without a config; empty if unknown."""
+        knob = self.outcome.knob
+        if knob is None:
+            return ""
+        return f"try {knob}" if self.has_config else knob.in_words
+
+    @property
+    def severity(self) -> Severity | None:
+        """The severity of a finding; None for other verdicts."""
+        return (self.outcome.severity or self.rule.severity) if self.outcome.verdict == "finding" else None
+
+    @property
+    def result(self) -> str:
+        """The severity of a finding, the verdict otherwise; `not yet` if more rows would give one."""
+        verdict = "not yet" if self.outcome.is_early else self.outcome.verdict.replace("_", " ")
+        return self.severity or verdict
+
+    @property
+    def title(self) -> str:
+        """The name of the rule for readers: `Batch size`."""
+        return self.rule.name.replace("_", " ").capitalize()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all evidence, ascending."""
+        return sorted({step for evidence in self.outcome.evidence for step in evidence.steps})
+
+    def to_json(self) -> dict[str, Any]:
+        """Strict JSON."""
+        outcome = self.outcome
+        return {
+            "rule": self.rule.name,
+            "verdict": outcome.verdict,
+            "severity": self.severity,
+            "not_yet": outcome.is_early,
+            "sentence": outcome.sentence,
+            "evidence": [evidence.to_json() for evidence in outcome.evidence],
+            "knob": outcome.knob.to_json() if outcome.knob is not None else None,
+            "fix": self.fix,
+            "needs": list(self.rule.needs),
+        }
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The rulings on one run."""
+
+    run: RunRecord
+    rulings: tuple[Ruling, ...]
+
+    @property
+    def findings(self) -> list[Ruling]:
+        """Errors and warnings: a run with any is not healthy."""
+        return [ruling for ruling in self.rulings if ruling.severity in ("error", "warning")]
+
+    @property
+    def advice(self) -> list[Ruling]:
+        """Findings that cost time or tokens but do not harm the model."""
+        return [ruling for ruling in self.rulings if ruling.severity == "advice"]
+
+    @property
+    def by_severity(self) -> list[Ruling]:
+        """Errors, warnings and advice, in this order."""
+        return [ruling for severity in SEVERITIES for ruling in self.rulings if ruling.severity == severity]
+
+    @property
+    def num_judged(self) -> int:
+        """The number of rules that the run had enough for."""
+        return sum(ruling.is_judged for ruling in self.rulings)
+
+    @property
+    def verdict(self) -> DiagnosisVerdict | None:
+        """`healthy` takes half of the rules or more; fewer without a finding are `no_findings`.
+
+        None for a run without training rows: the rules have nothing to check.
+        """
+        if not self.run.steps:
+            return None
+        if self.findings:
+            return "findings"
+        return "healthy" if 2 * self.num_judged >= len(self.rulings) else "no_findings"
+
+    @property
+    def coverage(self) -> str:
+        """How many rules judged the run: `14 of 27 rules judged the run, 5 could not yet, 8 had nothing to measure`."""
+        early = sum(ruling.outcome.is_early for ruling in self.rulings)
+        rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)
+        parts = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]
+        parts += [f"{early} could not yet"] if early else []
+        parts += [f"{rest} had nothing to measure"] if rest else []
+        return ", ".join(parts)
+
+    @property
+    def brief(self) -> str:
+        """A few words: the names of the findings, `healthy`, or how few rules found nothing."""
+        if self.findings:
+            return ", ".join(ruling.rule.name for ruling in self.findings)
+        if self.verdict == "healthy":
+            return "healthy"
+        return f"{NO_FINDING} by {self.num_judged} of {len(self.rulings)} rules"
+
+    @property
+    def summary(self) -> str:
+        """One line: healthy or not, the numbers of findings and of suggestions (advice), and of the rules that judged."""
+        if self.verdict is None:
+            return "Not diagnosed: no training rows"
+        found = {
+            "healthy": "Healthy: no findings",
+            "no_findings": "Nothing wrong in what was measured",
+            "findings": counted(len(self.findings), "finding"),
+        }[self.verdict]
+        advice = f", {counted(len(self.advice), 'suggestion')}" if self.advice else ""
+        return f"{found}{advice}; {self.coverage}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Version 2 of the JSON; later versions only add keys or increase the version."""
+        steps = self.run.steps
+        return {
+            "diagnosis_version": DIAGNOSIS_VERSION,
+            "run": str(self.run.path),
+            "verdict": self.verdict,
+            "steps": [steps[0], steps[-1]] if steps else None,
+            "num_rows": len(steps),
+            "findings": [ruling.rule.name for ruling in self.findings],
+            "advice": [ruling.rule.name for ruling in self.advice],
+            "rules_judged": self.num_judged,
+            "rules_not_judged": [ruling.rule.name for ruling in self.rulings if not ruling.is_judged],
+            "rules": [ruling.to_json() for ruling in self.rulings],
+            "notes": self.run.notes,
+        }
+
+
+def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
+    """Apply every rule."""
+    return Diagnosis(run, tuple(Ruling(rule, _outcome(rule, run), bool(run.config)) for rule in rules))
+
+
+def _outcome(rule: Rule, run: RunRecord) -> Outcome:
+    """The rule's outcome. Its config and events may hold anything, which is no reason not to judge the rest, or other runs."""
+    try:
+        return rule.apply(run)
+    except Exception as error:  # noqa: BLE001 - see above
+        return not_measured(f"the run's files do not fit together ({type(error).__name__}: {error})")

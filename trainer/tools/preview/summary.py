@@ -1,0 +1,362 @@
+"""The numbers of a run before it starts: what `train preview` prints, draws and warns about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from trainer.config.rules import check_state_rules, costs_of_carry
+from trainer.data.mixing.dataset import BatchingMode
+from trainer.micro_batches import MicroBatches
+from trainer.tools.preview.forecast import MAX_COUNTED, Forecast, count_run
+from trainer.tools.preview.probes import ProbeView, probe_view
+from trainer.tools.preview.shapes import SourceShape, StreamShape, source_shape
+from trainer.tools.preview.shares import ZeroSpan, expected_batches, first_zero, sample_points, shares_at
+from trainer.tools.waits import wait_bound
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.plausible import ledger_bytes
+from trainer.training.step.schedule import make_schedule
+from trainer.wording import counted
+
+
+@dataclass(frozen=True)
+class ModalityView:
+    """One modality of a source over the run, over all ranks.
+
+    Attributes:
+        absent_share: share of the counted picks of the source without an active reader of the modality.
+        longest_wait_steps: most optimizer steps between two picks of a reader, as counted.
+        corpus_tokens: of a pass over its training documents.
+        corpus_share, drawn_share: of the tokens of all countable sources, in such passes and in the run.
+    """
+
+    name: str
+    streams: int
+    batch_size: int
+    picks: float
+    exhausts: float
+    cells: float
+    tokens: float
+    absent_share: float
+    longest_wait_steps: int
+    corpus_tokens: int
+    corpus_share: float = 0.0
+    drawn_share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceView:
+    """One source over the run. Only the first four fields are known of a custom `target`.
+
+    Attributes:
+        batches: expected micro-batches per rank (mean over seeds).
+        drawn_batches: micro-batches per rank with the seed of this run; None if they were not all counted.
+        pass_batches: micro-batches per rank of a pass over the source.
+        batch_share: share of the micro-batches.
+        zero: the first range of batches with weight 0.
+        token_share: share of the tokens of all countable sources.
+        num_mixed: K, or the number of slices if that is less.
+        picks_per_slice: minimum, median, maximum.
+        idle_share: share of fully masked micro-batches in the configured batching mode, over all ranks.
+        rank_token_shares: share of the source's tokens that each rank reads in an epoch, in both batching modes.
+        masked_share: share of fully masked micro-batches on the worst rank, by batching mode.
+        padding_share: share of padding in the tokens of the cells.
+        lane_fill: rows of the average batch over the configured batch size.
+        wait_bound_steps: 2 K n in optimizer steps; see `wait_bound`.
+    """
+
+    name: str
+    batches: float
+    batch_share: float
+    zero: ZeroSpan | None
+    drawn_batches: int | None = None
+    pass_batches: float = 0.0
+    tokens: float | None = None
+    token_share: float | None = None
+    epochs: float | None = None
+    num_mixed: int = 0
+    picks_per_slice: tuple[int, int, int] | None = None
+    batching_mode: BatchingMode = "per_stream"
+    idle_share: float = 0.0
+    rank_token_shares: tuple[float, ...] = ()
+    masked_share: Mapping[BatchingMode, float] = field(default_factory=dict)
+    padding_share: float = 0.0
+    lane_fill: float = 1.0
+    wait_bound_steps: int = 0
+    modalities: tuple[ModalityView, ...] = ()
+
+
+@dataclass(frozen=True)
+class LedgerView:
+    """The ledger of one rank, and the states it must hold.
+
+    Attributes:
+        groups_in_flight: K x batch size over the sources: upper bound of the states needed at once.
+        capacity_to_change_ranks: states that a resume on another number of ranks may need at once.
+        counted_in_flight: most states needed at once, as counted.
+        probes: of what carrying is worth; None without.
+        waits_beyond_threshold: number of counted waits longer than the stale threshold.
+    """
+
+    mode: str
+    capacity: int
+    groups_in_flight: int
+    capacity_to_change_ranks: int
+    counted_in_flight: int
+    megabytes: float
+    stale_threshold: int | None
+    wait_bound_steps: int
+    counted_wait_steps: int
+    waits_beyond_threshold: int | None
+    probes: ProbeView | None
+
+
+@dataclass(frozen=True)
+class BatchChange:
+    """The first step with another number of micro-batches, and what the learning rate of the scheduler is multiplied by from
+    then on."""
+
+    step: int
+    micro_batches: int
+    lr_factor: float
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The plotted curves: shares of the sources at some batches, learning rate at some steps."""
+
+    batches: list[int]
+    shares: dict[str, list[float]]
+    steps: list[int]
+    lr: list[float]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """All numbers of a run before it starts.
+
+    Attributes:
+        micro_batches: of the first step.
+        num_batches: micro-batches per rank; with `auto`, if it never grew.
+        is_counted: picks, exhausts and tokens are counted for this seed; otherwise they are averages.
+        counted_batches: batches per rank that were counted.
+        ends_at_step: the step at which a source without `repeat` runs out of data.
+        cells_per_step: minimum, mean, maximum over the counted steps, over all ranks.
+        ledger: None for a model without recurrent state.
+        batch_changes: of the number of micro-batches, as planned.
+        auto: how that number may grow by itself, in words; None: it does not.
+        costs_of_carry: of `train.tbptt_cells` and `ledger.burn_in`, in words.
+    """
+
+    name: str
+    world_size: int
+    steps: int
+    micro_batches: int
+    num_batches: int
+    is_counted: bool
+    counted_batches: int
+    ends_at_step: int | None
+    cells_per_step: tuple[int, float, int]
+    sources: tuple[SourceView, ...]
+    ledger: LedgerView | None
+    curves: Curves
+    batch_changes: tuple[BatchChange, ...] = ()
+    auto: str | None = None
+    costs_of_carry: Mapping[str, str] = field(default_factory=dict)
+
+
+def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Preview:
+    """Compute a preview. Opens every stream, but reads only document lengths.
+
+    Args:
+        most: batches that are counted, over all ranks; beyond them numbers are averages.
+
+    Raises:
+        UserError: a stream cannot be opened, a source has nothing to train on, or the model lacks the state that a setting
+            needs.
+    """
+    train = plan.config.train
+    check_state_rules(plan.config, plan.state_width())
+    shapes = [source_shape(plan, source, world_size) for source in plan.sources]
+    forecast = count_run(plan, shapes, world_size, most=most)
+    weights = [source.weight for source in plan.sources]
+    batches_by_steps = plan.batches_by_steps
+    num_batches = plan.num_batches
+    expected = expected_batches(weights, num_batches, batches_by_steps)
+    zeros = [first_zero(weight, num_batches, batches_by_steps) for weight in weights]
+    sources = [
+        _source_view(plan, shape, batches, zero, forecast)
+        for shape, batches, zero in zip(shapes, expected, zeros, strict=True)
+    ]
+    tokens = max(sum(source.tokens or 0 for source in sources), 1)
+    corpus = max(sum(view.corpus_tokens for source in sources for view in source.modalities), 1)
+    shared = [s if s.tokens is None else _with_shares(s, tokens, corpus) for s in sources]
+    cells = forecast.cells_per_step
+    return Preview(
+        name=plan.config.run.name,
+        world_size=world_size,
+        steps=train.steps,
+        micro_batches=batches_by_steps.first,
+        num_batches=num_batches,
+        is_counted=forecast.is_whole,
+        counted_batches=forecast.num_batches,
+        ends_at_step=None if forecast.ended_at is None else batches_by_steps.step_of(forecast.ended_at),
+        cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
+        sources=tuple(shared),
+        ledger=_ledger_view(plan, shapes, sources, forecast),
+        curves=_curves(plan, num_batches),
+        batch_changes=_batch_changes(batches_by_steps, train.steps),
+        auto=_auto_in_words(plan.config.micro_batches),
+        costs_of_carry=costs_of_carry(plan.config),
+    )
+
+
+def _batch_changes(batches: MicroBatches, steps: int) -> tuple[BatchChange, ...]:
+    later = [(step, m) for step, _, m in batches.stretches[1:] if step <= steps]
+    return tuple(BatchChange(step, m, batches.lr_factor(m)) for step, m in later)
+
+
+def _auto_in_words(batches: MicroBatches) -> str | None:
+    if (rule := batches.auto) is None:
+        return None
+    return (
+        f"auto: the run itself decides, every {counted(rule.every, 'step')}, whether its {batches.first} micro-batches double, "
+        f"up to {batches.most}: when the lower bound of the noise scale exceeds {rule.multiple:g} times the batch; "
+        f"this forecast is for {batches.first} throughout"
+    )
+
+
+def _source_view(
+    plan: Plan, shape: SourceShape, batches: float, zero: ZeroSpan | None, forecast: Forecast
+) -> SourceView:
+    share = batches / plan.num_batches
+    if not shape.streams:
+        return SourceView(name=shape.name, batches=batches, batch_share=share, zero=zero)
+    modalities = [_modality_view(name, shape, batches, forecast) for name in shape.modalities]
+    picks = shape.picks_per_slice()
+    num_mixed = min(shape.num_mixed, len(picks))
+    slices = [(stream, part) for stream in shape.streams for part in stream.slices]
+    epoch_cells = sum(part.num_cells for _, part in slices)
+    epoch_tokens = sum(part.tokens for _, part in slices)
+    rows = sum(len(part.loads) * part.num_picks for _, part in slices)
+    configured_rows = sum(stream.batch_size * part.num_picks for stream, part in slices)
+    masked = shape.masked_shares(shared=shape.shared)
+    ranks = range(len(masked))
+    return SourceView(
+        name=shape.name,
+        batches=batches,
+        batch_share=share,
+        zero=zero,
+        drawn_batches=max(tally.batches for tally in forecast.tallies[shape.name]) if forecast.is_whole else None,
+        pass_batches=sum(_picks(shape, stream, rank) for stream in shape.streams for rank in ranks) / len(ranks),
+        tokens=sum(view.tokens for view in modalities),
+        epochs=sum(view.cells for view in modalities) / epoch_cells,
+        num_mixed=num_mixed,
+        picks_per_slice=(picks[0], picks[len(picks) // 2], picks[-1]),
+        batching_mode="per_stream" if shape.shared else "device_per_stream",
+        idle_share=sum(masked) / len(masked),
+        rank_token_shares=tuple(shape.token_shares()),
+        masked_share=shape.worst_masked_shares(),
+        padding_share=1 - epoch_tokens / (epoch_cells * plan.config.row_tokens),
+        lane_fill=rows / configured_rows,
+        wait_bound_steps=wait_bound(picks, num_mixed, share, plan.batches_by_steps.least),
+        modalities=tuple(modalities),
+    )
+
+
+def _with_shares(source: SourceView, tokens: float, corpus: int) -> SourceView:
+    """The source with its part of all tokens that are drawn, and of those of the corpus."""
+    views = tuple(
+        replace(view, corpus_share=view.corpus_tokens / corpus, drawn_share=view.tokens / tokens)
+        for view in source.modalities
+    )
+    return replace(source, token_share=(source.tokens or 0) / tokens, modalities=views)
+
+
+def _modality_view(name: str, shape: SourceShape, batches: float, forecast: Forecast) -> ModalityView:
+    tallies = forecast.tallies[shape.name]
+    streams = [stream for stream in shape.streams if stream.modality == name]
+    world_size = len(shape.streams[0].slices)
+    if forecast.is_whole:
+        times = world_size if shape.shared else 1
+        picks = float(sum(tally.picks[name] for tally in tallies) * times)
+        exhausts = float(sum(tally.exhausts[name] for tally in tallies) * times)
+        cells = float(sum(tally.cells[name] for tally in tallies))
+        tokens = sum(tally.tokens[name] for tally in tallies)
+    else:
+        picks, exhausts, cells, tokens = _expected(shape, streams, batches * world_size)
+    return ModalityView(
+        name=name,
+        streams=len(streams),
+        batch_size=streams[0].batch_size,
+        picks=picks,
+        exhausts=exhausts,
+        cells=cells,
+        tokens=tokens,
+        absent_share=sum(tally.absent[name] for tally in tallies) / max(sum(tally.batches for tally in tallies), 1),
+        longest_wait_steps=max((wait for tally in tallies for wait in tally.waits[name]), default=0),
+        corpus_tokens=sum(part.tokens for stream in streams for part in stream.slices),
+    )
+
+
+def _expected(shape: SourceShape, streams: Sequence[StreamShape], batches: float) -> tuple[float, float, float, float]:
+    """(picks, exhausts, cells, tokens) of some streams in `batches` batches of their source over all ranks, averaged over
+    whole epochs. Ranks with pools of their own are in epochs of their own."""
+    world_size = len(shape.streams[0].slices)
+    picks = exhausts = cells = tokens = 0.0
+    for rank in range(world_size):
+        epochs = batches / world_size / max(sum(_picks(shape, stream, rank) for stream in shape.streams), 1)
+        passes = [_picks(shape, stream, rank) for stream in streams]
+        picks += epochs * sum(passes)
+        exhausts += epochs * sum(each > 0 for each in passes)
+        cells += epochs * sum(stream.slices[rank].num_cells for stream in streams)
+        tokens += epochs * sum(stream.slices[rank].tokens for stream in streams)
+    return picks, exhausts, cells, tokens
+
+
+def _picks(shape: SourceShape, stream: StreamShape, rank: int) -> int:
+    """The number of batches of a rank's pass over a stream."""
+    return stream.shared_picks if shape.shared else stream.slices[rank].num_picks
+
+
+def _ledger_view(
+    plan: Plan, shapes: Sequence[SourceShape], sources: Sequence[SourceView], forecast: Forecast
+) -> LedgerView | None:
+    width, table = plan.state_width(), plan.config.ledger
+    if width == 0:
+        return None
+    tallies = [tally for by_rank in forecast.tallies.values() for tally in by_rank]
+    waits = sum((waits for tally in tallies for waits in tally.waits.values()), Counter[int]())
+    threshold = table.stale_threshold if table.wipe_mode == "periodic_stale" else None
+    beyond = None if threshold is None else sum(times for wait, times in waits.items() if wait > threshold)
+    return LedgerView(
+        mode=table.wipe_mode,
+        capacity=table.capacity,
+        groups_in_flight=plan.facts.groups_in_flight,
+        capacity_to_change_ranks=plan.facts.capacity_to_change_ranks,
+        counted_in_flight=forecast.in_flight,
+        megabytes=ledger_bytes(table, width) / 1e6,
+        stale_threshold=threshold,
+        wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
+        counted_wait_steps=max(waits, default=0),
+        waits_beyond_threshold=beyond,
+        probes=probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources], plan.num_batches),
+    )
+
+
+def _curves(plan: Plan, num_batches: int) -> Curves:
+    config = plan.config
+    batches, steps = sample_points(num_batches), sample_points(config.train.steps) + 1
+    by_steps = plan.batches_by_steps
+    shares = shares_at([source.weight for source in plan.sources], batches, by_steps)
+    schedule = make_schedule(config, plan.length)
+    return Curves(
+        batches=batches.tolist(),
+        shares={source.name: row for source, row in zip(plan.sources, shares.tolist(), strict=True)},
+        steps=steps.tolist(),
+        lr=[
+            schedule(plan.length.of_full_steps(step)) * by_steps.lr_factor(by_steps.at(step, 0))
+            for step in steps.tolist()
+        ],
+    )

@@ -1,0 +1,283 @@
+"""The results of a run, and how two runs differ in settings and metrics."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isfinite
+from typing import Any, Final
+
+from trainer.config.compare import recorded_settings
+from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
+from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
+from trainer.tools.runs.settings import settings_by_step
+from trainer.wording import counted, number_text
+
+# The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
+_MOST_ROWS: Final = 20
+# Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
+_NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
+_NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One result of a run; `value` is None if the run does not have it.
+
+    Attributes:
+        note: the rows that it was made of, or why there is no value, in words.
+        digits: significant digits of `text`.
+        words: what people are shown instead of the label.
+    """
+
+    label: str
+    value: float | str | None
+    unit: str = ""
+    note: str = ""
+    digits: int = 5
+    words: str = ""
+
+    @property
+    def text(self) -> str:
+        """The value, or a dash."""
+        if self.value is None:
+            return "–"
+        return self.value if isinstance(self.value, str) else number_text(self.value, digits=self.digits)
+
+
+def heading(rows: Sequence[SummaryRow]) -> str:
+    """What people are shown as the name of one result of several runs, with its unit."""
+    words = " / ".join(dict.fromkeys(row.words or row.label for row in rows))
+    return f"{words} ({rows[0].unit})" if rows[0].unit else words
+
+
+@dataclass(frozen=True)
+class KeyMean:
+    """Means and standard deviations of a key at the end of two runs; None where a run does not have it.
+
+    With `is_last`, the key is not averaged, and `means` are its last values.
+    """
+
+    key: str
+    unit: str
+    means: tuple[float | None, float | None]
+    deviations: tuple[float | None, float | None]
+    is_last: bool = False
+
+    @property
+    def difference(self) -> float | None:
+        """Second minus first."""
+        first, second = self.means
+        return None if first is None or second is None else second - first
+
+    @property
+    def relative(self) -> float | None:
+        """The difference relative to the first; None if the first is 0 or unknown."""
+        difference, first = self.difference, self.means[0]
+        return None if difference is None or not first else difference / abs(first)
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a run: its last `rows` logged training rows, steps `first` to `last`; all 0 without rows."""
+
+    rows: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        if self.rows <= 1:
+            return f"the last logged row, step {self.last:,}" if self.rows else "no logged row"
+        return f"the last {self.rows} logged rows, steps {self.first:,} to {self.last:,}"
+
+
+def end_of(run: RunRecord, window: int | None = None) -> End:
+    """The last `window` rows, or as many as there are; None: the last tenth of the rows, but at most 20."""
+    steps = run.steps
+    if not steps:
+        return End(0, 0, 0)
+    wanted = window if window is not None else min(_MOST_ROWS, len(steps) // 10)
+    rows = min(max(wanted, 1), len(steps))
+    return End(rows, steps[-rows], steps[-1])
+
+
+def _finite(run: RunRecord, key: str) -> dict[int, float]:
+    """The finite values of a key by step."""
+    return {step: value for step, value in zip(*run.column(key), strict=True) if isfinite(value)}
+
+
+def _last(values: dict[int, float]) -> float | None:
+    return next(reversed(values.values()), None)
+
+
+def rows_text(steps: Sequence[int]) -> str:
+    """The rows that a figure was made of: `12 rows, steps 10 to 120`."""
+    if not steps:
+        return "no row"
+    return f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"step {steps[0]:,}"
+
+
+def _last_row(label: str, values: dict[int, float], unit: str, what: str = "") -> SummaryRow:
+    if not values:
+        return SummaryRow(label, None, unit)
+    step = max(values)
+    return SummaryRow(label, values[step], unit, f"{what}step {step:,}")
+
+
+def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> SummaryRow:
+    columns = [column for column in (_finite(run, key) for key in keys) if column]
+    if not columns:
+        return SummaryRow(label, None, unit)
+    steps = sorted(set().union(*columns))
+    total = sum(sum(column.values()) for column in columns)
+    return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
+
+
+def _final_rows(run: RunRecord, losses: Mapping[int, float], window: int | None) -> list[int]:
+    """The steps whose mean loss is the final one: those of the end, or the last finite one."""
+    end = end_of(run, window)
+    return [step for step in losses if step >= end.first] or list(losses)[-1:]
+
+
+def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
+    """The mean loss at the end, with its steps; if none of these losses is finite, the last finite one."""
+    losses, words = _finite(run, "loss"), "" if run.has_ended else "Latest loss"
+    if not losses:
+        return SummaryRow("Final loss", None, "nats/token", words=words)
+    steps = _final_rows(run, losses, window)
+    is_end = len(steps) > 1 or steps[-1] == run.steps[-1]
+    what = "mean of " if len(steps) > 1 else "" if is_end else "last finite value, "
+    mean = statistics.fmean(losses[step] for step in steps)
+    return SummaryRow("Final loss", mean, "nats/token", what + rows_text(steps), words=words)
+
+
+def _best_loss(run: RunRecord, window: int | None) -> SummaryRow:
+    """The lowest mean loss of as many consecutive rows as the final loss has.
+
+    The minimum of single rows is luck, and that of a running average, which lags, may lie above the final loss. These means
+    include the final one, so the best is never worse.
+    """
+    losses = _finite(run, "loss")
+    if not losses:
+        return SummaryRow("Best loss", None, "nats/token")
+    width = len(_final_rows(run, losses, window))
+    steps, values = list(losses), list(losses.values())
+    sums = list(accumulate(values, initial=0.0))
+    starts = range(len(values) - width + 1)
+    lowest = min(starts, key=lambda start: sums[start + width] - sums[start])
+    # The running sums are rounded: the final rows are compared exactly.
+    mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
+    what = "lowest mean of " if width > 1 else "lowest row, "
+    return SummaryRow("Best loss", mean, "nats/token", what + rows_text(steps[start : start + width]))
+
+
+def _held_out(run: RunRecord) -> list[SummaryRow]:
+    """The last and the best evaluation, which read the first micro-batches of the held-out documents."""
+    losses, batches = _finite(run, "eval_loss"), run.setting("eval.batches")
+    part = f", the first {counted(batches, 'micro-batch')} a rank" if isinstance(batches, int) else ""
+    best = {step: losses[step] for step in [min(losses, key=losses.__getitem__)]} if losses else {}
+    return [
+        _last_row("Held-out loss", losses, "nats/token", f"last of {counted(len(losses), 'evaluation')}{part}, "),
+        _last_row("Best held-out loss", best, "nats/token", f"best of {counted(len(losses), 'evaluation')}{part}, "),
+    ]
+
+
+def _speed(run: RunRecord) -> SummaryRow:
+    speeds = _finite(run, "tokens_per_sec")
+    if not speeds:
+        return SummaryRow("Speed", None, "tokens/s")
+    what = "median of " if len(speeds) > 1 else ""
+    return SummaryRow("Speed", statistics.median(speeds.values()), "tokens/s", what + rows_text(list(speeds)))
+
+
+def _noise_scale(run: RunRecord) -> SummaryRow:
+    """The last row's estimate with its bounds; without an upper one, its lower bound. The digits are the diagnosis'."""
+    scale = noise_scale_of(run)
+    if scale is None or not scale.is_known:
+        return SummaryRow("Noise scale", None, "sequences", why_unknown(run))
+    if scale.value is None or scale.high is None:
+        return SummaryRow("Noise scale", scale.number, "sequences", scale.where)
+    between = f", between {number_text(scale.low)} and {number_text(scale.high)}"
+    return SummaryRow("Noise scale", scale.value, "sequences", f"{scale.where}{between}", digits=4)
+
+
+def _state(run: RunRecord) -> SummaryRow:
+    state, step = str(run.status.get("state", "")) or None, run.status.get("last_step")
+    words = [f"step {step:,}" if isinstance(step, int) else "", str(run.status.get("reason", ""))]
+    return SummaryRow("State", state, note=": ".join(filter(None, words)))
+
+
+def _steps(run: RunRecord) -> SummaryRow:
+    if not run.steps:
+        return SummaryRow("Steps", None)
+    return SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
+
+
+def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
+    """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
+    redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
+    return [
+        _state(run),
+        _steps(run),
+        _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
+        _final_loss(run, window),
+        _best_loss(run, window),
+        *_held_out(run),
+        _speed(run),
+        _noise_scale(run),
+        _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
+        _total("False evictions", run, keys_under("ledger/false_evictions/"), "groups"),
+        _total("Rejected steps", run, ["non_finite_steps"], "steps"),
+        SummaryRow("Restarts", float(len(run.restarts)), note=redone),
+    ]
+
+
+def _strict(value: Any) -> Any:
+    """A value as strict JSON has it, which has neither nan nor inf; by step if it is."""
+    if isinstance(value, dict):
+        return {step: _strict(each) for step, each in value.items()}
+    return json.loads(json.dumps(value, default=str), parse_constant=str)
+
+
+def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """(key, its value in each run) for settings that differ; None where a run does not have the key.
+
+    For the keys see `recorded_settings`. A value that a resume changed is a mapping, as in `settings_by_step`.
+    """
+    settings = [{**recorded_settings(run.config, run.environment), **settings_by_step(run)} for run in runs]
+    flat = [{key: _strict(value) for key, value in one.items()} for one in settings]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = [(key, [one.get(key) for one in flat]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def _is_averaged(key: str) -> bool:
+    return key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
+
+
+def _end_mean(run: RunRecord, key: str, end: End) -> tuple[float | None, float | None]:
+    """Mean and standard deviation over the end of a run; the last value if the key is not averaged or not logged there."""
+    column = _finite(run, key)
+    values = [value for step, value in column.items() if step >= end.first] if _is_averaged(key) else []
+    if not values:
+        return _last(column), None
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None) -> list[KeyMean]:
+    """Every key of either run, averaged over the end of each run (`end_of`), in order of appearance.
+
+    Evaluations within these steps are averaged too. For counters, schedules and running averages, and for keys that are not
+    logged within these steps, the last value is given.
+    """
+    ends = [(run, end_of(run, window)) for run in (first, second)]
+    rows = []
+    for key in dict.fromkeys([*first.keys, *second.keys]):
+        (mean_a, deviation_a), (mean_b, deviation_b) = (_end_mean(run, key, end) for run, end in ends)
+        unit = lookup(key).unit if is_known(key) else ""
+        rows.append(KeyMean(key, unit, (mean_a, mean_b), (deviation_a, deviation_b), not _is_averaged(key)))
+    return rows

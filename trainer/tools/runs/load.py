@@ -1,0 +1,315 @@
+"""Reads the record of a run: from its directory, or from a metrics.jsonl alone.
+
+Truncated, damaged and unknown-version lines are skipped and counted in `RunRecord.notes`. A file without a usable row is
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic_core import from_json
+
+from trainer.errors import UserError
+from trainer.files import did_you_mean
+from trainer.metrics.payload_contract import (
+    MODES,
+    SCHEMA_VERSION,
+    Payload,
+    PayloadError,
+    Restart,
+    parse_line,
+    strip_launcher_prefix,
+)
+from trainer.metrics.run_status import STATUS_NAME, judged, run_state, usable
+from trainer.tools.runs.table import RowTable
+from trainer.untrusted import parse_json, read_json, read_lines, read_toml
+from trainer.wording import counted
+
+METRICS_NAME: Final = "metrics.jsonl"
+ENDED_STATES: Final = {"failed": "failed", "stopped": "was stopped", "done": "ended", "died": "died"}
+"""Final states of a run, in the past tense."""
+SHOWN_REASON: Final = 300
+MAX_STEP: Final = 2**63 - 1  # columns hold steps in 64 bits
+_NUMBERS: Final = frozenset({int, float})
+_PLAIN_KEYS: Final = ("schema_version", "mode", "global_step", "metrics")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of one run, read back.
+
+    Attributes:
+        path: what was read: a run directory, or a file of payloads.
+        train, evals: rows of the two modes.
+        restarts: in file order; rows after a restart may repeat steps above its `global_step`.
+        steps_redone: for each restart, the number of steps between it and the last row before it.
+        events: lines of events.jsonl, `restart` included.
+        status, config, environment: status.json (see `judged`), config.resolved.toml and env.json; empty if absent.
+        notes: problems of the files: lines that were skipped, rows that were replaced.
+        label: display name; empty: the name of the directory or file.
+    """
+
+    path: Path
+    train: RowTable
+    evals: RowTable
+    restarts: list[Restart] = field(default_factory=list)
+    steps_redone: list[int] = field(default_factory=list)
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+    status: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """Display name."""
+        return self.label or self.path.absolute().name
+
+    @property
+    def steps(self) -> array[int]:
+        """The logged training steps, ascending."""
+        return self.train.steps
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys of training and evaluation rows."""
+        return list(dict.fromkeys([*self.train.keys, *self.evals.keys]))
+
+    def column(self, key: str) -> tuple[array[int], array[float]]:
+        """(steps, values) of a training or evaluation key, steps ascending and unique; empty if the run has no such key.
+
+        Values may be NaN or infinite.
+        """
+        steps, values = self.train.column(key)
+        return (steps, values) if steps else self.evals.column(key)
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A value of the resolved config by its dotted key."""
+        found: Any = self.config
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether status.json says so, or the run's process is gone."""
+        return str(self.status.get("state")) in ENDED_STATES
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks; None if neither env.json nor the status of another loop has it."""
+        size = self.environment.get("world_size", self.status.get("world_size"))
+        return size if isinstance(size, int) and size >= 1 else None
+
+
+class _Reader:
+    """Collects the rows and restarts of one file and counts the lines it could not use."""
+
+    def __init__(self) -> None:
+        self.train = RowTable(merge_same_step=False)
+        self.evals = RowTable(merge_same_step=True)
+        self.restarts: list[Restart] = []
+        self.steps_redone: list[int] = []
+        self._num_lines = 0
+        self._num_other_versions = 0
+        self._num_damaged = 0
+        self._num_decreases = 0
+        self._is_truncated = False
+        self._first_error: tuple[int, PayloadError] | None = None
+        self._last_step = 0
+
+    def read(self, path: Path) -> None:
+        """Read a whole file."""
+        for line in read_lines(path):
+            if line.isspace():
+                continue
+            self._num_lines += 1
+            if self._take_plain(line):
+                continue
+            # Only the last line can lack its newline, or a piece of one beyond all measure.
+            if not line.endswith(b"\n") and _json_or_none(line) is None:
+                self._is_truncated = True
+            else:
+                self._take_any(line)
+
+    def _take_plain(self, line: bytes) -> bool:
+        """Fast path for payloads of finite numbers only; False: not such a line, or invalid."""
+        try:
+            row = from_json(line, allow_inf_nan=False, cache_strings="keys")
+            metrics, step, mode = row["metrics"], row["global_step"], row["mode"]
+            keys, values = tuple(metrics), metrics.values()
+            is_plain = (
+                tuple(row) == _PLAIN_KEYS
+                and row["schema_version"] == SCHEMA_VERSION
+                and type(row["schema_version"]) is type(step) is int
+                and 0 <= step <= MAX_STEP
+                and mode in MODES
+                and bool(keys)
+                and _NUMBERS.issuperset(map(type, values))
+                and all(map(math.isfinite, values))
+                # The parser drops duplicate keys silently; the text then has more keys than the object.
+                and line.count(b'":') == len(_PLAIN_KEYS) + len(keys)
+                and "" not in metrics
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return False
+        if is_plain:
+            self._add(mode, step, keys, values)
+        return is_plain
+
+    def _take_any(self, line: bytes) -> None:
+        try:
+            found = parse_line(strip_launcher_prefix(line.decode("utf-8").strip()))
+        except UnicodeDecodeError as error:
+            self._skip(PayloadError("line", f"not UTF-8 at byte {error.start}"))
+            return
+        except PayloadError as error:
+            self._skip(error)
+            return
+        if found.global_step > MAX_STEP:
+            self._skip(PayloadError("global_step", f"must be at most {MAX_STEP}"))
+        elif isinstance(found, Payload):
+            row = found.values()
+            self._add(found.mode, found.global_step, tuple(row), row.values())
+        else:
+            self.restarts.append(found)
+            self.steps_redone.append(max(self._last_step - found.global_step, 0))
+            self._last_step = found.global_step
+
+    def _add(self, mode: str, step: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
+        if step < self._last_step:
+            self._num_decreases += 1
+        self._last_step = step
+        table = self.train if mode == "train" else self.evals
+        table.add(step, len(self.restarts), keys, values)
+
+    def _skip(self, error: PayloadError) -> None:
+        if error.key == "schema_version":
+            self._num_other_versions += 1
+        else:
+            self._num_damaged += 1
+        if self._first_error is None:
+            self._first_error = self._num_lines, error
+
+    def check_usable(self, path: Path) -> None:
+        """Refuse a file without a usable row.
+
+        Raises:
+            UserError: naming the first invalid line.
+        """
+        if len(self.train) + len(self.evals):
+            return
+        if self._first_error is None:
+            raise _no_rows(path)
+        line, error = self._first_error
+        problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
+        raise UserError(str(path), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
+
+    def notes(self) -> list[str]:
+        """What was skipped or replaced."""
+        found = []
+        if self._is_truncated:
+            found.append("skipped the last line, which is cut off: the run was killed or is still writing")
+        if self._num_other_versions:
+            number = counted(self._num_other_versions, "line")
+            found.append(f"skipped {number} of another schema version (this reader supports {SCHEMA_VERSION})")
+        if self._num_damaged:
+            assert self._first_error is not None
+            line, error = self._first_error
+            number = counted(self._num_damaged, "damaged line")
+            found.append(f"skipped {number}, the first at line {line}: {error.key}: {error.reason}")
+        replaced = self.train.num_replaced + self.evals.num_replaced
+        if replaced:
+            found.append(f"{counted(replaced, 'row')} replaced by later rows of the same step")
+        if self._num_decreases:
+            times = counted(self._num_decreases, "time")
+            found.append(f"global_step decreases without a restart {times}: does the file hold several runs?")
+        return found
+
+
+def _no_rows(metrics: Path) -> UserError:
+    """The error for an empty record: the run ended before its first row, or may still log one."""
+    status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
+    state = status.get("state")
+    if state not in ENDED_STATES:
+        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
+    reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
+    step = status.get("last_step")
+    where = f" at step {step}" if step is not None else ""
+    problem = f"has no rows: the run {ENDED_STATES[state]}{where}: {reason}"
+    return UserError(str(metrics), problem, "see logs/ in the run directory, or name another run")
+
+
+def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
+    """Read a run directory or a file of payloads. For a file called metrics.jsonl, the files beside it are read too.
+
+    Args:
+        allow_empty: a run that has logged no row yet gives a record without rows.
+
+    Raises:
+        UserError: the file does not exist, cannot be read, or has no valid payload.
+    """
+    path = Path(path)
+    metrics = path / METRICS_NAME if path.is_dir() else path
+    has_begun = metrics.exists() if path.is_dir() else path.is_file()
+    if not has_begun and not (allow_empty and path.is_dir()):
+        if (path / STATUS_NAME).is_file():
+            raise _no_rows(metrics)
+        problem = f"has no {METRICS_NAME}" if path.is_dir() else "is neither a run directory nor a file"
+        raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
+    reader = _Reader()
+    try:
+        if has_begun:
+            reader.read(metrics)
+    except OSError as error:
+        raise UserError(str(metrics), f"cannot be read: {error.strerror}", "check the path") from None
+    if not allow_empty:
+        reader.check_usable(metrics)
+    notes = reader.notes()
+    others = _read_others(metrics.parent, notes) if metrics.name == METRICS_NAME else {}
+    return RunRecord(path, reader.train, reader.evals, reader.restarts, reader.steps_redone, notes=notes, **others)
+
+
+def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
+    """The fields of a `RunRecord` that come from the files beside metrics.jsonl."""
+    lines = _read(directory / "events.jsonl", lambda path: list(map(_json_or_none, read_lines(path))), notes) or []
+    status = judged(usable(_read(directory / STATUS_NAME, read_json, notes) or {}), directory)
+    if status.get("state") in ("died", "unknown") and status.get("reason"):
+        notes.append(f"the run {ENDED_STATES.get(status['state'], 'may go on')}: {status['reason']}")
+    events = [event for event in lines if isinstance(event, dict)]
+    if len(events) < len(lines):
+        notes.append(f"skipped {counted(len(lines) - len(events), 'line')} of events.jsonl")
+    return {
+        "status": status,
+        "environment": usable(_read(directory / "env.json", read_json, notes) or {}),
+        "config": _read(directory / "config.resolved.toml", read_toml, notes) or {},
+        "events": events,
+    }
+
+
+def _read(path: Path, read: Callable[[Path], Any], notes: list[str]) -> Any:
+    """The content of a file; None if it is absent, or cannot be read, which becomes a note."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return None
+
+
+def _json_or_none(line: bytes) -> Any:
+    try:
+        return parse_json(line)
+    except ValueError:
+        return None

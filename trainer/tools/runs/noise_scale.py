@@ -1,0 +1,89 @@
+"""The noise scale that a run ends with: one reading for the report, the diagnosis and everything else that speaks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
+from trainer.tools.runs.load import RunRecord
+from trainer.wording import number_text
+
+B_BIG: Final = "gns/b_big"
+READINGS: Final = ("gns/b_drawn", "gns/b_now", "gns/b_simple")
+"""From what says most to what says least: of the batch as it is drawn, as soon as it has an upper bound; of independent
+micro-batches; the lagging average of the latter."""
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """The last row's noise scale, in sequences."""
+
+    key: str
+    step: int
+    batch: float
+    """Sequences of that step."""
+    low: float
+    value: float | None
+    """None: it has no upper bound."""
+    high: float | None
+    steps: int | None
+    """The last steps that it was computed from, where the record says it."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the bounds say anything: a lower one of 0 alone does not."""
+        return self.high is not None or self.low > 0.0
+
+    @property
+    def number(self) -> str:
+        """Value and bounds in words."""
+        if not self.is_known:
+            return "not known yet"
+        if self.high is None:
+            return f"at least {number_text(self.low)}"
+        bounds = f"{number_text(self.low)} to {number_text(self.high)}"
+        return bounds if self.value is None else f"{number_text(self.value)} ({bounds})"
+
+    @property
+    def where(self) -> str:
+        """The rows that it was made of, in words."""
+        from_steps = f", from the last {self.steps:,} steps" if self.steps is not None else ""
+        return f"{self.key} at step {self.step:,}{from_steps}"
+
+
+def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
+    """The noise scale in the last row (by a step, if one is given) that has a batch size; None where that row does not know
+    it."""
+    batches = {step: size for step, size in _column(run, B_BIG).items() if by is None or step <= by}
+    if not batches:
+        return None
+    step = max(batches)
+    for key in READINGS:
+        low, high = (_column(run, f"{key}{end}").get(step) for end in ("_low", "_high"))
+        if low is None or (high is None and key == READINGS[0]):
+            continue
+        value = _column(run, key).get(step) if high is not None else None
+        steps = _column(run, f"{key}_steps").get(step)
+        return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps))
+    return None
+
+
+def why_unknown(run: RunRecord) -> str:
+    """Why the run ends without a noise scale, to follow "the noise scale is"; empty if it has one, and where the record does
+    not say that one was to be measured."""
+    scale = noise_scale_of(run)
+    if scale is not None:
+        return "" if scale.is_known else f"not known yet: neither a lower nor an upper bound ({scale.where})"
+    batches = _column(run, B_BIG)
+    if batches:
+        return f"not known yet: no lower bound in the last row, step {max(batches):,}"
+    if run.setting("gns.enabled") is False:
+        return "not measured: gns.enabled = false"
+    if run.setting("train.micro_batches") == run.world_size == 1:
+        return f"not measured: {ONE_BATCH_SIZE}"
+    return "not known yet: no row has it" if run.setting("gns.enabled") else ""
+
+
+def _column(run: RunRecord, key: str) -> dict[int, float]:
+    return dict(zip(*run.train.column(key), strict=True))

@@ -1,0 +1,311 @@
+"""`train data`: build corpora, inspect and verify them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.cli.options import EodOption, FormatOption, JsonOption
+from trainer.cli.terminal import echo, output, writing
+from trainer.errors import UserError, UserErrors
+from trainer.metrics.progress_bar import now_and_then, progress_bar
+from trainer.wording import counted, few
+
+if TYPE_CHECKING:
+    from trainer.data.tokenizer import Tokenizer
+    from trainer.tools.corpus.manifest import Manifest, Skipped
+    from trainer.tools.inspection.survey import Survey
+
+NUM_TOP_IDS = 10
+
+app = typer.Typer(help="Build, inspect and verify data.", no_args_is_help=True)
+build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
+synth_app = typer.Typer(help="Generate a synthetic corpus.", no_args_is_help=True)
+app.add_typer(build_app, name="build")
+app.add_typer(synth_app, name="synth")
+
+OutOption = Annotated[str, typer.Option(help="Directory of the corpus.", metavar="DIR")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing corpus.")]
+PathsArgument = Annotated[list[str], typer.Argument(help="A corpus's root, or files and globs.", metavar="PATH...")]
+TokenizerOption = Annotated[
+    str, typer.Option(help="As data.tokenizer: bytes, ids, or a tokenizer.json.", metavar="NAME")
+]
+VocabOption = Annotated[int, typer.Option(min=0, help="Vocabulary size, for tokenizer ids.")]
+TextSplitOption = Annotated[
+    str, typer.Option(help="As data.source.text_split: file or blank_line.", metavar="file|blank_line")
+]
+DtypeOption = Annotated[str | None, typer.Option(help="Of headerless .bin files.", metavar="DTYPE")]
+
+
+@build_app.command()
+def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
+    """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
+    from trainer.tools.corpus.pytext import build_pytext
+
+    with progress_bar() as progress, writing(out):
+        manifest = build_pytext(Path(out), force=force, progress=progress)
+    _summarise(out, manifest)
+
+
+@build_app.command()
+def text(
+    out: OutOption,
+    modality: Annotated[list[str], typer.Option(help="A modality and its files; repeatable.", metavar="NAME=GLOB")],
+    force: ForceOption = False,
+) -> None:
+    """Build a corpus of your own text: one document per file, or per line of a .jsonl file."""
+    from trainer.tools.corpus.text import build_text
+
+    globs: dict[str, list[str]] = {}
+    for given in modality:
+        name, _, pattern = given.partition("=")
+        if not name or not pattern:
+            fix = "write --modality 'prose=docs/**/*.md'"
+            raise UserError(f"--modality {given}", "is not of the form NAME=GLOB", fix)
+        globs.setdefault(name, []).append(pattern)
+    with progress_bar() as progress, writing(out):
+        manifest = build_text(Path(out), globs, force=force, progress=progress)
+    _summarise(out, manifest)
+
+
+def _summarise(out: str, manifest: Manifest) -> None:
+    if manifest.skipped:
+        echo(f"skipped {_skipped_line(manifest.skipped)}; the manifest lists them all", err=True)
+    for modality in manifest.modalities:
+        totals = manifest.totals(modality)
+        documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
+        echo(f"{modality}: {documents}, {streams}, {totals['text_bytes'] / 1e6:.1f} MB of text", err=True)
+    echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
+
+
+def _skipped_line(skipped: Sequence[Skipped]) -> str:
+    """What was lost, with an example of each reason before a second one, then how many are mere copies."""
+    lost = [each for each in skipped if not each.is_copy]
+    turns: Counter[str] = Counter()
+    examples: list[tuple[int, str]] = []
+    for each in lost:
+        kind = each.reason.partition(":")[0]
+        examples.append((turns[kind], f"{each.source} ({each.reason})"))
+        turns[kind] += 1
+    examples.sort(key=lambda example: example[0])
+    copies = len(skipped) - len(lost)
+    if not lost:
+        return f"{counted(copies, 'file')} with the same text as another"
+    line = f"{counted(len(lost), 'file')}: {few([text for _, text in examples])}"
+    return f"{line}; and {copies:,} with the same text as another" if copies else line
+
+
+@app.command()
+def tokenize(
+    paths: PathsArgument,
+    out: OutOption,
+    tokenizer: Annotated[str, typer.Option(help="As data.tokenizer: a tokenizer.json, or bytes.", metavar="NAME")],
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
+    format: FormatOption = "auto",
+    text_split: TextSplitOption = "file",
+) -> None:
+    """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
+    from trainer.data.streams.layout import discover, refuse_empty
+    from trainer.data.tokenize import tokenize as write_tokens
+
+    at = discover(paths, format=format)
+    refuse_empty(at.streams)
+    began = time.perf_counter()
+    try:
+        with progress_bar() as bar, writing(out):
+            found = write_tokens(
+                at.streams,
+                Path(out),
+                tokenizer=tokenizer,
+                format=format,
+                text_split=text_split,
+                workers=workers or len(os.sched_getaffinity(0)),
+                report=bar or now_and_then(partial(echo, err=True)),
+            )
+    except KeyboardInterrupt:
+        echo("interrupted; run the same command again to continue", err=True)
+        raise
+    kept = f" ({found.kept_files:,} of them already there)" if found.kept_files else ""
+    counts = f"{counted(found.files, 'file')}{kept}, {found.documents:,} documents, {found.tokens:,} tokens"
+    echo(f"{counts} from {found.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - began:.0f} s", err=True)
+    echo(f"wrote {out}; a config for it: train init {out} --tokenizer {tokenizer}", err=True)
+
+
+@synth_app.command("key-recall")
+def key_recall(
+    out: OutOption,
+    groups: Annotated[int, typer.Option(help="Groups over all streams.")] = 1024,
+    cells: Annotated[int, typer.Option(help="Cells per group.")] = 16,
+    seq_len: Annotated[int, typer.Option(help="Bytes per cell.")] = 6,
+    streams: Annotated[int, typer.Option(help="Number of files.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the symbols.")] = 0,
+    force: ForceOption = False,
+) -> None:
+    """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
+    from trainer.tools.corpus.key_recall import NUM_SYMBOLS, build_key_recall
+
+    with writing(out):
+        manifest = build_key_recall(
+            Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
+        )
+    totals = manifest.totals()
+    echo(f"{totals['documents']:,} groups of {cells} cells of {seq_len} bytes, {totals['streams']} streams", err=True)
+    asked = math.log(NUM_SYMBOLS)
+    floor = 2 * asked / (cells * seq_len)
+    echo(f"token_type/digit/loss: at least {asked:.3f} without carried state, 0 with it", err=True)
+    echo(f"loss over all bytes with carried state: at least {floor:.4f}", err=True)
+    echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
+
+
+@app.command()
+def verify(
+    paths: PathsArgument,
+    tokenizer: TokenizerOption = "bytes",
+    vocab_size: VocabOption = 0,
+    format: FormatOption = "auto",
+    dtype: DtypeOption = None,
+    eod: EodOption = None,
+    text_split: TextSplitOption = "file",
+) -> None:
+    """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
+    from trainer.data.formats.documents import ReadOptions
+    from trainer.data.streams.layout import discover
+    from trainer.data.streams.unheeded import refuse_unheeded
+    from trainer.data.tokenizer import load_tokenizer
+    from trainer.metrics.logger import get_logger
+    from trainer.tools.inspection.encoding import describe
+    from trainer.tools.inspection.verify import verify as read_everything
+
+    at = discover(paths, format=format)
+    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
+    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
+    root = Path(paths[0]) if at.layout == "nested" else None
+    with progress_bar() as report:
+        found = read_everything(at.streams, options, format=format, root=root, report=report)
+    if found.not_text:
+        get_logger("data").warning("%s", describe(found.not_text, found.streams))
+    if found.errors:
+        raise UserErrors(found.errors)
+    hashes = ", hashes as in manifest.json" if found.is_hashed else ""
+    counts = f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens"
+    echo(f"{counts}: no damage{hashes}")
+
+
+@app.command()
+def inspect(
+    paths: PathsArgument,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per cell, as data.seq_len.")] = 256,
+    max_group_cells: Annotated[int, typer.Option(min=1, help="As data.max_group_cells.")] = 64,
+    pack: Annotated[bool, typer.Option("--pack", help="As data.pack.")] = False,
+    tokenizer: TokenizerOption = "bytes",
+    vocab_size: VocabOption = 0,
+    format: FormatOption = "auto",
+    dtype: DtypeOption = None,
+    eod: EodOption = None,
+    text_split: TextSplitOption = "file",
+    as_json: JsonOption = False,
+) -> None:
+    """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
+    from trainer.data.formats.documents import ReadOptions
+    from trainer.data.streams.layout import discover
+    from trainer.data.streams.unheeded import refuse_unheeded
+    from trainer.data.tokenizer import load_tokenizer
+    from trainer.tools.inspection.survey import survey
+
+    at = discover(paths, format=format)
+    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
+    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
+    cutting: dict[str, Any] = {"seq_len": seq_len, "max_group_cells": max_group_cells, "pack": pack}
+    with progress_bar() as report:
+        found = survey(at.streams, options, format=format, **cutting, report=report)
+    content = {
+        "paths": paths,
+        "layout": at.layout,
+        "reading": {
+            "tokenizer": tokenizer,
+            "vocab_size": vocab_size,
+            "format": format,
+            "dtype": dtype,
+            "eod": eod,
+            "text_split": text_split,
+        },
+        "cutting": cutting,
+        **_facts(found, seq_len, options.tokenizer),
+    }
+    if as_json:
+        echo(json.dumps(content, indent=2))
+    else:
+        _print_tables(content)
+
+
+def _facts(found: Survey, seq_len: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Totals, modalities, histogram and streams, as `--json` prints them."""
+    from dataclasses import asdict
+
+    import numpy as np
+
+    total = max(int(found.counts.sum()), 1)
+    types = found.type_counts(tokenizer)
+    top_ids = [
+        {"id": i, "text": tokenizer.decode(np.array([i], dtype=np.int64)), "tokens": count, "share": count / total}
+        for i, count in found.top_ids(NUM_TOP_IDS)
+    ]
+    return {
+        "totals": found.total(seq_len),
+        "modalities": {name: found.total(seq_len, name) for name in found.modalities},
+        "histogram": {
+            "vocab_size": tokenizer.vocab_size,
+            "distinct_ids": int((found.counts > 0).sum()),
+            "types": {name: {"tokens": count, "share": count / total} for name, count in types.items()},
+            "top_ids": top_ids,
+        },
+        "streams": [asdict(facts) for facts in found.streams],
+    }
+
+
+def _print_tables(content: dict[str, Any]) -> None:
+    console = output()
+    cutting = content["cutting"]
+    how = f"layout {content['layout']}; cells of {cutting['seq_len']} tokens, at most {cutting['max_group_cells']} a group"
+    console.print(how + (", short documents packed" if cutting["pack"] else ""), highlight=False)
+    table = Table()
+    table.add_column("modality")
+    names = ("streams", "documents", "tokens", "groups", "cells")
+    other = "unpacked" if cutting["pack"] else "packed"
+    for name in (*names, "padding", f"if {other}"):
+        table.add_column(name, justify="right")
+    rows = list(content["modalities"].items())
+    for name, facts in [*rows, *([("all", content["totals"])] if len(rows) > 1 else [])]:
+        paddings = (facts["padding_share"], facts[f"{other}_padding_share"])
+        table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), *(f"{share:.1%}" for share in paddings))
+    console.print(table)
+    histogram = content["histogram"]
+    if histogram["types"]:
+        console.print(_share_table("type", [(n, e) for n, e in histogram["types"].items() if e["tokens"]]))
+    title = f"most frequent of {histogram['distinct_ids']:,} distinct ids (vocabulary {histogram['vocab_size']:,})"
+    console.print(title, highlight=False)
+    console.print(_share_table("id", [(f"{e['id']} {e['text']!r}", e) for e in histogram["top_ids"]]))
+    empty = content["totals"]["empty_documents"]
+    if empty:
+        console.print(f"{empty:,} documents have no token and are never read", highlight=False)
+
+
+def _share_table(kind: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
+    table = Table()
+    table.add_column(kind)
+    table.add_column("tokens", justify="right")
+    table.add_column("share", justify="right")
+    for name, entry in rows:
+        table.add_row(escape(name), f"{entry['tokens']:,}", f"{entry['share']:.2%}")
+    return table

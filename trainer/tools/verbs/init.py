@@ -1,0 +1,65 @@
+"""`train init`: a first config for the user's own data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.cli.options import EodOption, FormatOption
+from trainer.cli.terminal import echo, put_text
+from trainer.errors import UserError
+from trainer.tools.init.shares import Mix
+
+SCHEMA_NAME = "config.schema.json"
+
+
+def init(
+    paths: Annotated[
+        list[str], typer.Argument(help="Your data: a directory, files or globs.", metavar="PATH_TO_DATA...")
+    ],
+    out: Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="X.TOML")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="As data.tokenizer; default: bytes for text, ids for token ids.", metavar="NAME")
+    ] = None,
+    format: FormatOption = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")
+    ] = None,
+    eod: EodOption = None,
+    weights: Annotated[
+        Mix,
+        typer.Option(
+            help="How often each modality is drawn: tokens (in its share of the corpus), sqrt (by the square root of its "
+            "tokens), or equal."
+        ),
+    ] = Mix.tokens,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Length of the run at most, by timing a few steps on this machine; 0: one pass, untimed."
+        ),
+    ] = 5.0,
+) -> None:
+    """Inspect your data and write a commented config that trains on it."""
+    from trainer.tools.config_docs import render_config_schema
+    from trainer.tools.init.starter import render_starter
+    from trainer.tools.init.survey import make_starter
+    from trainer.tools.init.trial import timed
+
+    if out is not None and Path(out).exists() and not force:
+        raise UserError(out, "exists already", "name another file, or add --force")
+    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, tokenizer=tokenizer, weights=weights)
+    if minutes:
+        starter = timed(starter, minutes)
+    put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)
+    if out is not None:
+        put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
+        for note in starter.notes:
+            echo(f"note: {note}", err=True)
+        for line in starter.mix_lines:
+            echo(line, err=True)
+        echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
+        echo(f"next: train check --config {out}, then: train --config {out}", err=True)
