@@ -27,33 +27,25 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (['train.micro_batches="atuo"'], 'train.micro_batches: must be an integer, "auto" or a schedule, got "atuo"'),
+        (['train.micro_batches="atuo"'], 'train.micro_batches: must be an integer, "auto" or a table'),
         (["train.micro_batches=0"], "train.micro_batches: must be >= 1, got 0"),
-        (
-            ['train.micro_batches={schedule="linear",points={0=1}}'],
-            'train.micro_batches: schedule must be "step" or "auto", got "linear"',
-        ),
-        (
-            ['train.micro_batches={schedule="step",points={}}'],
-            "train.micro_batches.points: must have at least 1 item, got a table",
-        ),
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be >= 1, got 0"),
-        (['train.micro_batches={schedule="step",points={a=1}}'], "a point's key must be a whole number"),
+        (['train.micro_batches={schedule="step",points={a=1}}'], "keys must be whole numbers"),
         (['train.micro_batches={schedule="step",points={0=1},unit="step"}'], "must be one of steps, tokens; got"),
         (['train.micro_batches={schedule="step",points={0=1},lr="root"}'], "must be one of none, sqrt, linear; got"),
         (
             ['train.micro_batches={schedule="auto",start=3,max=5}'],
-            "max = 5 leaves start = 3 no room to double: set max to 6",
+            "max = 5 is less than twice start = 3: set max to 6",
         ),
         (['train.micro_batches={schedule="auto",multiple=0.0}'], "train.micro_batches.multiple: must be > 0"),
         (['train.micro_batches={schedule="auto",evry=3}'], "did you mean every?"),
         (
             [AUTO_FROM_2, BY_BATCH, "gns.enabled=false"],
-            '"auto" asks the gradient noise scale, which gns.enabled = false',
+            '"auto" needs the noise scale, which gns.enabled = false',
         ),
         (
             [AUTO, BY_BATCH],
-            "on one rank: a single micro-batch per step has no noise that could be measured; write { sche",
+            "with start = 1: one micro-batch per step on one rank has a single batch size",
         ),
         (
             [AUTO_FROM_2],

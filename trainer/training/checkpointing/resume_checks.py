@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from trainer.config.compare import flatten, recorded_settings
+from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
