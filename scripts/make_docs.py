@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from trainer.metrics.payload_schema import json_schema
+from trainer.metrics.payload_contract import json_schema
 from trainer.tools.catalog_docs import render_catalog_markdown
 from trainer.tools.config_docs import render_config_markdown, render_config_schema
 from trainer.tools.diagnostics.docs import render_diagnosis_markdown

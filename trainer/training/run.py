@@ -15,7 +15,7 @@ from trainer.distributed.watchdog import Watchdog
 from trainer.extensions.profile.step_profile import StepProfile
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import Operations, Reporter
-from trainer.metrics.sinks.events import EventWriter
+from trainer.metrics.sinks.jsonl import EventWriter
 from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 from trainer.micro_batches import MicroBatches

@@ -16,8 +16,7 @@ import pytest
 from trainer.metrics.logger import add_log_file
 from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
 from trainer.metrics.sinks.base import display_key
-from trainer.metrics.sinks.events import EventWriter
-from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.sinks.jsonl import EventWriter, JsonlSink
 from trainer.metrics.sinks.stdout import StdoutSink, resolve_stdout_mode
 
 

@@ -17,12 +17,12 @@ from trainer.metrics.payload_contract import (
     build_payload,
     build_restart,
     encode_payload,
+    json_schema,
     parse_line,
     parse_payload,
     validate_payload,
     validate_stream,
 )
-from trainer.metrics.payload_schema import json_schema
 
 
 def good(**changes: Any) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def test_contract_modules_need_the_standard_library_alone() -> None:
 import sys
 for name in ("torch", "numpy", "pydantic", "wandb", "rich", "typer"):
     sys.modules[name] = None
-from trainer.metrics import batch_extras, payload_contract, payload_schema
-from trainer.metrics.catalog import docs, lookup as catalog
+from trainer.metrics import batch_extras, payload_contract
+from trainer.metrics.catalog import lookup as catalog
 from trainer.metrics.sinks import base
 line = payload_contract.encode_payload(payload_contract.build_payload("train", 1, {"loss": 1.0}))
 assert payload_contract.parse_payload(line).global_step == 1

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.config.schema import SampleTable
 from trainer.data.text_stream import TextStream, prompt_ids
 from trainer.data.tokenizer import Tokenizer
-from trainer.metrics.sinks.events import SAMPLE
+from trainer.metrics.sinks.jsonl import SAMPLE
 from trainer.model.generate import Draw, generate
 
 

@@ -27,7 +27,7 @@ from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.rank_reduction import Operations, Reporter, rank_operations
 from trainer.metrics.run_status import dead
-from trainer.metrics.sinks.events import EventWriter
+from trainer.metrics.sinks.jsonl import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.objective.compose import Loss
 from trainer.training.checkpointing.resume_checks import changed_settings
