@@ -115,7 +115,7 @@ def test_full_capacity_without_eviction_names_the_capacity_needed_and_changes_no
     ledger = new_ledger("none", capacity=2)
     ledger.begin_step(1)
     store(ledger, [1])
-    with pytest.raises(UserError, match=r"ledger\.capacity: is exhausted: 4 groups .* got 2; set it to at least 4"):
+    with pytest.raises(UserError, match=r"ledger\.capacity: must hold the groups in flight: needs 4, got 2; set it to at least 4"):
         store(ledger, [2, 3, 4])
     assert lookup(ledger, [1]) == [1.0]
     assert ledger.drain_metrics()["ledger/live_groups"] == 1
@@ -229,7 +229,7 @@ def test_states_of_another_shape_are_an_error_and_change_nothing() -> None:
     ("settings", "message"),
     [
         ({"wipe_mode": "lur"}, r"ledger\.wipe_mode: must be one of none, full, lru, periodic_stale, got 'lur'"),
-        ({"capacity": 0}, r"ledger\.capacity: must be >= 1, got 0"),
+        ({"capacity": 0}, r"ledger\.capacity: must be >= 1 with wipe_mode none, got 0"),
         ({"wipe_mode": "full", "wipe_every": 0}, r"ledger\.wipe_every: must be >= 1 with wipe_mode full, got 0"),
         ({"wipe_mode": "periodic_stale", "sweep_every": 0}, r"ledger\.sweep_every: must be >= 1"),
         ({"wipe_mode": "periodic_stale", "stale_threshold": 0}, r"ledger\.stale_threshold: must be >= 1"),
