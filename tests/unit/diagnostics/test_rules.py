@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.metric_streams import Scenario, write_run
-from trainer import diagnostics
 from trainer.metrics.catalog.lookup import is_known
 from trainer.metrics.payload_contract import Restart
+from trainer.tools import diagnostics
 from trainer.tools.diagnostics.diagnose import Ruling, diagnose
 from trainer.tools.diagnostics.facts import batches_through, micro_batches
 from trainer.tools.diagnostics.outcome import KNOBS, Outcome

@@ -115,7 +115,9 @@ def test_full_capacity_without_eviction_names_the_capacity_needed_and_changes_no
     ledger = new_ledger("none", capacity=2)
     ledger.begin_step(1)
     store(ledger, [1])
-    with pytest.raises(UserError, match=r"ledger\.capacity: must hold the groups in flight: needs 4, got 2; set it to at least 4"):
+    with pytest.raises(
+        UserError, match=r"ledger\.capacity: must hold the groups in flight: needs 4, got 2; set it to at least 4"
+    ):
         store(ledger, [2, 3, 4])
     assert lookup(ledger, [1]) == [1.0]
     assert ledger.drain_metrics()["ledger/live_groups"] == 1
