@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-
-from tests.support.runs import read_rows, run
 from trainer.diagnostics.diagnose import diagnose
 from trainer.diagnostics.outcome import Outcome
 from trainer.diagnostics.rules import speed
 from trainer.runs.load import load_run
+
+from tests.support.runs import read_rows, run
 
 tokenizers = pytest.importorskip("tokenizers")
 SLOW_MODULE = """
