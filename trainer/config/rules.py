@@ -219,7 +219,7 @@ def check_state_rules(config: RunConfig, state_width: int) -> None:
 
 
 def _refuse(found: Iterable[Mistake]) -> None:
-    if errors := [UserError(*mistake) for mistake in found]:
+    if errors := [UserError(key, problem, fix) for key, problem, fix in found]:
         raise combined(errors)
 
 
