@@ -32,8 +32,9 @@ from trainer.metrics.sinks.jsonl import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import DataPolicy, changed_settings, check_data, loading
+from trainer.training.checkpointing.resume_checks import DataPolicy, changed_settings, check_data
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
