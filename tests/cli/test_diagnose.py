@@ -14,8 +14,7 @@ from tests.support.runs import run, write_tiny_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.metrics.run_status import take_lock
-from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.diagnose import RULES, diagnose
 from trainer.tools.runs.load import load_run
 
 Diagnosed = Callable[..., Ended]

@@ -23,7 +23,7 @@ from trainer.config.load import load_config
 from trainer.config.overrides import apply_override
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.tools.check.memory import MOST_SECONDS
+from trainer.tools.memory import MOST_SECONDS
 
 EXAMPLES = 2000
 PROCESSES = 50

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainer.metrics.payload_contract import Restart
-from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.diagnostics.outcome import Outcome
-from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.diagnose import RULES, diagnose
+from trainer.tools.diagnostics.rule import Outcome
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.table import RowTable
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.runs import ROOT
 from trainer.config.load import load_config
-from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.diagnose import RULES
 from trainer.tools.diagnostics.smoke_matrix import (
     CASES,
     RECALL_LOSS,

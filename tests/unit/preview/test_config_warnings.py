@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.runs import make_corpus, run, write_tiny_config
 from trainer.config.load import load_config
-from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.diagnose import RULES
 from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings, rank_warnings
 from trainer.tools.preview.summary import Preview, make_preview
 from trainer.tools.runs.load import load_run

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final
 
-from trainer.tools.diagnostics.rules import speed
-from trainer.tools.diagnostics.series import series
+from trainer.tools.diagnostics import run as run_rules
+from trainer.tools.diagnostics.rule import series
 from trainer.tools.runs.load import RunRecord
 
 RECALL_LOSS: Final = "modality/recall/loss"
-SPEED_RULES: Final = frozenset(rule.name for rule in speed.RULES)
+SPEED_RULES: Final = frozenset(rule.name for rule in run_rules.SPEED_RULES)
 """Displayed but not judged: in a run of half a minute they report what else the machine was doing."""
 
 

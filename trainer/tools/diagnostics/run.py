@@ -1,0 +1,316 @@
+"""Rules about the run itself: its speed, how it ended, how often it restarted, and the contract of its model."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from trainer.tools.diagnostics.rule import (
+    Evidence,
+    Knob,
+    Outcome,
+    Series,
+    aligned,
+    explained,
+    finding,
+    healthy,
+    not_measured,
+    not_yet,
+    rule,
+    series,
+)
+from trainer.tools.runs.load import RunRecord
+from trainer.wording import counted, number_text
+
+THROUGHPUT = "tokens_per_sec"
+DATA_TIME = "time/data_sec"
+STEP_TIME = "step_time_sec"
+SLOWEST = "time/slowest_rank_sec"
+FASTEST = "time/fastest_rank_sec"
+
+WARM_UP_SHARE = 0.05
+NUM_BLOCKS = 12
+MIN_BLOCK = 4
+LOST_SHARE = 0.2
+MIN_GROWTH = 1.1
+BLOCK_SIGMAS = 4.0
+DATA_SHARE = 0.15
+MIN_ROWS = 8
+MIN_SECONDS = 60.0  # for which something else may keep a machine busy
+STRAGGLE_SHARE = 0.25
+REDONE_SHARE = 0.05
+REPEATED = 2
+
+
+def _warm(run: RunRecord, key: str) -> Series:
+    """A key without the first rows, whose steps compile, fill caches and start workers."""
+    column = series(run, key)
+    return column.at(range(max(1, math.ceil(WARM_UP_SHARE * len(column))), len(column)))
+
+
+def _seconds(times: Series, since: float = 0, until: float = math.inf) -> float:
+    """Time that the logged steps [since, until) took, each with the steps without a row before it."""
+    gaps = (step - before for before, step in zip([times.steps[0] - 1, *times.steps], times.steps, strict=False))
+    rows = zip(times.steps, times.values, gaps, strict=True)
+    return math.fsum(value * gap for step, value, gap in rows if since <= step < until)
+
+
+def _more_prefetch(run: RunRecord) -> Knob:
+    """Twice as many batches loaded ahead."""
+    prefetch = run.setting("data.prefetch")
+    return Knob("data.prefetch", prefetch, 2 * prefetch if isinstance(prefetch, int) and prefetch else 2)
+
+
+@rule("warning", needs=[THROUGHPUT], uses=[STEP_TIME])
+def throughput_regression(run: RunRecord) -> Outcome:
+    """The median over a block of rows drops by {LOST_SHARE:.0%} and by {BLOCK_SIGMAS:g} times the noise of blocks, steps take
+    {MIN_GROWTH:g} times as long, and both levels lasted {MIN_SECONDS:g} s.
+
+    Throughput varies from step to step with padding; medians of a dozen blocks do not. Smaller batches are not a regression.
+    The first {WARM_UP_SHARE:.0%} of the rows (compilation, caches) are ignored.
+
+    `data.prefetch`: twice as many, if `time/data_share` rose too; otherwise the machine
+    """
+    speed, times = _warm(run, THROUGHPUT), _warm(run, STEP_TIME)
+    size = max(len(speed) // NUM_BLOCKS, MIN_BLOCK)
+    if len(speed) < 4 * size:
+        return not_yet(f"needs {4 * size} rows after warm-up, has {len(speed)}")
+    starts = range(len(speed) % size, len(speed), size)
+    before, after, noise = _largest_drop([median(speed.values[start : start + size]) for start in starts])
+    is_beyond_noise = before - after >= BLOCK_SIGMAS * noise
+    index = _first_slow_row(speed.values, (before + after) / 2)
+    cut = speed.steps[index]
+    before, after = median(speed.values[:index]), median(speed.values[index:])
+    lost = 1.0 - after / before if before > 0 else 0.0
+    if lost < LOST_SHARE or not is_beyond_noise:
+        return healthy(f"throughput never dropped by {LOST_SHARE:.0%} and beyond its noise")
+    words = f"{number_text(before)} tokens/s before step {cut}, {number_text(after)} from there on"
+    if times and _growth(times, cut) < MIN_GROWTH:
+        return explained(f"{words}; step times did not grow, the steps had fewer tokens")
+    if times and min(_seconds(times, until=cut), _seconds(times, since=cut)) < MIN_SECONDS:
+        return not_yet(f"needs {MIN_SECONDS:g} s of both levels: {words}")
+    every = max((len(speed) - index) // 6, 1)
+    shown = {*range(index - 1, min(index + 3, len(speed))), *range(index, len(speed), every)}
+    condition = "if steps wait longer for data than before; otherwise look at the machine"
+    return finding(
+        f"throughput dropped by {lost:.0%}: {words}",
+        speed.evidence(sorted(shown)),
+        knob=replace(_more_prefetch(run), condition=condition),
+    )
+
+
+def _largest_drop(blocks: Sequence[float]) -> tuple[float, float, float]:
+    """(level before, level after, robust noise of a block) of the cut with the largest drop between medians."""
+    cut = max(range(2, len(blocks) - 1), key=lambda at: median(blocks[:at]) - median(blocks[at:]))
+    before, after = median(blocks[:cut]), median(blocks[cut:])
+    residuals = [abs(value - before) for value in blocks[:cut]] + [abs(value - after) for value in blocks[cut:]]
+    return before, after, 1.4826 * median(residuals)
+
+
+def _first_slow_row(values: Sequence[float], middle: float) -> int:
+    """The row from 1 on at which a drop through `middle` began: the fewest rows before it are slower, and from it on faster.
+
+    Blocks say whether the speed dropped, but a block may lie across the drop. Single slow rows move this cut no more than they
+    move a median. Of equal cuts the first counts.
+    """
+    mistaken = sum(value >= middle for value in values)
+    fewest, found = math.inf, 1
+    for index, value in enumerate(values[:-1], start=1):
+        mistaken += 1 if value < middle else -1
+        if mistaken < fewest:
+            fewest, found = mistaken, index
+    return found
+
+
+def _growth(times: Series, cut: int) -> float:
+    """Median step time from a step on over the median before it."""
+    before = [value for step, value in zip(times.steps, times.values, strict=True) if step < cut]
+    after = times.since(cut).values
+    if not before or not after or median(before) <= 0:
+        return math.inf
+    return median(after) / median(before)
+
+
+@rule("warning", needs=(DATA_TIME, STEP_TIME))
+def data_bound(run: RunRecord) -> Outcome:
+    """Waiting for data takes more than {DATA_SHARE:.0%} of the logged step time, over {MIN_SECONDS:g} s or more.
+
+    With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps where single
+    steps wait; where the typical step does, only faster reading helps. What the first rows waited is told apart.
+
+    the data: tokenized ahead (`train data tokenize`), on a faster disk; where single steps wait, `data.prefetch`
+    """
+    waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
+    if len(waits) < MIN_ROWS:
+        return not_yet(f"needs {MIN_ROWS} rows after warm-up, has {len(waits)}")
+    share = waits.total / max(times.total, 1e-12)
+    words = f"{share:.1%} of the logged step time was spent waiting for data"
+    first = [value for step, value in zip(*run.column(DATA_TIME), strict=True) if step < waits.steps[0]]
+    if sum(first) > DATA_SHARE * (times.total + sum(first)):
+        words += f", without {number_text(sum(first))} s before step {waits.steps[0]}, while the data was opened"
+    if share <= DATA_SHARE:
+        return healthy(words)
+    if _seconds(times) < MIN_SECONDS:
+        return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
+    evidence = waits.evidence(waits.largest(6))
+    typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
+    if typical <= DATA_SHARE / 3:
+        return finding(f"{words}, in single steps", evidence, knob=_more_prefetch(run))
+    faster = "files on a faster disk, or less work for each batch"
+    if str(run.setting("data.tokenizer", "")).endswith(".json"):
+        faster = f"files that train data tokenize made, {faster}"
+    words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
+    return finding(words, evidence, knob=Knob("data.source", None, faster))
+
+
+@rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
+def straggling_rank(run: RunRecord) -> Outcome:
+    """The median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}, over {MIN_SECONDS:g} s of steps or
+    more.
+
+    Every rank waits for the slowest in the gradient reduction. Uneven batches change from step to step, so a median over the
+    run ignores them.
+
+    the machine of the rank; or `data.mixing.batching_mode`
+    """
+    if run.world_size == 1:
+        return not_measured("single rank")
+    slowest, fastest, times = aligned(*(_warm(run, key) for key in (SLOWEST, FASTEST, STEP_TIME)))
+    if len(times) < MIN_ROWS:
+        return not_yet(f"needs {MIN_ROWS} rows after warm-up, has {len(times)}")
+    waits = [high - low for high, low in zip(slowest.values, fastest.values, strict=True)]
+    share = median(wait / time for wait, time in zip(waits, times.values, strict=True) if time > 0)
+    words = f"the fastest rank waits for the slowest for {share:.0%} of a step (median)"
+    if share <= STRAGGLE_SHARE:
+        return healthy(words)
+    if _seconds(times) < MIN_SECONDS:
+        return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
+    worst = sorted(sorted(range(len(waits)), key=lambda i: -waits[i])[:6])
+    evidence = slowest.evidence(worst), fastest.evidence(worst)
+    mode = run.setting("data.mixing.batching_mode")
+    if mode == "per_stream":
+        words += "; they read slices of the same streams: look at the machine of the slowest"
+        return finding(words, *evidence)
+    condition = "if ranks read different data; otherwise look at the machine of the slowest rank"
+    return finding(words, *evidence, knob=Knob("data.mixing.batching_mode", mode, "per_stream", condition))
+
+
+@rule("warning", uses=["the `restart` events of metrics.jsonl"])
+def restarts(run: RunRecord) -> Outcome:
+    """More than {REDONE_SHARE:.0%} of the steps were repeated, or the run restarted more than {REPEATED} times from the same
+    step.
+
+    Resuming after a planned stop repeats no step. Repeated steps are wasted compute, and repeated restarts from one step are a
+    crash loop.
+
+    `checkpoint.every`: a quarter
+    """
+    if not run.restarts:
+        return healthy("no restarts")
+    lost = sum(run.steps_redone)
+    total = run.steps[-1] if run.steps else 0
+    starts = [restart.global_step for restart in run.restarts]
+    most_often = max(starts, key=starts.count)
+    repeated = starts.count(most_often)
+    words = f"{counted(len(starts), 'restart')}, {counted(lost, 'step')} repeated"
+    if lost <= REDONE_SHARE * total and repeated <= REPEATED:
+        return healthy(words)
+    every = run.setting("checkpoint.every")
+    suggested = max(every // 4, 1) if isinstance(every, int) and every else max(total // 50, 1)
+    # More checkpoints do not help a run that keeps failing at the same step, or one that saves at every step.
+    more_would_help = lost > REDONE_SHARE * total and suggested != every
+    why = f"; {repeated} restarts from step {most_often}" if repeated > REPEATED else ""
+    return finding(
+        f"{words} of {total:,}{why}",
+        Series("restart", array("q", starts), array("d", run.steps_redone)).evidence(),
+        knob=Knob("checkpoint.every", every, suggested) if more_would_help else None,
+    )
+
+
+@rule("error", uses=["status.json"])
+def ending(run: RunRecord) -> Outcome:
+    """The state is `failed`, or `running` while the process is gone.
+
+    status.json has the reason even where torchrun replaced the exit code with 1.
+
+    depends on the reason
+    """
+    state = run.status.get("state")
+    if state is None:
+        hint = "" if run.config else " (trainer.metrics.run_status.run_status writes it)"
+        return not_measured(f"needs status.json beside the metrics{hint}")
+    if state in ("running", "unknown"):
+        return not_yet("status.json says that the run has not ended")
+    if state not in ("failed", "died"):
+        return healthy(f"the run is {state}")
+    step = run.status.get("last_step")
+    steps = (step,) if isinstance(step, int) else ()
+    words = f"the run {state}: {run.status.get('reason') or 'unknown reason'}"
+    return finding(words, Evidence("status.json", steps, tuple(map(float, steps))))
+
+
+@rule("warning", uses=["the `contract` events of events.jsonl"])
+def model_contract(run: RunRecord) -> Outcome:
+    """A check of the model was broken when the run or a resume began (`resets`: with `data.pack = true`).
+
+    A model that drops its state, sees later tokens or mixes rows trains without another symptom. `model.trust` lets such a run
+    begin; what it learns stays in doubt. See [contracts.md](contracts.md).
+
+    the model; then empty `model.trust` where it names something
+    """
+    events = [event for event in run.events if event.get("event") == "contract"]
+    if not events:
+        if "model" in run.config and run.setting("model.target") is None:
+            return healthy("a built-in model, which the tests prove")
+        return not_measured("the run has no record of a check of its model (trainer.contracts.check_model)")
+    broken: dict[str, str] = {}
+    ignored = ""
+    starts: dict[int, float] = {}  # step -> number of breaches found there
+    for event in events:
+        for verdict in _verdicts(event):
+            if verdict.get("status") != "broken":
+                continue
+            if verdict.get("check") == "resets" and run.setting("data.pack", None) is False:
+                ignored = str(verdict.get("text"))  # no row has one inside
+            else:
+                broken.setdefault(str(verdict.get("check")), str(verdict.get("text")))
+                step = int(event.get("global_step", 0))
+                starts[step] = starts.get(step, 0.0) + 1.0
+    if broken:
+        trusted = run.setting("model.trust", events[-1].get("trusted")) or []
+        sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
+        evidence = Evidence("breaches of the contract", tuple(starts), tuple(starts.values()))
+        if not broken.keys() & set(trusted):
+            return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
+        return finding(sentence, evidence, knob=Knob("model.trust", trusted, [], "with a model that keeps it"))
+    if why := _why_unchecked(events):
+        return not_measured(f"the model was not checked: {why}")
+    kept = "the model keeps the contract, as far as it could be tested"
+    if ignored:
+        return healthy(f"{kept}; that it breaks resets ({ignored}) has no effect with data.pack = false")
+    return healthy(kept)
+
+
+def _why_unchecked(events: Sequence[Mapping[str, Any]]) -> str:
+    """Why the contract was not judged at any start; empty if it was at one."""
+    why = ""
+    for event in events:
+        verdicts = {verdict.get("check"): verdict for verdict in _verdicts(event)}
+        causality = verdicts.get("causality", {})  # which every model can be judged for
+        if verdicts and causality.get("status") != "not testable here":
+            return ""
+        why = str(causality.get("text") or event.get("not_tried") or "unknown reason")
+    return why
+
+
+def _verdicts(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = event.get("verdicts", [])
+    return [verdict for verdict in found if isinstance(verdict, Mapping)] if isinstance(found, list) else []
+
+
+SPEED_RULES = (throughput_regression, data_bound, straggling_rank)
+"""Displayed but not judged in the smoke matrix and the calibration: they report what else the machine was doing."""
