@@ -56,9 +56,8 @@ def repeated_data(run: RunRecord) -> Outcome:
     """In the last row, gns/consistency with {SIGMAS:g} standard errors is below {SAME_DATA:g}, or (a warning, in loops that
     are not the trainer's) above {TOO_DIFFERENT:g}; or the noise is below {ROUNDING:g} of the squared gradient.
 
-    Ranks that forget to read different data (a sampler without the rank, one seed for all) train on a batch that is smaller
-    than it seems, by the number of ranks, with nothing else to be seen: losses and throughput look right. Their gradients
-    then are equal, and the noise between ranks is 0.
+    Ranks that read the same data (a sampler without the rank, one seed for all) train on a batch that is smaller than it seems,
+    without another symptom. Their gradients are equal, and the noise between ranks is 0.
 
     the part of the data that each rank reads: a `DistributedSampler`, the rank in the seed
     """
@@ -82,16 +81,11 @@ def repeated_data(run: RunRecord) -> Outcome:
         return judged(f"ranks of several micro-batches need {CONSISTENCY}")
     value, within, evidence = ratio.values[-1], SIGMAS * error.values[-1], ratio.evidence([len(ratio) - 1])
     parts = "the two halves of each step" if run.world_size == 1 else "ranks"
-    words = (
-        f"the noise between {parts} is {number_text(max(value, 0.0), 3)} of that within them (step {ratio.steps[-1]:,})"
-    )
+    words = f"the noise between {parts} is {number_text(max(value, 0.0), 3)} of that within them"
     if value + within < SAME_DATA:
         return finding(f"{words}: they read the same data, which counts as new in each mean", evidence, knob=other_data)
     if value - within > TOO_DIFFERENT and not run.config:  # the trainer measures before it clips, and repeats nothing
-        words += (
-            ": gradients were clipped or scaled before they were measured, micro-batches repeat, or ranks read data of "
-            "different kinds; the noise scale is wrong"
-        )
+        words += ": gradients were clipped or scaled before they were measured, or ranks read data of different kinds"
         return finding(words, evidence, severity="warning")
     return healthy(words)
 
@@ -102,8 +96,7 @@ def batch_size(run: RunRecord) -> Outcome:
     {WASTEFUL:g} times its upper bound (wasteful).
 
     A batch B needs 1 + B / B_simple times the minimum number of tokens and 1 + B_simple / B times the minimum number of steps
-    (McCandlish et al. 2018): beyond the bounds, five times the tokens or eleven times the steps. This costs compute but does
-    no harm, hence advice.
+    (McCandlish et al. 2018): beyond the bounds, five times the tokens or eleven times the steps.
 
     `train.micro_batches` (or `data.mixing.batch_size`): move the batch towards the noise scale
     """
@@ -114,9 +107,8 @@ def batch_size(run: RunRecord) -> Outcome:
         return not_yet(f"the noise scale is {why_unknown(run)}")
     if scale.steps is not None and scale.steps < MIN_STEPS:
         return not_yet(f"needs a noise scale from {MIN_STEPS} steps, has one from {scale.steps}")
-    words = (
-        f"{number_text(scale.batch)} sequences per step, noise scale {scale.number} ({scale.where}){_doubt(run, scale)}"
-    )
+    words = f"{number_text(scale.batch)} sequences per step, noise scale {scale.number} ({scale.where})"
+    words += _doubt(run, scale)
     rows = [_row(run, key, scale) for key in (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)]
     shown = [row.evidence() for row in rows if len(row)]
     # A lower bound is enough for "too small". The other two verdicts need an upper bound.
@@ -128,8 +120,7 @@ def batch_size(run: RunRecord) -> Outcome:
     if scale.batch > WASTEFUL * scale.high:
         words = f"the batch is wasteful: {words}; a smaller batch reaches the same loss with fewer tokens"
         return finding(words, *shown, knob=_towards(run, scale))
-    ends = number_text(TOO_SMALL * scale.low, 3), number_text(WASTEFUL * scale.high, 3)
-    return healthy(f"the batch is neither too small nor wasteful: {words}; {ends[0]} to {ends[1]} are neither")
+    return healthy(f"the batch is neither too small nor wasteful: {words}")
 
 
 def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
@@ -183,9 +174,8 @@ def still_layer(run: RunRecord) -> Outcome:
     """Over the second half of the run, the median of a layer's update over weight is below {STANDS_STILL:g} of the median over
     all layers (at least {MIN_LAYERS} layers, {MIN_ROWS} rows).
 
-    In healthy runs of all families, with AdamW, Muon and SGD, the slowest layer has at least a tenth of the median. A layer a
-    hundred times slower than that keeps the weights that it began with: its gradient is cut off, or a group's lr_scale is
-    wrong.
+    In healthy runs of all families, with AdamW, Muon and SGD, the slowest layer has at least a tenth of the median. One a
+    hundred times slower than that keeps its first weights: its gradient is cut off, or a group's lr_scale is wrong.
 
     the model, where the gradient is cut off (`detach`, `no_grad`); or `lr_scale` of its `[[optimizer.group]]`
     """
@@ -199,17 +189,15 @@ def still_layer(run: RunRecord) -> Outcome:
     still = {name: value / typical for name, value in middles.items() if value < STANDS_STILL * typical}
     if not still:
         slowest = min(middles, key=middles.__getitem__)
-        words = f"the slowest layer, {slowest}, has {number_text(middles[slowest] / typical)} of the median update"
-        return healthy(words)
+        return healthy(
+            f"the slowest layer, {slowest}, has {number_text(middles[slowest] / typical)} of the median update"
+        )
     names = ", ".join(f"{name} ({number_text(share)} of the median)" for name, share in still.items())
     cut_off = [name for name in still if not any(series(run, f"layer/{name}{NORM}").values)]
     reason = f"; no gradient reaches {', '.join(cut_off)}" if cut_off else ""
-    return finding(
-        f"{names} {'stands' if len(still) == 1 else 'stand'} still: the update over weight of the median layer is "
-        f"{number_text(typical)}{reason}",
-        *(columns[name].evidence() for name in still),
-        knob=_knob(run, next(iter(still))),
-    )
+    stand = "stands" if len(still) == 1 else "stand"
+    words = f"{names} {stand} still: the update over weight of the median layer is {number_text(typical)}{reason}"
+    return finding(words, *(columns[name].evidence() for name in still), knob=_knob(run, next(iter(still))))
 
 
 def _knob(run: RunRecord, layer: str) -> Knob:
@@ -243,14 +231,11 @@ def dominant_layer(run: RunRecord) -> Outcome:
     if shares[largest] <= TAKES_ALL:
         return healthy(f"the largest gradient, of {largest}, has {shares[largest]:.1%} of the squared norm")
     clip = run.setting("train.clip_grad_norm", None)
-    clips = isinstance(clip, float) and clip
-    return finding(
-        f"{largest} has {shares[largest]:.4%} of the gradient's squared norm"
-        + (f", and clipping to {number_text(clip)} shrinks all others with it" if clips else ""),
-        columns[largest].evidence(),
-        whole.since(columns[largest].steps[0]).evidence(),
-        knob=lower_lr(run),
-    )
+    words = f"{largest} has {shares[largest]:.4%} of the gradient's squared norm"
+    if isinstance(clip, float) and clip:
+        words += f", and clipping to {number_text(clip)} shrinks all others with it"
+    column = columns[largest]
+    return finding(words, column.evidence(), whole.since(column.steps[0]).evidence(), knob=lower_lr(run))
 
 
 def _second_halves(run: RunRecord, what: str) -> dict[str, Series] | Outcome:

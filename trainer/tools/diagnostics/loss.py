@@ -78,11 +78,8 @@ def non_finite(run: RunRecord) -> Outcome:
         what = f"{count} skipped"
     else:
         what = f"the loss or the gradient of {count} was not finite"
-    return finding(
-        f"{what}, first logged at step {first}{'; events.jsonl names the batches' if run.config else ''}",
-        *(column.evidence(where) for column, where in hits),
-        knob=lower_lr(run),
-    )
+    words = f"{what}, first logged at step {first}{'; events.jsonl names the batches' if run.config else ''}"
+    return finding(words, *(column.evidence(where) for column, where in hits), knob=lower_lr(run))
 
 
 @rule("warning", needs=[LOSS], uses=[FLAG])
@@ -96,11 +93,9 @@ def loss_spikes(run: RunRecord) -> Outcome:
     back: within the first half, two rows in a row {BUMP:g} times the first, or one {LONE_BUMP:g} times, and {BUMP_SIGMAS:g}
     deviations above it, while the second half is nearer to the first row.
 
-    The distances adapt to the run: a blend of sources with different losses is given room, and a rare source is not a spike,
-    nor is one that is read for the first time. The first row is that of the record, after a resume too, and a single one that
-    noise or a source may make low: the last rows must agree, and must be far above it. A warm-up moves the loss by less, and so
-    does most of a change of shares; one that moves it by more reads as a divergence. A first loss of 0 or less has no
-    multiples, and only spikes are looked for.
+    The distances adapt to the run: neither a blend of sources with different losses nor a rare source is a spike. The first row
+    is that of the record, after a resume too, and may be low by chance: the last rows must agree, and be far above it. A change
+    of shares that moves the loss as far reads as a divergence. A first loss of 0 or less has no multiples: only spikes count.
 
     `optimizer.lr`: half; or, for a spike, the batches of that step
     """
@@ -123,12 +118,10 @@ def loss_spikes(run: RunRecord) -> Outcome:
     unlogged = f"; {len(flagged)} flagged between two rows, see events.jsonl" if flagged else ""
     worst = max(hits, key=loss.values.__getitem__)
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
-    return finding(
+    words = (
         f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[worst])} at step "
-        f"{loss.steps[worst]}{unlogged}",
-        loss.evidence(around),
-        knob=lower_lr(run),
     )
+    return finding(f"{words}{loss.steps[worst]}{unlogged}", loss.evidence(around), knob=lower_lr(run))
 
 
 def _divergence(run: RunRecord, loss: Series) -> Outcome | None:

@@ -63,8 +63,8 @@ def _has_own_pools(run: RunRecord) -> bool:
 def stuck_reader(run: RunRecord) -> Outcome:
     """Above ln(picks / {ALPHA}): 12 for 200 picks, 21 for a million.
 
-    The surprise accumulated since the last pick of a reader is a unit exponential in any pool, so one wait in a million
-    exceeds ln(1e6). No threshold on waits or spreads themselves holds in general.
+    The surprise accumulated since the last pick of a reader is a unit exponential in any pool: one wait in a million exceeds
+    ln(1e6).
 
     `data.mixing.pick_mode`: "round_robin"; or repair the data set that is not picked
     """
@@ -79,12 +79,9 @@ def stuck_reader(run: RunRecord) -> Outcome:
     words = f"the least probable wait has a surprise of {peak} nats, the limit for this number of picks is {limit:.1f}"
     if not hits:
         return healthy(words)
-    return finding(
-        f"a reader is not picked: {words}; first exceeded at step {surprise.steps[hits[0]]}",
-        surprise.evidence(hits),
-        *([waits.evidence(hits)] if waits.steps == surprise.steps else []),
-        knob=Knob("data.mixing.pick_mode", mode, "round_robin"),
-    )
+    words = f"a reader is not picked: {words}; first exceeded at step {surprise.steps[hits[0]]}"
+    both = [column.evidence(hits) for column in (surprise, waits) if column.steps == surprise.steps]
+    return finding(words, *both, knob=Knob("data.mixing.pick_mode", mode, "round_robin"))
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
@@ -114,10 +111,7 @@ def uneven_slices(run: RunRecord) -> Outcome:
         for low, high, share in zip(least.values, most.values, fraction.values, strict=True)
     ]
     hits = [index for index, ratio in enumerate(ratios) if ratio > UNEVEN_RATIO]
-    words = (
-        f"one slice has at least {number_text(max(ratios))} times as many picks as another, the limit is "
-        f"{UNEVEN_RATIO:g} in {UNEVEN_SHARE:.0%} of the rows"
-    )
+    words = f"one slice has at least {number_text(max(ratios))} times as many picks as another (limit {UNEVEN_RATIO:g})"
     if len(hits) < max(UNEVEN_ROWS, UNEVEN_SHARE * len(least)):
         return healthy(words if max(ratios) > 1 else "all slices have about the same number of picks")
     if waits := series(run, WAIT):
@@ -167,8 +161,7 @@ def closed_pool_imbalance(run: RunRecord) -> Outcome:
     # Which readers have least and most left is not known: their shares differ by this or more.
     spreads = [high / longest - low / shortest for high, low in zip(most.values, least.values, strict=True)][:closed]
     words = (
-        f"before the first slice was exhausted, the shares of picks left differed by up to {max(*spreads, 0):.2f}, "
-        f"the limit is {limit:.2f}"
+        f"before a slice was exhausted, the shares of picks left differed by {max(*spreads, 0):.2f} (limit {limit:.2f})"
     )
     hits = [index for index, spread in enumerate(spreads) if spread > limit]
     if not hits:
@@ -214,12 +207,10 @@ def starved_modality(run: RunRecord) -> Outcome:
         return healthy(f"no modality was absent longer than its share of the streams explains (longest: {name})")
     readers = run.setting("data.mixing.num_streams_mixed")
     more = 2 * readers if isinstance(readers, int) else "twice as many; or give the modality its own source and weight"
-    return finding(
-        f"modality {name} has no active reader from step {column.steps[gap.first]} to {column.steps[gap.last]}, "
-        f"while {counted(gap.refills, 'reader')} entered the pool",
-        column.evidence(range(max(gap.first - 1, 0), gap.last + 1)),
-        knob=Knob("data.mixing.num_streams_mixed", readers, more),
-    )
+    words = f"modality {name} has no active reader from step {column.steps[gap.first]} to {column.steps[gap.last]}, "
+    words += f"while {counted(gap.refills, 'reader')} entered the pool"
+    shown = column.evidence(range(max(gap.first - 1, 0), gap.last + 1))
+    return finding(words, shown, knob=Knob("data.mixing.num_streams_mixed", readers, more))
 
 
 @dataclass(frozen=True)
@@ -262,8 +253,8 @@ def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]]
 def exhaust_churn(run: RunRecord) -> Outcome:
     """A reader lasts {limits.CHURN_PICKS:g} picks or fewer on average, over {CHURN_EVENTS} exhausted readers per rank or more.
 
-    R / n readers are exhausted per micro-batch (R ranks, n picks per slice). With only a few picks per slice, most of the work
-    is opening files and starting groups, and the mix depends on which streams were opened last.
+    With only a few picks per slice, most of the work is opening files and starting groups, and the mix depends on which streams
+    were opened last.
 
     longer streams, or `data.mixing.batch_size`: a quarter
     """
@@ -301,10 +292,8 @@ def masked_ranks(run: RunRecord) -> Outcome:
     steps_per_row = (recent.steps[-1] - recent.steps[0]) // (len(recent) - 1)
     limit = max(_worst_of_healthy_ranks(steps_per_row * micro_batches(run, recent.steps[0]), ranks(run)), MASKED_LIMIT)
     share = recent.total / len(recent)
-    words = (
-        f"the worst rank had no target in {share:.0%} of its micro-batches since step {recent.steps[0]}, "
-        f"the limit for {counted(ranks(run), 'rank')} is {limit:.0%}"
-    )
+    words = f"the worst rank had no target in {share:.0%} of its micro-batches since step {recent.steps[0]} "
+    words += f"(limit for {counted(ranks(run), 'rank')}: {limit:.0%})"
     if share <= limit:
         return healthy(words)
     if not _has_own_pools(run):
@@ -351,10 +340,7 @@ def shares(run: RunRecord) -> Outcome:
     repeat = Knob("data.mixing.repeat", run.setting("data.mixing.repeat"), "true, or more data")
     first_end = [ended.evidence(ended.positive[:1])] if ended.positive else []
     index = hits[-1] if hits else len(errors) - 1
-    words = (
-        f"by {errors.values[index]:.3f} at step {errors.steps[index]}; sampling noise explains at most "
-        f"{limits_by_row[index]:.3f}"
-    )
+    words = f"by {errors.values[index]:.3f} at step {errors.steps[index]}; sampling noise explains {limits_by_row[index]:.3f}"
     if not hits:
         if first_end:
             text = f"{_what_ended(run, ended)}; the others give its batches"
@@ -369,11 +355,9 @@ def shares(run: RunRecord) -> Outcome:
 
 def _what_ended(run: RunRecord, ended: Series) -> str:
     """The exhausted sources, each with its step where events.jsonl has it."""
-    found = [
-        (event.get("sources"), event.get("global_step")) for event in run.events if event.get("event") == "source_ended"
-    ]
-    names = {name: step for sources, step in found if isinstance(sources, list) for name in sources}
-    if names:
+    events = [event for event in run.events if event.get("event") == "source_ended"]
+    named = [event for event in events if isinstance(event.get("sources"), list)]
+    if names := {name: event.get("global_step") for event in named for name in event["sources"]}:
         return f"source {few([f'{name} exhausted at step {step}' for name, step in names.items()])}"
     return f"{counted(max(ended.values), 'source')} exhausted, the first by step {ended.steps[ended.positive[0]]}"
 

@@ -96,11 +96,8 @@ def throughput_regression(run: RunRecord) -> Outcome:
     every = max((len(speed) - index) // 6, 1)
     shown = {*range(index - 1, min(index + 3, len(speed))), *range(index, len(speed), every)}
     condition = "if steps wait longer for data than before; otherwise look at the machine"
-    return finding(
-        f"throughput dropped by {lost:.0%}: {words}",
-        speed.evidence(sorted(shown)),
-        knob=replace(_more_prefetch(run), condition=condition),
-    )
+    knob = replace(_more_prefetch(run), condition=condition)
+    return finding(f"throughput dropped by {lost:.0%}: {words}", speed.evidence(sorted(shown)), knob=knob)
 
 
 def _largest_drop(blocks: Sequence[float]) -> tuple[float, float, float]:
@@ -128,11 +125,9 @@ def _first_slow_row(values: Sequence[float], middle: float) -> int:
 
 def _growth(times: Series, cut: int) -> float:
     """Median step time from a step on over the median before it."""
-    before = [value for step, value in zip(times.steps, times.values, strict=True) if step < cut]
     after = times.since(cut).values
-    if not before or not after or median(before) <= 0:
-        return math.inf
-    return median(after) / median(before)
+    before = times.values[: len(times) - len(after)]
+    return median(after) / median(before) if before and after and median(before) > 0 else math.inf
 
 
 @rule("warning", needs=(DATA_TIME, STEP_TIME))
@@ -169,11 +164,9 @@ def data_bound(run: RunRecord) -> Outcome:
 
 @rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
 def straggling_rank(run: RunRecord) -> Outcome:
-    """The median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}, over {MIN_SECONDS:g} s of steps or
-    more.
+    """The median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}, over {MIN_SECONDS:g} s or more.
 
-    Every rank waits for the slowest in the gradient reduction. Uneven batches change from step to step, so a median over the
-    run ignores them.
+    Every rank waits for the slowest in the gradient reduction. A median over the run ignores batches that are uneven at times.
 
     the machine of the rank; or `data.mixing.batching_mode`
     """
@@ -201,11 +194,9 @@ def straggling_rank(run: RunRecord) -> Outcome:
 
 @rule("warning", uses=["the `restart` events of metrics.jsonl"])
 def restarts(run: RunRecord) -> Outcome:
-    """More than {REDONE_SHARE:.0%} of the steps were repeated, or the run restarted more than {REPEATED} times from the same
-    step.
+    """More than {REDONE_SHARE:.0%} of the steps were repeated, or there were more than {REPEATED} restarts from one step.
 
-    Resuming after a planned stop repeats no step. Repeated steps are wasted compute, and repeated restarts from one step are a
-    crash loop.
+    Resuming after a planned stop repeats no step. Repeated steps are wasted compute, and repeated restarts a crash loop.
 
     `checkpoint.every`: a quarter
     """
@@ -224,11 +215,9 @@ def restarts(run: RunRecord) -> Outcome:
     # More checkpoints do not help a run that keeps failing at the same step, or one that saves at every step.
     more_would_help = lost > REDONE_SHARE * total and suggested != every
     why = f"; {repeated} restarts from step {most_often}" if repeated > REPEATED else ""
-    return finding(
-        f"{words} of {total:,}{why}",
-        Series("restart", array("q", starts), array("d", run.steps_redone)).evidence(),
-        knob=Knob("checkpoint.every", every, suggested) if more_would_help else None,
-    )
+    evidence = Series("restart", array("q", starts), array("d", run.steps_redone)).evidence()
+    knob = Knob("checkpoint.every", every, suggested) if more_would_help else None
+    return finding(f"{words} of {total:,}{why}", evidence, knob=knob)
 
 
 @rule("error", uses=["status.json"])
@@ -257,8 +246,7 @@ def ending(run: RunRecord) -> Outcome:
 def model_contract(run: RunRecord) -> Outcome:
     """A check of the model was broken when the run or a resume began (`resets`: with `data.pack = true`).
 
-    A model that drops its state, sees later tokens or mixes rows trains without another symptom. `model.trust` lets such a run
-    begin; what it learns stays in doubt. See [contracts.md](contracts.md).
+    A model that drops its state, sees later tokens or mixes rows trains without another symptom ([contracts.md](contracts.md)).
 
     the model; then empty `model.trust` where it names something
     """

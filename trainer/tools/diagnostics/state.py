@@ -81,20 +81,16 @@ def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob
     if not losses.positive:
         return healthy(f"no group continued after its state was evicted ({mode})")
     share = f" of {counted(evictions.total, 'eviction')}" if evictions else ""
-    return finding(
-        f"{counted(losses.total, 'group')}{share} continued after their state was evicted ({mode}), "
-        f"first logged at step {losses.steps[losses.positive[0]]}",
-        losses.evidence(losses.positive),
-        knob=knob(run),
-    )
+    words = f"{counted(losses.total, 'group')}{share} continued after their state was evicted ({mode}), "
+    words += f"first logged at step {losses.steps[losses.positive[0]]}"
+    return finding(words, losses.evidence(losses.positive), knob=knob(run))
 
 
 @rule("error", needs=[FALSE_EVICTIONS["lru"]])
 def false_evictions_lru(run: RunRecord) -> Outcome:
     """Above 0.
 
-    The counter includes only groups that continued after their state was evicted: each is a cell that started from the wrong
-    state.
+    Each is a group that continued after its state was evicted: a cell started from the wrong state.
 
     `ledger.capacity`: twice as large
     """
@@ -107,8 +103,8 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
 
     As for `false_evictions_lru`.
 
-    `ledger.stale_threshold`: the bound of `train preview`, which is 2 K n (K readers, n picks per slice) divided by the
-    source's micro-batches per step, or with one reader its wait for a pick; the longest slice logged stands for all
+    `ledger.stale_threshold`: the bound of `train preview` (2 K n, or with one reader its wait for a pick), where the longest
+    slice logged stands for all
     """
     return _false_evictions(run, "stale", _longer_threshold)
 
@@ -164,8 +160,7 @@ def cold_starts(run: RunRecord) -> Outcome:
 
     Wipes, and resuming without the ledger, are not counted as false evictions; cold starts count every cause.
 
-    `ledger.wipe_mode`, the checkpoint, or `ledger.capacity`, depending on what happened before; none if nothing was wiped,
-    resumed or evicted
+    `ledger.wipe_mode`, the checkpoint, or `ledger.capacity`: what was wiped, resumed or evicted before; otherwise nothing
     """
     cold = series(run, COLD_STARTS)
     if not cold.total:
@@ -176,8 +171,9 @@ def cold_starts(run: RunRecord) -> Outcome:
         names = " and ".join(cause.key for cause in causes if cause.total)
         return explained(f"{counted(cold.total, 'cell')} started from zero state, explained by {names}")
     first = cold.steps[cold.positive[0]]
-    unexplained = counted(cold.total - known, "cell")
-    sentence = f"{unexplained} that continue a group found no state, first logged at step {first}"
+    sentence = (
+        f"{counted(cold.total - known, 'cell')} that continue a group found no state, first logged at step {first}"
+    )
     evidence = [cold.evidence(cold.positive)]
     wipes = series(run, WIPES)
     knob: Knob | None
@@ -199,8 +195,7 @@ def ledger_thrash(run: RunRecord) -> Outcome:
     """Fill of {FULL} or more, and live groups divided by evictions per step below the longest wait for a pick
     ({SHORT_LIFE_STEPS:g} steps if waits are not logged).
 
-    LRU evicts the oldest state, so a state lives for live groups / evictions steps; a reader that waits longer has lost its
-    state.
+    A state lives for live groups / evictions steps, since LRU evicts the oldest; a reader that waits longer has lost it.
 
     `ledger.capacity`: twice as large
     """
@@ -216,9 +211,7 @@ def ledger_thrash(run: RunRecord) -> Outcome:
         return healthy("the ledger never had to evict while full")
     life = median(lives.values())
     wait = max(waits.values) / micro_batches(run) if waits else SHORT_LIFE_STEPS
-    words = (
-        f"a state lives for {number_text(life)} steps in the full ledger, the longest wait is {number_text(wait)} steps"
-    )
+    words = f"a state lives for {number_text(life)} steps in the full ledger, the longest wait is {number_text(wait)}"
     if life >= wait:
         return healthy(words)
     if series(run, FALSE_EVICTIONS["lru"]).total:
@@ -261,11 +254,8 @@ def refused_rows(run: RunRecord) -> Outcome:
     if not refused.positive:
         return healthy("every state was finite")
     first = refused.steps[refused.positive[0]]
-    return finding(
-        f"{counted(refused.total, 'state')} not stored because of NaN or infinity, first logged at step {first}",
-        refused.evidence(refused.positive),
-        knob=lower_lr(run),
-    )
+    words = f"{counted(refused.total, 'state')} not stored because of NaN or infinity, first logged at step {first}"
+    return finding(words, refused.evidence(refused.positive), knob=lower_lr(run))
 
 
 @dataclass(frozen=True)
@@ -316,8 +306,7 @@ def carry_worthless(run: RunRecord) -> Outcome:
     errors, and with {FAR_ERRORS:g} still at most {WORTHLESS_NATS:g} nats; a warning if it is negative by more than
     {FAR_ERRORS:g} and {STALE_NATS:g} nats.
 
-    A gain within its error of 0 may also be one that the probes are too few to see: the upper bound excludes a gain that
-    would matter. It costs memory and time but does no harm, hence advice.
+    The upper bound excludes a gain that would matter but that the probes are too few to see. It does no harm, hence advice.
 
     `data.max_group_cells`: 1; or a model that uses its state. `optimizer.lr`: half, if the gain is negative
     """
@@ -331,7 +320,7 @@ def carry_worthless(run: RunRecord) -> Outcome:
         return finding(words, gain.shown.evidence(), knob=lower_lr(run), severity="warning")
     if gain.mean > NEAR_ERRORS * gain.error or gain.mean + FAR_ERRORS * gain.error > WORTHLESS_NATS:
         return healthy(words)
-    words += ", which is nothing: the model does not use what is carried, and the ledger is overhead"
+    words += ", which is nothing: the model does not use its state, and the ledger is overhead"
     knob = Knob("data.max_group_cells", run.setting("data.max_group_cells"), 1)
     return finding(words, gain.shown.evidence(), knob=knob)
 
@@ -341,8 +330,7 @@ def stale_states(run: RunRecord) -> Outcome:
     """Over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond {FAR_ERRORS:g}
     standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats.
 
-    Stored states were made by older weights. A gap means that cells are trained on states that inference never has; against
-    the gain it says how much of what carrying seems to be worth is due to that.
+    Stored states were made by older weights. A gap means that cells are trained on states that inference never has.
 
     `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, `ledger.burn_in`, or a smaller `data.max_group_cells`
     """
@@ -352,10 +340,8 @@ def stale_states(run: RunRecord) -> Outcome:
     gap, gain = found
     size, first = abs(gap.mean), gap.shown.steps[0]
     side = "below" if gap.mean < 0 else "above"
-    words = (
-        f"the loss from stored states is {size:.4f} +- {gap.error:.4f} nats per token {side} that from fresh ones, and "
-        f"carrying gains {gain}"
-    )
+    words = f"the loss from stored states is {size:.4f} +- {gap.error:.4f} nats per token {side} that from fresh ones "
+    words += f"(carrying gains {gain})"
     if size <= max(FAR_ERRORS * gap.error, STALE_SHARE * gain.mean, STALE_NATS):
         return healthy(words)
     if series(run, COLD_STARTS).since(first).total:
@@ -366,12 +352,9 @@ def stale_states(run: RunRecord) -> Outcome:
     # Fewer streams in flight make states younger; with one only a smaller step of the weights does.
     streams = run.setting("data.mixing.num_streams_mixed")
     fewer = isinstance(streams, int) and streams > 1
-    return finding(
-        f"states are stale{how_old}: {words}; {effect}",
-        gap.shown.evidence(),
-        gain.shown.evidence(),
-        knob=Knob("data.mixing.num_streams_mixed", streams, streams // 2) if fewer else lower_lr(run),
-    )
+    knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2) if fewer else lower_lr(run)
+    words = f"states are stale{how_old}: {words}; {effect}"
+    return finding(words, gap.shown.evidence(), gain.shown.evidence(), knob=knob)
 
 
 RULES = (

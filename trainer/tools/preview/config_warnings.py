@@ -137,9 +137,8 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
     churn = limits.exhaust_churn(median_picks, world_size, largest)
     if churn.is_beyond:
         fix = "make streams longer (merge files), or use fewer ranks"
-        yield ConfigWarning(
-            key, f"{largest}: {churn.words}", fix if churn.better is None else f"set it to {churn.better}"
-        )
+        fix = fix if churn.better is None else f"set it to {churn.better}"
+        yield ConfigWarning(key, f"{largest}: {churn.words}, so opening streams takes most of the time", fix)
     if view.lane_fill < LANE_FILL:
         rows = view.lane_fill * largest
         problem = f"{largest} exceeds the number of groups in the slices: the average batch has {rows:.1f} rows"
