@@ -184,7 +184,8 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
             model = make_model(config, config.model, plan.vocab_size)
         else:
             make_empty(model, CPU)
-        if HAS_TRITON and _is_for_cuda(plan):
+        wanted = config.train.device
+        if HAS_TRITON and (wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())):
             use_kernels(model)
         sizes = [live.now]
         has_buckets = mesh is None and plan.facts.world_size > 1
@@ -209,11 +210,6 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
     table = config.ledger
     slab = 0 if table.placement == "host" else ledger_bytes(table, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
-
-
-def _is_for_cuda(plan: Plan) -> bool:
-    wanted = plan.config.train.device
-    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
 def _sharded_on_meta(plan: Plan, mesh: DeviceMesh) -> nn.Module:

@@ -58,8 +58,7 @@ def repeated_data(run: RunRecord) -> Outcome:
 
     Ranks that read the same data (a sampler without the rank, one seed for all) train on a batch that is smaller than it seems,
     without another symptom. Their gradients are equal, and the noise between ranks is 0.
-
-    the part of the data that each rank reads: a `DistributedSampler`, the rank in the seed
+    Change: the part of the data that each rank reads: a `DistributedSampler`, the rank in the seed
     """
     noise, signal, batch = aligned(*(series(run, key) for key in (TR_SIGMA, GRAD_SQ, B_BIG)))
     if not noise:
@@ -97,8 +96,7 @@ def batch_size(run: RunRecord) -> Outcome:
 
     A batch B needs 1 + B / B_simple times the minimum number of tokens and 1 + B_simple / B times the minimum number of steps
     (McCandlish et al. 2018): beyond the bounds, five times the tokens or eleven times the steps.
-
-    `train.micro_batches` (or `data.mixing.batch_size`): move the batch towards the noise scale
+    Change: `train.micro_batches` (or `data.mixing.batch_size`): move the batch towards the noise scale
     """
     if all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ)) and repeated_data.check(run).verdict == "finding":
         return explained("what is the same data on several ranks has no noise scale: see repeated_data")
@@ -176,8 +174,7 @@ def still_layer(run: RunRecord) -> Outcome:
 
     In healthy runs of all families, with AdamW, Muon and SGD, the slowest layer has at least a tenth of the median. One a
     hundred times slower than that keeps its first weights: its gradient is cut off, or a group's lr_scale is wrong.
-
-    the model, where the gradient is cut off (`detach`, `no_grad`); or `lr_scale` of its `[[optimizer.group]]`
+    Change: the model, where the gradient is cut off (`detach`, `no_grad`); or `lr_scale` of its `[[optimizer.group]]`
     """
     columns = _second_halves(run, UPDATE)
     if isinstance(columns, Outcome):
@@ -216,8 +213,7 @@ def dominant_layer(run: RunRecord) -> Outcome:
 
     The norm of all other layers together is then below 1 % of the whole: clipping sees that layer alone, and shrinks the
     others with it. In healthy runs of all families one layer, mostly the output layer or a tied embedding, reaches 99.9 %.
-
-    the scale at which that layer is initialized or its output multiplied; `optimizer.lr`: half
+    Change: the scale at which that layer is initialized or its output multiplied; `optimizer.lr`: half
     """
     columns = _second_halves(run, NORM)
     if isinstance(columns, Outcome):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice, pairwise
 from statistics import median
 
 from trainer.tools.diagnostics.rule import (
     Outcome,
     Series,
-    Severity,
     finding,
     healthy,
     lower_lr,
@@ -60,8 +58,7 @@ def non_finite(run: RunRecord) -> Outcome:
 
     A step whose loss or gradient is not finite changes no weight: it ends the run, or is skipped (`train.on_non_finite`). fp16
     skips some steps until its loss scale has settled.
-
-    `optimizer.lr`: half; or the batch that events.jsonl names
+    Change: `optimizer.lr`: half; or the batch that events.jsonl names
     """
     loss, rejected = series(run, LOSS), series(run, REJECTED)
     count, is_fp16 = counted(rejected.total, "step"), run.setting("train.precision") == "fp16"
@@ -96,8 +93,7 @@ def loss_spikes(run: RunRecord) -> Outcome:
     The distances adapt to the run: neither a blend of sources with different losses nor a rare source is a spike. The first row
     is that of the record, after a resume too, and may be low by chance: the last rows must agree, and be far above it. A change
     of shares that moves the loss as far reads as a divergence. A first loss of 0 or less has no multiples: only spikes count.
-
-    `optimizer.lr`: half; or, for a spike, the batches of that step
+    Change: `optimizer.lr`: half; or, for a spike, the batches of that step
     """
     loss = series(run, LOSS)
     if (diverged := _divergence(run, loss.at(loss.where(math.isfinite)))) is not None:
@@ -131,29 +127,21 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
     """
     if len(loss) < MIN_ROWS or loss.values[0] <= 0:
         return None
-    severity: Severity
-    if (end := _end_above_first(loss)) is not None:
-        text = f"is {number_text(end.value)} at the end (median of the last {len(end.rows)} rows)"
-        ending, severity, rows = ": the run diverged", "error", {loss.largest()[0], *end.rows}
-    elif (high := _bump(loss)) is not None:
-        text = f"rose to {number_text(high.value)} at step {loss.steps[loss.values.index(high.value)]}"
-        ending, severity, rows = ", and came back", "warning", {*high.rows, len(loss) - 1}
-    else:
-        return None
-    words = f"the loss {text}, {number_text(loss.values[0])} at step {loss.steps[0]}{ending}"
-    return finding(words, loss.evidence(sorted({0, *rows})), knob=lower_lr(run), severity=severity)
+    first = f"{number_text(loss.values[0])} at step {loss.steps[0]}"
+    if (last := _end_above_first(loss)) is not None:
+        end = number_text(median(loss.at(last).values))
+        words = f"the loss is {end} at the end (median of the last {len(last)} rows), {first}: the run diverged"
+        shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
+        return finding(words, shown, knob=lower_lr(run), severity="error")
+    if (high := _bump(loss)) is not None:
+        highest = max(high, key=loss.values.__getitem__)
+        words = f"the loss rose to {number_text(loss.values[highest])} at step {loss.steps[highest]}, {first}, and came back"
+        return finding(words, loss.evidence(sorted({0, *high, len(loss) - 1})), knob=lower_lr(run), severity="warning")
+    return None
 
 
-@dataclass(frozen=True)
-class _Level:
-    """A loss and the rows, by index, that show it beside the first row."""
-
-    value: float
-    rows: tuple[int, ...]
-
-
-def _end_above_first(loss: Series) -> _Level | None:
-    """The median loss of the last rows (a quarter of all, 3 to 16) if the run ended above its first row; None: it did not.
+def _end_above_first(loss: Series) -> range | None:
+    """The last rows (a quarter of all, 3 to 16) if the run ended above its first row; None: it did not.
 
     The first row is a single one, so it may be low by chance: by noise, or by a source with low losses. Every one of the last
     rows must therefore be twice the first. From `MANY_ROWS` rows on, the noise can be estimated: a median that is `END_RISE`
@@ -173,11 +161,11 @@ def _end_above_first(loss: Series) -> _Level | None:
     )
     if rise < MIN_RISE or not (has_doubled or is_beyond_noise):
         return None
-    return _Level(end, tuple(range(start, len(loss))))
+    return range(start, len(loss))
 
 
-def _bump(loss: Series) -> _Level | None:
-    """The highest loss of the first half if that is far above the first row, and the second half is back; None: it is not.
+def _bump(loss: Series) -> list[int] | None:
+    """The high rows of the first half if one is far above the first row, and the second half is back; None: it is not.
 
     Two rows in a row must be `BUMP` times the first, or one `LONE_BUMP` times; a single row in between may be a batch of a
     source with other losses. The second half, whose noise counts, must stay nearer to the first row than to the highest.
@@ -190,7 +178,7 @@ def _bump(loss: Series) -> _Level | None:
     is_far = peak - first > max(MIN_RISE, BUMP_SIGMAS * _noise(after)) and (lasts or peak > LONE_BUMP * first)
     if not is_far or max(after) - first >= peak - max(after):
         return None
-    return _Level(peak, tuple(index for index, high in enumerate(is_high) if high))
+    return [index for index, high in enumerate(is_high) if high]
 
 
 def _noise(values: Iterable[float]) -> float:

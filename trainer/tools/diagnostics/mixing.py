@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
@@ -65,8 +65,7 @@ def stuck_reader(run: RunRecord) -> Outcome:
 
     The surprise accumulated since the last pick of a reader is a unit exponential in any pool: one wait in a million exceeds
     ln(1e6).
-
-    `data.mixing.pick_mode`: "round_robin"; or repair the data set that is not picked
+    Change: `data.mixing.pick_mode`: "round_robin"; or repair the data set that is not picked
     """
     surprise, waits = series(run, SURPRISE), series(run, WAIT)
     mode = run.setting("data.mixing.pick_mode")
@@ -99,8 +98,7 @@ def uneven_slices(run: RunRecord) -> Outcome:
 
     Picks are weighted by remaining picks, so readers with few picks (those with large batches) wait. Advice if the configured
     batch sizes are even: then the streams differ in size.
-
-    `data.mixing.batch_size_by_modality`: within a factor of {limits.EVEN_BATCHES}
+    Change: `data.mixing.batch_size_by_modality`: within a factor of {limits.EVEN_BATCHES}
     """
     if not is_one_pool(run):
         return SEVERAL_POOLS
@@ -134,8 +132,7 @@ def closed_pool_imbalance(run: RunRecord) -> Outcome:
 
     Weighted picks shuffle all remaining batches, so the shares differ like a Brownian bridge. With refill, or between the
     pools of several ranks, no such limit holds.
-
-    `data.mixing.pick_mode`: "weighted"
+    Change: `data.mixing.pick_mode`: "weighted"
     """
     # In picks, which all ranks of a shared pool count alike. Fractions of cells are of a rank's own slice, which ends before
     # the longest one; the least and the largest of them would compare ranks, not readers.
@@ -179,8 +176,7 @@ def starved_modality(run: RunRecord) -> Outcome:
     and x of the N have the modality.
 
     Rare modalities are absent at times. In a shuffled queue, x points leave a gap of g with this probability.
-
-    `data.mixing.num_streams_mixed`: twice as many; or a source of its own for the modality
+    Change: `data.mixing.num_streams_mixed`: twice as many; or a source of its own for the modality
     """
     # Of the rows before a source is exhausted: its modalities are absent from then on, which `shares` reports.
     gone = series(run, ENDED_SOURCES)
@@ -213,8 +209,7 @@ def starved_modality(run: RunRecord) -> Outcome:
     return finding(words, shown, knob=Knob("data.mixing.num_streams_mixed", readers, more))
 
 
-@dataclass(frozen=True)
-class _Absence:
+class _Absence(NamedTuple):
     """A range of rows without a modality: readers that entered the pool meanwhile, and -ln of the probability."""
 
     first: int
@@ -255,8 +250,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
 
     With only a few picks per slice, most of the work is opening files and starting groups, and the mix depends on which streams
     were opened last.
-
-    longer streams, or `data.mixing.batch_size`: a quarter
+    Change: longer streams, or `data.mixing.batch_size`: a quarter
     """
     ended = series(run, EXHAUSTED)
     if len(ended) < 2:
@@ -281,9 +275,8 @@ def masked_ranks(run: RunRecord) -> Outcome:
 
     With a shared pool, a rank waits while others read the rest of a stream: briefly, unless streams have fewer groups than
     there are ranks. A row holds the worst rank of its steps alone, which grows with the number of ranks.
-
-    `data.mixing.batching_mode`: "device_per_stream", if `train preview` shows even ranks; a smaller `data.max_group_cells`; or
-    longer streams
+    Change: `data.mixing.batching_mode`: "device_per_stream", if `train preview` shows even ranks; a smaller
+    `data.max_group_cells`; or longer streams
     """
     masked = series(run, MASKED)
     recent = masked.at(range(len(masked) // 2, len(masked)))
@@ -327,8 +320,7 @@ def shares(run: RunRecord) -> Outcome:
 
     Each batch is an independent draw, so Hoeffding's bound holds (for 16 sources); it is tested whenever the number of steps
     has doubled (32 tests). A source that ran out of data keeps its configured share, so its missing batches count.
-
-    the `weight` of the source, `data.mixing.repeat`, or more data
+    Change: the `weight` of the source, `data.mixing.repeat`, or more data
     """
     errors, ended = series(run, SHARE_ERROR), series(run, ENDED_SOURCES)
     limits_by_row, due = {}, 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -313,7 +314,7 @@ class Rule:
 
     def _paragraph(self, number: int) -> str:
         text = inspect.cleandoc(self.check.__doc__ or "").format_map(self.check.__globals__)
-        return " ".join(text.split("\n\n")[number].split())
+        return " ".join(re.split(r"\n\n|\nChange: ", text)[number].split())
 
     def apply(self, run: RunRecord) -> Outcome:
         """The outcome for any run."""
@@ -334,8 +335,8 @@ def rule(
 ) -> Callable[[Callable[[RunRecord], Outcome]], Rule]:
     """Make a rule of a pure function of a run's record, with the function's name.
 
-    The docstring of the function becomes the rule's section in docs/diagnosis.md: a paragraph each for the condition of a
-    finding, the reason for the threshold, and what to change. `{NAME}` stands for a constant of the module.
+    The docstring of the function becomes the rule's section in docs/diagnosis.md: the condition of a finding; in a new
+    paragraph, the reason for the threshold; and after `Change:`, what to change. `{NAME}` stands for a constant of the module.
 
     Args:
         severity: of a finding, unless its `Outcome` has another.

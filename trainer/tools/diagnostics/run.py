@@ -72,8 +72,7 @@ def throughput_regression(run: RunRecord) -> Outcome:
 
     Throughput varies from step to step with padding; medians of a dozen blocks do not. Smaller batches are not a regression.
     The first {WARM_UP_SHARE:.0%} of the rows (compilation, caches) are ignored.
-
-    `data.prefetch`: twice as many, if `time/data_share` rose too; otherwise the machine
+    Change: `data.prefetch`: twice as many, if `time/data_share` rose too; otherwise the machine
     """
     speed, times = _warm(run, THROUGHPUT), _warm(run, STEP_TIME)
     size = max(len(speed) // NUM_BLOCKS, MIN_BLOCK)
@@ -136,8 +135,7 @@ def data_bound(run: RunRecord) -> Outcome:
 
     With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps where single
     steps wait; where the typical step does, only faster reading helps. What the first rows waited is told apart.
-
-    the data: tokenized ahead (`train data tokenize`), on a faster disk; where single steps wait, `data.prefetch`
+    Change: the data: tokenized ahead (`train data tokenize`), on a faster disk; where single steps wait, `data.prefetch`
     """
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
     if len(waits) < MIN_ROWS:
@@ -167,8 +165,7 @@ def straggling_rank(run: RunRecord) -> Outcome:
     """The median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}, over {MIN_SECONDS:g} s or more.
 
     Every rank waits for the slowest in the gradient reduction. A median over the run ignores batches that are uneven at times.
-
-    the machine of the rank; or `data.mixing.batching_mode`
+    Change: the machine of the rank; or `data.mixing.batching_mode`
     """
     if run.world_size == 1:
         return not_measured("single rank")
@@ -197,8 +194,7 @@ def restarts(run: RunRecord) -> Outcome:
     """More than {REDONE_SHARE:.0%} of the steps were repeated, or there were more than {REPEATED} restarts from one step.
 
     Resuming after a planned stop repeats no step. Repeated steps are wasted compute, and repeated restarts a crash loop.
-
-    `checkpoint.every`: a quarter
+    Change: `checkpoint.every`: a quarter
     """
     if not run.restarts:
         return healthy("no restarts")
@@ -225,8 +221,7 @@ def ending(run: RunRecord) -> Outcome:
     """The state is `failed`, or `running` while the process is gone.
 
     status.json has the reason even where torchrun replaced the exit code with 1.
-
-    depends on the reason
+    Change: depends on the reason
     """
     state = run.status.get("state")
     if state is None:
@@ -247,8 +242,7 @@ def model_contract(run: RunRecord) -> Outcome:
     """A check of the model was broken when the run or a resume began (`resets`: with `data.pack = true`).
 
     A model that drops its state, sees later tokens or mixes rows trains without another symptom ([contracts.md](contracts.md)).
-
-    the model; then empty `model.trust` where it names something
+    Change: the model; then empty `model.trust` where it names something
     """
     events = [event for event in run.events if event.get("event") == "contract"]
     if not events:

@@ -91,8 +91,7 @@ def false_evictions_lru(run: RunRecord) -> Outcome:
     """Above 0.
 
     Each is a group that continued after its state was evicted: a cell started from the wrong state.
-
-    `ledger.capacity`: twice as large
+    Change: `ledger.capacity`: twice as large
     """
     return _false_evictions(run, "lru", _larger_capacity)
 
@@ -102,9 +101,8 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
     """Above 0.
 
     As for `false_evictions_lru`.
-
-    `ledger.stale_threshold`: the bound of `train preview` (2 K n, or with one reader its wait for a pick), where the longest
-    slice logged stands for all
+    Change: `ledger.stale_threshold`: the bound of `train preview` (2 K n, or with one reader its wait for a pick), where the
+    longest slice logged stands for all
     """
     return _false_evictions(run, "stale", _longer_threshold)
 
@@ -159,8 +157,8 @@ def cold_starts(run: RunRecord) -> Outcome:
     """More cold starts than false evictions and refused rows explain.
 
     Wipes, and resuming without the ledger, are not counted as false evictions; cold starts count every cause.
-
-    `ledger.wipe_mode`, the checkpoint, or `ledger.capacity`: what was wiped, resumed or evicted before; otherwise nothing
+    Change: `ledger.wipe_mode`, the checkpoint, or `ledger.capacity`: what was wiped, resumed or evicted before; otherwise
+    nothing
     """
     cold = series(run, COLD_STARTS)
     if not cold.total:
@@ -196,8 +194,7 @@ def ledger_thrash(run: RunRecord) -> Outcome:
     ({SHORT_LIFE_STEPS:g} steps if waits are not logged).
 
     A state lives for live groups / evictions steps, since LRU evicts the oldest; a reader that waits longer has lost it.
-
-    `ledger.capacity`: twice as large
+    Change: `ledger.capacity`: twice as large
     """
     evictions, waits = series(run, EVICTIONS["lru"]), series(run, WAIT)
     both, live, fill = aligned(evictions, series(run, LIVE), series(run, FILL))
@@ -226,8 +223,7 @@ def ledger_oversize(run: RunRecord) -> Outcome:
     {limits.OVERSIZE_DEVICE_SHARE:.0%} of device memory (1 GB if its size is unknown).
 
     The whole capacity is allocated at startup. A quarter leaves room for a fourfold increase; small ledgers cost nothing.
-
-    `ledger.capacity`: the power of two above twice the peak use
+    Change: `ledger.capacity`: the power of two above twice the peak use
     """
     fill, capacity, width = series(run, FILL), _capacity(run), run.environment.get("state_width")
     if capacity is None or not width:
@@ -247,8 +243,7 @@ def refused_rows(run: RunRecord) -> Outcome:
     """Above 0.
 
     A state that is not finite comes from a recurrence that overflowed.
-
-    `optimizer.lr`: half
+    Change: `optimizer.lr`: half
     """
     refused = series(run, REFUSED)
     if not refused.positive:
@@ -307,8 +302,7 @@ def carry_worthless(run: RunRecord) -> Outcome:
     {FAR_ERRORS:g} and {STALE_NATS:g} nats.
 
     The upper bound excludes a gain that would matter but that the probes are too few to see. It does no harm, hence advice.
-
-    `data.max_group_cells`: 1; or a model that uses its state. `optimizer.lr`: half, if the gain is negative
+    Change: `data.max_group_cells`: 1; or a model that uses its state. `optimizer.lr`: half, if the gain is negative
     """
     found = _late(run, GAIN)
     if isinstance(found, Outcome):
@@ -331,8 +325,8 @@ def stale_states(run: RunRecord) -> Outcome:
     standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats.
 
     Stored states were made by older weights. A gap means that cells are trained on states that inference never has.
-
-    `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, `ledger.burn_in`, or a smaller `data.max_group_cells`
+    Change: `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, `ledger.burn_in`, or a smaller
+    `data.max_group_cells`
     """
     found = _late(run, GAP, GAIN)
     if isinstance(found, Outcome):

@@ -356,12 +356,10 @@ class Forecast:
     in_flight: int
 
 
-class _Uncounted:
+def _uncounted() -> Iterator[dict[str, Any]]:
     """A custom `target`: endless batches of unknown content."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        while True:
-            yield {"dataset_labels": (), "rows": 0, "is_shared": True}
+    while True:
+        yield {"dataset_labels": (), "rows": 0, "is_shared": True}
 
 
 def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, most: int = MAX_COUNTED) -> Forecast:
@@ -384,7 +382,7 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
         parts = [
             CountedMixing(shape, mixing_of(plan.config, source.table).pick_mode, plan.config.run.seed, rank)
             if shape.streams
-            else _Uncounted()
+            else _uncounted()
             for source, shape in zip(plan.sources, shapes, strict=True)
         ]
         most_here, ended_here = _count_rank(plan, parts, cells, is_first=rank == 0)
@@ -402,7 +400,7 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
 
 
 def _count_rank(
-    plan: Plan, parts: Sequence[CountedMixing | _Uncounted], cells: Ints, *, is_first: bool
+    plan: Plan, parts: Sequence[CountedMixing | Iterator[dict[str, Any]]], cells: Ints, *, is_first: bool
 ) -> tuple[int, int | None]:
     """Add the cells of one rank to `cells`; returns (most rows in flight, the batch at which the data ended)."""
     batches = plan.batches_by_steps
