@@ -22,6 +22,7 @@ from trainer.tools.diagnostics.rule import (
     not_yet,
     rule,
     series,
+    sources,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
@@ -42,6 +43,13 @@ DATA_SHARE = 0.15
 MIN_ROWS = 8
 MIN_SECONDS = 60.0  # for which something else may keep a machine busy
 STRAGGLE_SHARE = 0.25
+STAGES = {  # of reading: in words, and what makes them faster
+    "open": ("opening the files", "fewer, larger files, or token ids that train data tokenize made of text"),
+    "tokenize": ("tokenizing the files", "files that train data tokenize made"),
+    "read": ("reading opened files", "files on a faster disk, or less work for each batch"),
+    "own_code": ("running the own code", "less work for each batch in its own code"),
+}
+STAGE_KEYS = tuple(f"time/{stage}/" for stage in STAGES)
 REDONE_SHARE = 0.05
 REPEATED = 2
 
@@ -129,13 +137,15 @@ def _growth(times: Series, cut: int) -> float:
     return median(after) / median(before) if before and after and median(before) > 0 else math.inf
 
 
-@rule("warning", needs=(DATA_TIME, STEP_TIME))
+@rule("warning", needs=(DATA_TIME, STEP_TIME), uses=[f"{key}<source>" for key in STAGE_KEYS])
 def data_bound(run: RunRecord) -> Outcome:
     """Waiting for data takes more than {DATA_SHARE:.0%} of the logged step time, over {MIN_SECONDS:g} s or more.
 
     With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps where single
-    steps wait; where the typical step does, only faster reading helps. What the first rows waited is told apart.
-    Change: the data: tokenized ahead (`train data tokenize`), on a faster disk; where single steps wait, `data.prefetch`
+    steps wait; where the typical step does, only faster reading helps, of the stage that takes longest. The first rows are
+    told apart.
+    Change: the data: tokenized ahead (`train data tokenize`), fewer files, a faster disk, or the data set's own code; where
+    single steps wait for reading, `data.prefetch`
     """
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
     if len(waits) < MIN_ROWS:
@@ -149,15 +159,34 @@ def data_bound(run: RunRecord) -> Outcome:
         return healthy(words)
     if _seconds(times) < MIN_SECONDS:
         return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
-    evidence = waits.evidence(waits.largest(6))
+    evidence = [waits.evidence(waits.largest(6))]
     typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
-    if typical <= DATA_SHARE / 3:
-        return finding(f"{words}, in single steps", evidence, knob=_more_prefetch(run))
-    faster = "files on a faster disk, or less work for each batch"
+    is_steady = typical > DATA_SHARE / 3
+    steady = f"{typical:.0%} of a typical step: a batch takes longer to read than to train on"
+    words += f", {steady if is_steady else 'in single steps'}"
+    stage, faster = "", STAGES["read"][1]
     if str(run.setting("data.tokenizer", "")).endswith(".json"):
-        faster = f"files that train data tokenize made, {faster}"
-    words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
-    return finding(words, evidence, knob=Knob("data.source", None, faster))
+        faster = f"{STAGES['tokenize'][1]}, {faster}"
+    columns = [series(run, key).since(waits.steps[0]) for key in run.train.keys if key.startswith(STAGE_KEYS)]
+    total = sum(column.total for column in columns)
+    if columns and total >= waits.total / 2:  # otherwise something else took the time
+        slowest = max(columns, key=lambda column: column.total)
+        stage, source = slowest.key.split("/", 2)[1:]
+        what, faster = STAGES[stage]
+        words += f". {slowest.total / total:.0%} of the time of reading went into {what}{_of_source(run, source)}"
+        evidence.append(slowest.evidence(slowest.largest(6)))
+    # Reading ahead hides a small part of what a file takes.
+    helps_to_read_ahead = not is_steady and stage not in ("open", "tokenize")
+    knob = _more_prefetch(run) if helps_to_read_ahead else Knob("data.source", None, faster)
+    return finding(words, *evidence, knob=knob)
+
+
+def _of_source(run: RunRecord, name: str) -> str:
+    """Which source a key of a stage is about."""
+    tables = sources(run)
+    if name == "all" and len(tables) == 1:
+        name = str(tables[0].get("name"))
+    return " (metrics.per_source = true names the source)" if name == "all" else f" of source {name}"
 
 
 @rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
