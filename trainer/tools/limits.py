@@ -25,7 +25,7 @@ OVERSIZE_DEVICE_SHARE: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Assessment:
     """Whether some numbers exceed a limit, in words, and the value to set then; None: no setting would help."""
 
     is_beyond: bool
@@ -33,7 +33,7 @@ class Judgement:
     better: int | None
 
 
-def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | None) -> Judgement:
+def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | None) -> Assessment:
     """Slices of `CHURN_PICKS` picks or fewer: most of the work is opening streams and starting groups.
 
     Args:
@@ -45,10 +45,10 @@ def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | Non
         f"a reader lasts {number_text(picks_per_slice)} picks: {number_text(rate)} are exhausted per micro-batch on "
     )
     better = max(batch_size // 4, 1) if batch_size is not None and batch_size >= 2 else None
-    return Judgement(picks_per_slice <= CHURN_PICKS, words + counted(world_size, "rank"), better)
+    return Assessment(picks_per_slice <= CHURN_PICKS, words + counted(world_size, "rank"), better)
 
 
-def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Judgement:
+def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
     """At most `OVERSIZE_FILL` of the ledger's rows are used, and the rest takes much of the device.
 
     Args:
@@ -60,7 +60,7 @@ def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: fl
     spare = (capacity - used) * row_bytes
     is_beyond = used < OVERSIZE_FILL * capacity and spare > (OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES)
     words = f"at most {used / max(capacity, 1):.1%} of {capacity:,} rows are used; the rest takes {spare / 1e9:.2g} GB per rank"
-    return Judgement(is_beyond, words, 2 ** math.ceil(math.log2(max(2 * used, 1))))
+    return Assessment(is_beyond, words, 2 ** math.ceil(math.log2(max(2 * used, 1))))
 
 
 def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, micro_batches: int) -> int:

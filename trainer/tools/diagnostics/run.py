@@ -186,7 +186,9 @@ def _of_source(run: RunRecord, name: str) -> str:
     tables = sources(run)
     if name == "all" and len(tables) == 1:
         name = str(tables[0].get("name"))
-    return " (metrics.per_source = true names the source)" if name == "all" else f" of source {name}"
+    if name != "all":
+        return f" of source {name}"
+    return " (metrics.per_source = true names the source)" if run.config else ""
 
 
 @rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
