@@ -320,10 +320,21 @@ def contract_run(*verdicts: tuple[str, str, str], trust: tuple[str, ...] = (), p
     return make_run({"loss": [1.0]}, events=[event], config=config)
 
 
+def wide(share_error: float, **changes: Any) -> RunRecord:
+    """One slice with 2,000 picks left and one with 50; an error of the shares shows several pools."""
+    columns = pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60, "blend/max_share_error": [share_error] * 60})
+    return make_run(columns, **changes)
+
+
+def speed(times: Any, tokens: Any = None) -> RunRecord:
+    return make_run({"tokens_per_sec": SLOWER if tokens is None else tokens, "step_time_sec": times})
+
+
+SLOWER = [*SPEED[:60], *(0.5 * value for value in SPEED[60:])]
+PLATEAU, AFTER_IT = [*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001)], noisy(2.0, 9, 0.001)
 LOST = {"ledger/cold_starts": [0.0, 3.0]}
 SKIPPED = {"ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
 THRASHED = {**LEDGER, "ledger/evictions/lru": [16.0] * 60, **pool_rows()}
-WIDE = pool_rows(**{f"{POOL}remaining_max": [2000.0] * 60})
 STARVED = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})
 ABSENT = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 20 + [2.0] * 20})
 TWO_SOURCES = {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a"}, {"name": "b"}]}}
@@ -338,7 +349,6 @@ SCATTERED = {
     "ledger/stale_gap": {5 * n: -1.0 if n % 2 else 0.2 for n in range(1, 21)},
 }
 BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
-SLOWER = [*SPEED[:60], *(0.5 * value for value in SPEED[60:])]
 FP16 = {**CONFIG, "train": {"precision": "fp16"}}
 REJECTED = {"loss": [2.0] * 100, "non_finite_steps": [1.0] * 5 + [0.0] * 95}
 BATCH = {**GNS, "gns/b_big": [100.0] * 40}
@@ -392,14 +402,8 @@ VERDICTS: Mapping[str, tuple[RunRecord, str]] = {
         "healthy",
     ),
     "loss_spikes: a steep fall": (losses(*(6.0 / (1 + i / 5) + 0.05 * math.sin(i * i) for i in range(200))), "healthy"),
-    "loss_spikes: a rise far below the improvement": (
-        losses(*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001), 2.5, *noisy(2.0, 9, 0.001)),
-        "healthy",
-    ),
-    "loss_spikes: a rise by half the improvement": (
-        losses(*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001), 4.0, *noisy(2.0, 9, 0.001)),
-        "finding",
-    ),
+    "loss_spikes: a rise far below the improvement": (losses(*PLATEAU, 2.5, *AFTER_IT), "healthy"),
+    "loss_spikes: a rise by half the improvement": (losses(*PLATEAU, 4.0, *AFTER_IT), "finding"),
     "loss_spikes: a spike in a steep fall": (falling(40, 32, 2.0), "finding"),
     # In a short run the first batch of a rare source is no worse than the untrained model was, while a spike may be.
     "loss_spikes: a rare source": (falling(30, 22, 3.0), "healthy"),
@@ -414,19 +418,10 @@ VERDICTS: Mapping[str, tuple[RunRecord, str]] = {
         make_run({**STARVED, "blend/ended_sources": [0.0] * 20 + [1.0] * 40}),
         "healthy",
     ),
-    "uneven_slices: uneven slices of several pools": (
-        make_run({**WIDE, "blend/max_share_error": [0.01] * 60}),
-        "not_measured",
-    ),
-    "closed_pool_imbalance: imbalance of several pools": (
-        make_run({**WIDE, "blend/max_share_error": [0.01] * 60}),
-        "not_measured",
-    ),
-    "uneven_slices: one pool": (make_run({**WIDE, "blend/max_share_error": [0.0] * 60}), "finding"),
-    "uneven_slices: two pools with exact shares": (
-        make_run({**WIDE, "blend/max_share_error": [0.0] * 60}, config=TWO_SOURCES),
-        "not_measured",
-    ),
+    "uneven_slices: uneven slices of several pools": (wide(0.01), "not_measured"),
+    "closed_pool_imbalance: imbalance of several pools": (wide(0.01), "not_measured"),
+    "uneven_slices: one pool": (wide(0.0), "finding"),
+    "uneven_slices: two pools with exact shares": (wide(0.0, config=TWO_SOURCES), "not_measured"),
     "closed_pool_imbalance: a pool of one's own on one rank": (OWN_POOLS, "finding"),
     "closed_pool_imbalance: pools of their own": (replace(OWN_POOLS, environment={"world_size": 2}), "not_measured"),
     # More ranks may be masked in turn; and what is over does not hide what is now.
@@ -439,14 +434,8 @@ VERDICTS: Mapping[str, tuple[RunRecord, str]] = {
         "finding",
     ),
     "restarts: a restart": (make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)], steps_redone=[1]), "healthy"),
-    "throughput_regression: fewer tokens per step": (
-        make_run({"tokens_per_sec": SLOWER, "step_time_sec": [1.0] * 100}),
-        "explained",
-    ),
-    "throughput_regression: longer steps": (
-        make_run({"tokens_per_sec": SLOWER, "step_time_sec": [2.0] * 60 + [4.0] * 40}),
-        "finding",
-    ),
+    "throughput_regression: fewer tokens per step": (speed([1.0] * 100), "explained"),
+    "throughput_regression: longer steps": (speed([2.0] * 60 + [4.0] * 40), "finding"),
     "throughput_regression: longer steps, one in ten logged": (
         make_run(
             {
@@ -707,8 +696,8 @@ def test_slices_of_unequal_length_on_several_ranks_are_no_imbalance(tmp_path: Pa
 
 def test_uneven_streams_are_advice_and_uneven_batches_a_warning() -> None:
     uneven = {**CONFIG, "data": {"mixing": {**MIXING, "batch_size_by_modality": {"a": 1}}}}
-    assert check("uneven_slices", make_run(WIDE)).severity == "advice"
-    assert check("uneven_slices", make_run(WIDE, config=uneven)).severity == "warning"
+    assert check("uneven_slices", wide(0.0)).severity == "advice"
+    assert check("uneven_slices", wide(0.0, config=uneven)).severity == "warning"
 
 
 def test_a_source_that_ended_is_named_with_its_step() -> None:
