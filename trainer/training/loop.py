@@ -224,7 +224,9 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
             drained = guard(name).run(reporter.drain_metrics)
             run.record_all(dict.fromkeys(reporter.metric_keys) if drained is None else drained)
         run.record_all(run.extensions.drain_metrics())
-    recorded = run.position.unlogged.drain_metrics()
+    recorded = guard("metrics").run(run.position.unlogged.drain_metrics)
+    if recorded is None:  # nothing of this rank is known
+        recorded = dict.fromkeys(run.operations)
     world_size = run.info.world_size
     reduced = reduce_over_ranks(
         recorded, run.operations, device=run.device, world_size=world_size, guard=guard("reduction")
