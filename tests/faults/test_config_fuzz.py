@@ -22,7 +22,7 @@ from tests.support.runs import run, write_tiny_config
 from trainer.config.load import apply_override, load_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.tools.check.memory import MOST_SECONDS
+from trainer.tools.memory import MOST_SECONDS
 
 EXAMPLES = 2000
 PROCESSES = 50

@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.metrics.catalog.lookup import family, keys_under, lookup
 from trainer.metrics.catalog.rows_gns import LAYER_ROWS
-from trainer.tools.diagnostics.facts import batches_through
+from trainer.tools.diagnostics.rule import batches_through
 from trainer.tools.report.charts import (
     Chart,
     Columns,
