@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.mixing.epochs import BatchSizes, EpochOrder, QueueKey, RankCursor, ReshardPoint
-from trainer.data.streams.lanes import cut_slices
-from trainer.data.streams.layout import Stream
+from trainer.data.epochs import BatchSizes, EpochOrder, QueueKey, RankCursor, ReshardPoint
+from trainer.data.lanes import cut_slices
+from trainer.data.layout import Stream
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
 
 MAX_GROUP_CELLS = 64

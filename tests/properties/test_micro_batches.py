@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.batch_tables import BatchScheduleTable, plan_of
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, positions, zero_batches
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.weights import ConstantWeight, ScheduledWeight, positions, zero_batches
 from trainer.micro_batches import AutoRule, MicroBatches
 
 PLANS = st.dictionaries(st.integers(0, 40), st.integers(1, 5), min_size=1, max_size=5)

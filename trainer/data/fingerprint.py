@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from trainer.data.formats.registry import files_of
-from trainer.data.streams.layout import Stream
+from trainer.data.formats import files_of
+from trainer.data.layout import Stream
 from trainer.errors import UserError
 from trainer.wording import few
 

@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.data.formats.documents import ReadOptions, Span
-from trainer.data.formats.megatron import load_megatron, write_index
-from trainer.data.formats.own_format import is_import_path
-from trainer.data.formats.registry import FORMATS, format_name
-from trainer.data.streams.layout import Stream
+from trainer.data.documents import ReadOptions, Span
+from trainer.data.formats import FORMATS, format_name, is_import_path
+from trainer.data.layout import Stream
+from trainer.data.token_formats import load_megatron, write_index
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import remove_leftovers, replacing, write_file

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.sources import UnreadSource, without_sources
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import Stream
+from trainer.data.blend import BlendDataset, BlendSource, UnreadSource, without_sources
+from trainer.data.layout import Stream
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
 
 Write = Callable[..., list[Stream]]

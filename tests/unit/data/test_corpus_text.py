@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.streams.layout import discover_nested
+from trainer.data.layout import discover_nested
 from trainer.errors import UserError
 from trainer.tools.corpus.manifest import read_manifest
 from trainer.tools.corpus.text import build_text

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
-from trainer.data.formats.documents import ReadOptions
-from trainer.data.formats.registry import load_documents
-from trainer.data.streams.layout import Stream
+from trainer.data.documents import ReadOptions
+from trainer.data.formats import load_documents
+from trainer.data.layout import Stream
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
 from trainer.tools.inspection.survey import token_chunks

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.formats.registry import open_documents
-from trainer.data.formats.token_arrays import has_zero_halves
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import discover_direct
+from trainer.data.formats import open_documents
+from trainer.data.layout import discover_direct
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.token_formats import has_zero_halves
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
 from trainer.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.formats.registry import file_kind, open_documents
+from trainer.data.formats import file_kind, open_documents
 from trainer.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 
@@ -107,7 +107,7 @@ def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path) -> None
 
 
 def test_a_scan_in_chunks_finds_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.formats.token_arrays.CHUNK", 3)
+    monkeypatch.setattr("trainer.data.token_formats.CHUNK", 3)
     ids = np.random.default_rng(0).integers(0, 3, 50)
     np.save(tmp_path / "a.npy", ids)
     found = tokens(tmp_path / "a.npy", eod=0)

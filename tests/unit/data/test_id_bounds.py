@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.formats.megatron import write_index
-from trainer.data.formats.registry import open_documents
+from trainer.data.formats import open_documents
+from trainer.data.token_formats import write_index
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer
 from trainer.errors import UserError
 
@@ -69,8 +69,8 @@ def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path: Path) ->
 
 
 def test_large_files_are_checked_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.formats.id_bounds.WHOLE", 100)
-    monkeypatch.setattr("trainer.data.formats.id_bounds.SAMPLE", 4)
+    monkeypatch.setattr("trainer.data.documents.WHOLE", 100)
+    monkeypatch.setattr("trainer.data.documents.SAMPLE", 4)
     ids = np.zeros(4000, dtype=np.uint16)
     ids[3210] = 500
     np.save(tmp_path / "a.npy", ids)

@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.streams.groups import build_groups, group_ids
-from trainer.data.streams.holdout import check_split, documents_of, held_out
-from trainer.data.streams.layout import discover, discover_direct, discover_nested
-from trainer.data.streams.unread import UnreadParts, unread_parts
+from trainer.data.groups import build_groups, check_split, documents_of, group_ids, held_out
+from trainer.data.layout import UnreadParts, discover, discover_direct, discover_nested, unread_parts
 from trainer.errors import UserError
 
 

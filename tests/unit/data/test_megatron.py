@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
-from trainer.data.formats.registry import format_name, open_documents
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import discover_direct, discover_nested
+from trainer.data.formats import format_name, open_documents
+from trainer.data.layout import discover_direct, discover_nested
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
 from trainer.errors import UserError
 
@@ -111,8 +111,8 @@ def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(t
 def test_ids_are_checked_where_they_are_read_if_the_file_is_too_large_to_look_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.formats.id_bounds.WHOLE", 100)
-    monkeypatch.setattr("trainer.data.formats.id_bounds.SAMPLE", 4)
+    monkeypatch.setattr("trainer.data.documents.WHOLE", 100)
+    monkeypatch.setattr("trainer.data.documents.SAMPLE", 4)
     ids = np.zeros(4000, dtype=np.uint16)
     ids[3210] = 257
     ids.tofile(tmp_path / "a.bin")

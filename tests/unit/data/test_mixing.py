@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import Stream
+from trainer.data.layout import Stream
+from trainer.data.mixing import StreamMixingDataset
 from trainer.errors import UserError
 
 Write = Callable[..., list[Stream]]
@@ -145,7 +145,7 @@ def test_batches_do_not_depend_on_how_many_are_prepared_together(
     first = mixing(streams, repeat=False, batch_size=3)
     for _ in range(stop):
         next(first)
-    monkeypatch.setattr("trainer.data.mixing.reader.ROWS_BLOCK", 2)
+    monkeypatch.setattr("trainer.data.reader.ROWS_BLOCK", 2)
     rest = mixing(streams, repeat=False, batch_size=3)
     rest.load_state_dict(first.state_dict())
     batches = list(rest)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight
+from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader
 from trainer.data.own_batches import OwnBatches
+from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
 
 

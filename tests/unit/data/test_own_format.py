@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.formats.registry import open_documents
-from trainer.data.streams.layout import discover_nested
+from trainer.data.formats import open_documents
+from trainer.data.layout import discover_nested
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
 

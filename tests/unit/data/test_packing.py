@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.streams.packing import pack_rows
+from trainer.data.groups import pack_rows
 
 CAPACITY = 12
 

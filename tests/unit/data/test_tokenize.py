@@ -17,7 +17,7 @@ from tests.support.launched import children, wait_for_end
 from tests.support.runs import ROOT
 from trainer.data import open_documents
 from trainer.data import tokenize as module
-from trainer.data.streams.layout import discover
+from trainer.data.layout import discover
 from trainer.data.tokenize import tokenize
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
@@ -102,7 +102,7 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source):
     call = (
         "import sys; from pathlib import Path\n"
         "from trainer.data.tokenize import tokenize\n"
-        "from trainer.data.streams.layout import discover\n"
+        "from trainer.data.layout import discover\n"
         "if __name__ == '__main__':\n"
         "    source = Path(sys.argv[1])\n"
         "    tokenize(discover([str(source / 'text')]).streams, source / 'out', tokenizer=str(source / 'tokenizer.json'),\n"

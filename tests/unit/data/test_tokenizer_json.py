@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.formats import documents
-from trainer.data.formats.documents import table_from_pieces
-from trainer.data.formats.registry import open_documents
+from trainer.data import documents
+from trainer.data.documents import table_from_pieces
+from trainer.data.formats import open_documents
 from trainer.data.tokenizer import HuggingFaceTokenizer, encode_all, load_tokenizer
 from trainer.errors import UserError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.blending.weights import (
+from trainer.data.weights import (
     ConstantWeight,
     ScheduledWeight,
     compose_weights,

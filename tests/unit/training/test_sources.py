@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.runs import make_corpus
 from trainer.config.load import load_config
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
-from trainer.data.formats.megatron import write_index
+from trainer.data.token_formats import write_index
+from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.tools.preview.shapes import source_shape

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.epochs import QueueKey
 from trainer.data.keyed import KeyedUniforms
-from trainer.data.mixing.epochs import QueueKey
-from trainer.data.mixing.pool import ActivePool, PickMode
+from trainer.data.pool import ActivePool, PickMode
 from trainer.tools.preview.shapes import SliceShape, SourceShape, StreamShape
 
 

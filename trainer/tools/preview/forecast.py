@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
-from trainer.data.blending.blend import BlendDataset, BlendSource
+from trainer.data.blend import BlendDataset, BlendSource
 from trainer.tools.preview.counted import CountedMixing, Tally
 from trainer.tools.preview.shapes import SourceShape
 from trainer.training.setup.plan import Plan

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Ints
-from trainer.data.blending.weights import ScheduledWeight, WeightSpec, positions, zero_batches
+from trainer.data.weights import ScheduledWeight, WeightSpec, positions, zero_batches
 from trainer.micro_batches import MicroBatches
 
 SAMPLED = 1 << 14  # batches of a piece of the run

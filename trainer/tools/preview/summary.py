@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer.config.rules import check_state_rules, costs_of_carry
-from trainer.data.mixing.dataset import BatchingMode
+from trainer.data.mixing import BatchingMode
 from trainer.micro_batches import MicroBatches
 from trainer.tools.preview.forecast import MAX_COUNTED, Forecast, count_run
 from trainer.tools.preview.probes import ProbeView, probe_view

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config.schema import SampleTable
-from trainer.data.text_stream import TextStream, prompt_ids
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import TextStream, Tokenizer, prompt_ids
 from trainer.metrics.sinks.events import SAMPLE
 from trainer.model.generate import Draw, generate
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
-from trainer.data.text_stream import prompt_ids
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import refuse_scalars, shard_units
 from trainer.errors import UserError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.data.formats.id_bounds import IdBounds
-from trainer.data.formats.own_format import find_loader, is_import_path
-from trainer.data.streams.unheeded import refuse_unheeded
+from trainer.data.documents import IdBounds
+from trainer.data.formats import find_loader, is_import_path
+from trainer.data.layout import refuse_unheeded
 from trainer.data.tokenizer import Tokenizer
 from trainer.training.setup.sources import Source
 

@@ -13,10 +13,9 @@ from trainer.config.data_tables import SourceTable
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import least_steps, tokens_per_micro
 from trainer.config.schema import RunConfig
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
-from trainer.data.stored.cache import Cache, Snapshot
-from trainer.data.stored.streams import stored_direct, stored_nested
-from trainer.data.streams.layout import Stream, discover_direct, discover_nested
+from trainer.data.layout import Stream, discover_direct, discover_nested
+from trainer.data.stored import Cache, Snapshot, stored_direct, stored_nested
+from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.errors import UserError
 from trainer.files import did_you_mean
 from trainer.storage import is_url

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.formats.own_format import is_import_path
-from trainer.data.formats.registry import FORMATS, file_kind, format_name
-from trainer.data.stored.cache import ENTRY, Cache
-from trainer.data.streams.layout import Stream
+from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
+from trainer.data.layout import Stream
+from trainer.data.stored import ENTRY, Cache
 from trainer.data.tokenize import tokenize_files
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.distributed.env import RankInfo

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
-from trainer.data.blending.blend import BlendDataset
+from trainer.data.blend import BlendDataset
 from trainer.metrics.noise_scale.components import NUM_SUMS, Piece, normal_equations
 from trainer.training.step.microbatch import MicroBatch, halves
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.formats.documents import TokenArray, TokenTable
-from trainer.data.mixing.reader import StreamReader
-from trainer.data.mixing.rows import Rows
-from trainer.data.streams.open_stream import OpenStream
+from trainer.data.documents import TokenArray, TokenTable
+from trainer.data.open_stream import OpenStream
+from trainer.data.reader import Rows, StreamReader
 from trainer.data.tokenizer import Tokenizer
 
 Batch = dict[str, Any]

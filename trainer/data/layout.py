@@ -1,29 +1,185 @@
-"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs)."""
+"""Globs whose `**` enters every directory once, so that a link to an ancestor ends.
+
+Files and modalities that no source reads, so that nothing vanishes without a word.
+
+Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs).
+
+Options of reading that no file of a source heeds: they would be ignored without a word."""
 
 from __future__ import annotations
 
 import glob
+import json
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
-from trainer.data.formats.registry import check_format, index_suffixes, suffixes
-from trainer.data.streams.globs import files_below, find_files, named_directory
-from trainer.data.streams.unread import (
-    IGNORED,
-    ignored,
-    is_data_file,
-    is_stream_file,
-    is_unread,
-    loose_files,
-    unread,
-    warn,
+from trainer.data.formats import (
+    check_format,
+    format_name,
+    formats_with,
+    index_suffixes,
+    is_import_path,
+    suffixes,
+    takes_option,
 )
 from trainer.errors import UserError
 from trainer.files import did_you_mean
-from trainer.wording import few, printable
+from trainer.wording import counted, few, printable
+
+
+def find_files(pattern: str) -> list[str]:
+    """The files that a glob matches, sorted; `**` as a whole path component crosses directories, hidden ones excepted.
+
+    `glob.glob` follows a link to an ancestor again and again until the path is too long. Here a directory that is
+    reached by several ways is entered once, by a link only if there is no other way.
+    """
+    return sorted({path.removeprefix(f".{os.sep}") for path in _matches(pattern) if os.path.isfile(path)})
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    at = parts.index("**")
+    rest = [part for part in parts[at + 1 :] if part] or ["*"]
+    head = os.sep.join(parts[:at]) or (os.sep if at else os.curdir)
+    for base in glob.iglob(head):
+        for directory in directories(base):
+            yield from _matches(os.path.join(glob.escape(directory), *rest))
+
+
+def named_directory(path: str) -> str:
+    """The directory that a file lies in, or that a glob searches: what comes before its first part with a wildcard."""
+    parts = path.split(os.sep)
+    is_glob = not os.path.isfile(path)
+    fixed = next((i for i, part in enumerate(parts[:-1]) if is_glob and glob.has_magic(part)), len(parts) - 1)
+    return os.sep.join(parts[:fixed]) or (os.sep if path.startswith(os.sep) else os.curdir)
+
+
+def directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
+    """`base` and all directories below it, each once; directories before links to them."""
+    seen: set[tuple[int, int]] = set()
+    own: list[str] = [base]
+    links: list[str] = []
+    while own or links:
+        directory = own.pop() if own else links.pop()
+        try:
+            status = os.stat(directory)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(directory) as found:
+                entries = sorted(found, key=lambda entry: entry.name, reverse=True)
+        except OSError:  # no directory, or one that may not be read: a glob matches nothing there
+            continue
+        yield directory
+        for entry in entries:
+            if (enters_hidden or not entry.name.startswith(".")) and entry.is_dir():
+                (links if entry.is_symlink() else own).append(entry.path)
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """What lies in a directory and in those below it, also behind links, as in a glob: each directory is entered once."""
+    for below in directories(str(directory), enters_hidden=True):
+        yield from Path(below).iterdir()
+
+
+IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
+BESIDE_DATA = ("manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
+ABOUT_DATA = ("readme", "license", "licence", "copying", "notice", "authors", "citation", "changelog", "makefile")
+NO_DATA = (".pyc", ".toml", ".lock", ".md5", ".sha256")
+logger = logging.getLogger("trainer.data")
+
+
+def is_data_file(path: PurePath, format: str) -> bool:
+    """Whether a file is one of documents, but for the beginning of its name."""
+    if path.name == "manifest.json" or path.suffix in index_suffixes():
+        return False
+    return format != "auto" or path.suffix in suffixes()
+
+
+def is_stream_file(path: PurePath, format: str) -> bool:
+    """Whether a layout reads the file."""
+    return not path.name.startswith(IGNORED) and is_data_file(path, format)
+
+
+def is_unread(path: PurePath, format: str) -> bool:
+    """Whether a file that no format reads may be meant as data.
+
+    Args:
+        path: of the file below its root; what lies in hidden directories is not meant.
+    """
+    if is_data_file(path, format) or path.suffix in index_suffixes() or path.suffix.lower() in NO_DATA:
+        return False
+    return not (any(part.startswith(IGNORED) for part in path.parts) or _is_about_data(path))
+
+
+def _is_about_data(path: PurePath) -> bool:
+    return path.name in BESIDE_DATA or path.name.lower().partition(".")[0] in ABOUT_DATA
+
+
+def unread(names: Sequence[str]) -> str:
+    """What to say of files with extensions that are not known; empty if there are none."""
+    if not names:
+        return ""
+    kinds = sorted({PurePath(name).suffix or "no extension" for name in names})
+    return f"does not read {counted(len(names), 'file')} ({few(kinds)}): {few(sorted(names))}"
+
+
+def ignored(names: Sequence[str]) -> str:
+    """What to say of files and directories that are left out because of their names; empty if there are none."""
+    marked = sorted(name for name in names if os.path.basename(name).startswith("_"))  # hidden files mean nothing here
+    return f"skips {len(marked):,} whose names begin with _: {few(marked)}" if marked else ""
+
+
+def warn(where: object, *, skipped: Sequence[str] = (), unknown: Sequence[str] = ()) -> None:
+    """Warn about files that a layout does not read: a line each for those `ignored` and those `unread`."""
+    place = printable(str(where))
+    if said := ignored(skipped):
+        logger.warning("%s: %s; rename those that are data", place, said)
+    if said := unread(unknown):
+        text = "%s: %s; unpack or convert those that are data, set format, or rename them to a known extension (%s)"
+        logger.warning(text, place, said, " ".join(suffixes()))
+
+
+def loose_files(root: Path, format: str) -> list[str]:
+    """Names of files in the root itself that may be meant as data, which NESTED does not read."""
+    names = (path.name for path in root.iterdir() if path.is_file())
+    return sorted(name for name in names if _may_be_data(PurePath(name), format))
+
+
+def _may_be_data(path: PurePath, format: str) -> bool:
+    return (is_stream_file(path, format) and not _is_about_data(path)) or is_unread(path, format)
+
+
+@dataclass(frozen=True)
+class UnreadParts:
+    """What some sources leave of a root: modalities, and files in no modality's directory."""
+
+    modalities: list[str]
+    files: list[str]
+
+
+def unread_parts(root: Path, read: Collection[str] | None, format: str) -> UnreadParts:
+    """What is in a root beside the modalities that are read.
+
+    Args:
+        read: names of modalities; None: all of them.
+    """
+    modalities = []
+    for path in sorted(root.iterdir()) if read is not None else ():
+        name = printable(path.name)
+        if path.is_dir() and not name.startswith(IGNORED) and name not in (read or ()):
+            inner = (file.relative_to(path) for file in files_below(path) if file.is_file())
+            if any(_may_be_data(file, format) for file in inner):
+                modalities.append(name)
+    return UnreadParts(modalities, loose_files(root, format))
 
 
 @dataclass(frozen=True)
@@ -234,3 +390,29 @@ def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
             raise
         pattern = os.path.join(glob.escape(paths[0]), "*")
         return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
+
+
+def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:
+    """Refuse `dtype`, `eod` and `text_split` where no stream is of a format that takes them.
+
+    Args:
+        streams, format: of the source.
+        given: option -> its value; None, and `file` as `text_split`, are not given.
+        source: how messages name it; empty: they do not.
+
+    Raises:
+        UserError: an option changes nothing.
+    """
+    if is_import_path(format):  # a format of the user's own may take any of them
+        return
+    for option, value in given.items():
+        if value is None or (option, value) == ("text_split", "file"):
+            continue
+        names = [format_name(Path(stream.path), format) for stream in streams]
+        if any(takes_option(name, option) for name in names):
+            continue
+        kinds = " or ".join("raw text" if name == "text" else name for name in formats_with(option))
+        has = "the source has" if source else "there are"
+        problem = f"is {json.dumps(value)}, but {has} no {kinds} files"
+        fix = "remove it" + (": the index beside a .bin file defines it" if "megatron" in names else "")
+        raise UserError(f"{source}: {option}" if source else option, problem, fix)

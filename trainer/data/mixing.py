@@ -10,18 +10,16 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from trainer.data.formats.documents import ReadOptions
+from trainer.data import mixing_state
+from trainer.data.collate import Batch, Collator
+from trainer.data.documents import ReadOptions
+from trainer.data.epochs import BatchSizes, QueueKey, ReaderQueue, points_from_state
+from trainer.data.groups import Split, check_split
 from trainer.data.keyed import KeyedUniforms
-from trainer.data.mixing import state as mixing_state
-from trainer.data.mixing.collate import Batch, Collator
-from trainer.data.mixing.epochs import BatchSizes, QueueKey
-from trainer.data.mixing.pool import PICK_MODES, ActivePool, PickMode, modality_keys, pool_metric_keys
-from trainer.data.mixing.reader import StreamReader
-from trainer.data.mixing.reader_queue import ReaderQueue
-from trainer.data.streams.holdout import Split, check_split
-from trainer.data.streams.layout import Stream
-from trainer.data.streams.open_stream import CutOptions
-from trainer.data.streams.opener import StreamOpener
+from trainer.data.layout import Stream
+from trainer.data.open_stream import CutOptions, StreamOpener
+from trainer.data.pool import PICK_MODES, ActivePool, PickMode, modality_keys, pool_metric_keys
+from trainer.data.reader import StreamReader
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
@@ -308,7 +306,7 @@ class StreamMixingDataset:
             self._reshard(states)
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        self._queue.begin_epoch(state["epoch"], mixing_state.points_from_state(state), state["queue_index"])
+        self._queue.begin_epoch(state["epoch"], points_from_state(state), state["queue_index"])
         for stream_id, picks in state["pool"]:
             self._pool.add(self._queue.reader(stream_id, picks))
         self._pool.turn = state["turn"]

@@ -1,14 +1,14 @@
-"""What a mixing dataset remembers of an epoch: the order of its streams, and how far each was read.
+"""An epoch of a mixing dataset: the order of its streams, how far each was read, and the queue of readers.
 
-An epoch that runs on one world from its beginning needs no memory: its queue is a keyed permutation. When a run
-continues on another world size (or pool, or batch size) in the middle of an epoch, the cursors of the old ranks are
-kept as a `ReshardPoint`, and the rest of the epoch is planned from these points: what the readers left of a stream is
-cut into new slices. Points hold cursors only, are dropped at the end of the epoch, and may follow one another.
+An epoch that runs on one world from its beginning is a keyed permutation. When a run continues on another world size
+(or pool, or batch size) in the middle of an epoch, the cursors of the old ranks are kept as a `ReshardPoint`, and the
+rest of the epoch is planned from these points: what the readers left of a stream is cut into new slices. Points hold
+cursors only, are dropped at the end of the epoch, and may follow one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,9 @@ import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.data.keyed import keyed_generator
-from trainer.data.mixing.reader import PastReads
-from trainer.data.streams.layout import Stream
+from trainer.data.layout import Stream
+from trainer.data.open_stream import OpenStream
+from trainer.data.reader import PastReads, StreamReader, remaining_stream
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,16 @@ class QueueKey:
         return (rank - self.turns[stream_id]) % world_size
 
 
+def points_from_state(state: Mapping[str, Any]) -> dict[int, list[ReshardPoint]]:
+    """The reshard points in a dataset's state, by epoch. Their key there is `chapters`."""
+    return {epoch: [ReshardPoint.from_state(each) for each in points] for epoch, points in state["chapters"]}
+
+
+def points_to_state(points: Mapping[int, Sequence[ReshardPoint]]) -> list[list[Any]]:
+    """The inverse of `points_from_state`, as plain Python."""
+    return [[epoch, [each.to_state() for each in parts]] for epoch, parts in points.items()]
+
+
 class EpochOrder:
     """The order of an epoch's streams, and how far each had been read at its reshard points.
 
@@ -116,9 +127,7 @@ class EpochOrder:
         self._key, self._epoch, self._points = key, epoch, points
         self._shared_orders: list[Ints] = []
         self._untouched: list[Flags] = []  # by point: streams that some rank had not reached, bool [num_streams]
-        self._waiting: list[
-            Flags
-        ] = []  # by point: the same by rank (one row for a shared queue), bool [W, num_streams]
+        self._waiting: list[Flags] = []  # by point: the same by rank (a shared queue has one), bool [W, num_streams]
         self._active: list[dict[int, dict[int, int]]] = []  # by point: stream -> rank -> picks
         for number, point in enumerate(points):
             cursors = point.cursors[:1] if key.shared else point.cursors
@@ -173,3 +182,87 @@ class EpochOrder:
             turn = self._key.turns[stream_id] % world_size
             found.append(PastReads(point.batch_sizes.of(stream), (*by_rank[turn:], *by_rank[:turn])))
         return found
+
+
+class ReaderQueue:
+    """Hands out readers, epoch by epoch, in a permuted order; streams without cells for this rank are skipped.
+
+    Args:
+        streams: by stream id.
+        open: opens a stream; worth caching, since every epoch returns to each.
+        key: what the order depends on.
+        batch_sizes: lanes per reader.
+        rank, world_size: which slice of each stream is read.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        *,
+        open: Callable[[Stream], OpenStream],
+        key: QueueKey,
+        batch_sizes: BatchSizes,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._streams = streams
+        self._open = open
+        self._key = key
+        self._batch_sizes = batch_sizes
+        self._rank, self._world_size = rank, world_size
+        self.has_cells = False  # any stream opened so far has cells, for whatever rank
+        self.begin_epoch(0, {})
+
+    def begin_epoch(self, epoch: int, points: dict[int, list[ReshardPoint]], index: int = 0) -> None:
+        """Go to an epoch.
+
+        Args:
+            epoch: the epoch.
+            points: reshard points of this epoch and of later ones; those of earlier ones are dropped.
+            index: streams that were taken from this queue before.
+        """
+        self.epoch = epoch
+        self.points = {at: parts for at, parts in points.items() if at >= epoch}
+        self.points_state = points_to_state(self.points)  # here, not in each batch's state: they change with epochs
+        self.index = index
+        self._now = EpochOrder(self._key, epoch, self.points.get(epoch, []))
+        self._order = self._now.of_rank(self._rank)
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing has been taken from this epoch yet, by any world."""
+        return self.index == 0 and not self.points.get(self.epoch)
+
+    @property
+    def is_empty(self) -> bool:
+        """Every stream of this epoch has been taken."""
+        return self.index >= len(self._order)
+
+    def next_reader(self) -> StreamReader | None:
+        """A reader of the next stream with cells for this rank; None at the end of the epoch."""
+        while self.index < len(self._order):
+            reader = self.reader(self._order[self.index])
+            self.index += 1
+            if reader.num_picks:
+                return reader
+        return None
+
+    def count_cells(self, stream: Stream) -> int:
+        """Cells of a stream in an epoch, over all ranks."""
+        return int(self._open(stream).groups.cell_offsets[-1])
+
+    def reader(self, stream_id: int, picks: int = 0) -> StreamReader:
+        """A reader of this rank's part of a stream in this epoch, after `picks` batches of it."""
+        stream = self._streams[stream_id]
+        source = self._open(stream)
+        self.has_cells = self.has_cells or source.groups.num_groups > 0
+        generator = keyed_generator("groups", self._key.name, self._key.seed, self.epoch, stream.relative_path)
+        return StreamReader(
+            source,
+            remaining_stream(source.groups, generator, self._now.past_reads(stream)),
+            bs=self._batch_sizes.of(stream),
+            slice_index=self._key.slice_of(stream_id, self._rank, self._world_size),
+            num_slices=self._world_size,
+            shared=self._key.shared,
+            picks=picks,
+        )

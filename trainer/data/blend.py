@@ -1,4 +1,6 @@
-"""BlendDataset: micro-batches from several sources, by weights that may follow a schedule."""
+"""Sources that a blend has no longer, or not now: their parts of its state.
+
+BlendDataset: micro-batches from several sources, by weights that may follow a schedule."""
 
 from __future__ import annotations
 
@@ -6,21 +8,56 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from trainer.data.blending.sources import UnreadSource, parts_of
-from trainer.data.blending.weights import WeightSpec, positions
+from trainer.data.collate import Batch
 from trainer.data.keyed import BLOCK, KeyedUniforms
-from trainer.data.mixing.collate import Batch
-from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.weights import WeightSpec, positions
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.values import as_number, checked, is_name
 from trainer.micro_batches import MicroBatches
+
+ALL_RANKS: Final = "states of all ranks"
+"""The key of a source's part that holds those of every rank of the world that saved them."""
+
+
+class UnreadSource:
+    """A source of weight 0: nothing of it is opened, and its part of the state is kept for when it has a weight again."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def state_dict(self) -> Any:
+        """What was loaded."""
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Keep this rank's state; or those of all ranks, from a world of another size."""
+        self._state = {ALL_RANKS: list(state)} if isinstance(state, list) else state
+
+
+def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
+    """A source's parts of the blend's states of all ranks."""
+    parts = [state["sources"][index] for state in states]
+    first = parts[0]
+    return list(first[ALL_RANKS]) if isinstance(first, Mapping) and ALL_RANKS in first else parts
+
+
+def without_sources(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A blend's state without some of its sources; the others continue where they are."""
+    kept = [index for index, name in enumerate(state["names"]) if name not in names]
+    lists = ("names", "ended", "counts", "expected", "sources")
+    return {**state, **{key: [state[key][index] for index in kept] for key in lists}}
+
 
 MAX_SHARE_ERROR = "blend/max_share_error"
 ENDED_SOURCES = "blend/ended_sources"
