@@ -349,7 +349,6 @@ class _RunBuilder:
             device=self.device,
             is_resumed=is_resumed,
             burns_in=self.config.ledger.burn_in > 0,
-            on_window=None if self.config.micro_batches.is_known_ahead else self.state.dataset.window_begins,
         )
 
     def growth(self) -> BatchGrowth | None:
