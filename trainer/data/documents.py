@@ -1,6 +1,4 @@
-"""The range of token ids in a file. Files too large to check when they are opened are checked as they are read.
-
-What every format produces: the documents of a file as runs of tokens in one array."""
+"""The documents of a file as runs of tokens in one array, and the range that its token ids must lie in."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ import itertools
 import tempfile
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,29 +42,17 @@ class IdBounds:
         num_ids = tokenizer.bos_id if isinstance(tokenizer, IdsTokenizer) else tokenizer.vocab_size
         return cls(str(where), num_ids, tokenizer.name)
 
-    @property
-    def vocabulary(self) -> str:
-        """The vocabulary, for messages; with `ids` it is what the user set."""
-        if self.tokenizer == IdsTokenizer.name:
-            return f"the vocabulary (data.vocab_size = {self.num_ids}: ids 0 to {self.num_ids - 1})"
-        return f"the vocabulary of {self.num_ids} ids ({self.tokenizer})"
-
     def refusal(self, token: int, *, at: int | None = None, dtype: np.dtype[Any] | None = None) -> UserError:
-        """What to say of an id that is out of range.
-
-        Args:
-            token: the id.
-            at: its position in the file.
-            dtype: of the file's tokens, where the user may have set a wrong one.
-        """
+        """The error for an id that is out of range, at this position of the file, read with this dtype."""
         position = "" if at is None else f" at token {at}"
         read_as = "" if dtype is None else f", read as {dtype}"
-        if self.tokenizer == IdsTokenizer.name:
-            fix = "set data.vocab_size to the number of ids of the tokenizer that made the file"
-            fix += "" if dtype is None else "; of a .bin, check dtype too"
-        else:
-            fix = f"use the tokenizer{'' if dtype is None else ' and dtype'} that made the file"
-        return UserError(self.where, f"token id {token}{position} is outside {self.vocabulary}{read_as}", fix)
+        problem = (
+            f"token id {token}{position} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer}){read_as}"
+        )
+        fix = "data.vocab_size" if self.tokenizer == IdsTokenizer.name else "the tokenizer"
+        return UserError(
+            self.where, problem, f"set {fix}, or the dtype of a .bin, to that of the tool that made the file"
+        )
 
     def check_eod(self, eod: int, key: str = "eod") -> None:
         """Refuse an end-of-document id that no file can hold.
@@ -75,9 +61,8 @@ class IdBounds:
             UserError: it is outside the vocabulary.
         """
         if not 0 <= eod < self.num_ids:
-            raise UserError(
-                key, f"{eod} is outside {self.vocabulary}", "set it to the id that ends documents in the files"
-            )
+            problem = f"{eod} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer})"
+            raise UserError(key, problem, "set it to the id that ends documents in the files")
 
     def is_broken_by(self, tokens: npt.NDArray[Any]) -> bool:
         """Whether some id is out of range."""
@@ -93,10 +78,9 @@ class IdBounds:
         Raises:
             UserError: with the id and its position.
         """
-        if not self.is_broken_by(tokens):
-            return
-        at = self.first_outside(tokens)
-        raise self.refusal(int(tokens[at]), at=begin + at, dtype=tokens.dtype)
+        if self.is_broken_by(tokens):
+            at = self.first_outside(tokens)
+            raise self.refusal(int(tokens[at]), at=begin + at, dtype=tokens.dtype)
 
     def first_outside(self, tokens: npt.NDArray[Any]) -> int:
         """The index of the first id that is out of range; there is one."""
@@ -190,33 +174,6 @@ class ReadOptions:
             raise UserError("text_split", f"must be one of {', '.join(TEXT_SPLITS)}; got {self.text_split!r}")
 
 
-class _Store:
-    """Tokens that arrive chunk by chunk; beyond `SPOOLED` bytes they are in a temporary file, not in memory."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._chunks: list[TokenArray] = []
-        self._size = 0
-        self._file: IO[bytes] | None = None
-
-    def append(self, chunk: TokenArray) -> None:
-        self._chunks.append(chunk.astype(self._dtype))
-        self._size += self._chunks[-1].nbytes
-        if self._file is None and self._size > SPOOLED:
-            self._file = tempfile.TemporaryFile(prefix="trainer-tokens-")  # noqa: SIM115 - mapped, and gone with the mapping
-        if self._file is not None:
-            for waiting in self._chunks:
-                self._file.write(waiting.tobytes())
-            self._chunks.clear()
-
-    def whole(self) -> TokenArray:
-        if self._file is None:
-            return np.concatenate(self._chunks) if self._chunks else np.empty(0, self._dtype)
-        with self._file as file:
-            file.flush()
-            return np.asarray(np.memmap(file, dtype=self._dtype, mode="r"))
-
-
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
     """Concatenate documents that are tokenized one by one, in the smallest dtype that holds the vocabulary.
 
@@ -230,26 +187,30 @@ def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: s
     Raises:
         UserError: an id is outside the vocabulary; in the smaller dtype it would turn into another one.
     """
-    store, lengths = _Store(np.dtype(np.min_scalar_type(max(vocab_size - 1, 0)))), array("q")
-    waiting: list[TokenArray] = []
-    size = 0
-    # Short documents together: a check of each alone would take longer than all else here.
-    for piece in itertools.chain(pieces, [None]):
-        if piece is not None:
-            waiting.append(piece)
-            lengths.append(len(piece))
-            size += len(piece)
-        if waiting and (piece is None or size >= CHUNK):
-            chunk = np.concatenate(waiting)
-            if chunk.size and not 0 <= chunk.min() <= chunk.max() < vocab_size:
-                at = int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
-                inside = int(np.searchsorted(np.cumsum([len(each) for each in waiting]), at, side="right"))
-                document = len(lengths) - len(waiting) + inside
-                problem = (
-                    f"document {document}: token id {int(chunk[at])} is outside the vocabulary of {vocab_size} ids"
-                )
-                raise UserError(where, problem, "use the tokenizer that made the ids")
-            store.append(chunk)
-            waiting, size = [], 0
+    dtype, lengths = np.dtype(np.min_scalar_type(max(vocab_size - 1, 0))), array("q")
+    bounds = IdBounds(where, vocab_size, "the tokenizer")
+    with tempfile.SpooledTemporaryFile(SPOOLED, prefix="trainer-tokens-") as store:
+        waiting: list[TokenArray] = []
+        size = 0
+        # Short documents together: a check of each alone would take longer than all else here.
+        for piece in itertools.chain(pieces, [None]):
+            if piece is not None:
+                waiting.append(piece)
+                lengths.append(len(piece))
+                size += len(piece)
+            if waiting and (piece is None or size >= CHUNK):
+                chunk = np.concatenate(waiting)
+                if chunk.size and not 0 <= chunk.min() <= chunk.max() < vocab_size:
+                    at = bounds.first_outside(chunk)
+                    inside = int(np.searchsorted(np.cumsum([len(each) for each in waiting]), at, side="right"))
+                    document = len(lengths) - len(waiting) + inside
+                    raise replace(bounds, where=f"{where}: document {document}").refusal(int(chunk[at]))
+                store.write(chunk.astype(dtype).tobytes())
+                waiting, size = [], 0
+        num_bytes = store.tell()
+        store.flush()
+        store.seek(0)
+        # Mapped, and gone with the mapping.
+        tokens = np.memmap(store, dtype, "r") if num_bytes > SPOOLED else np.frombuffer(store.read(), dtype)
     sizes = np.array(lengths, dtype=np.int64)
-    return TokenTable(store.whole(), np.cumsum(sizes) - sizes, sizes)
+    return TokenTable(np.asarray(tokens), np.cumsum(sizes) - sizes, sizes)

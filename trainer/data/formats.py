@@ -1,6 +1,7 @@
-"""User-defined formats: a function `(path, options) -> TokenTable`, named by its import path.
+"""The table of formats, and formats of the user's own, functions `(path, options) -> TokenTable` named by import path.
 
-The table of formats. A new format is one row here: everything else about formats derives from the row."""
+A new format is one row of the table: everything else about formats derives from the row.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 
+SIGNATURE = "see trainer.data.TokenTable: (path, options) -> TokenTable"
+
 
 def is_import_path(format: str) -> bool:
     """Whether a format's name is `package.module:function`."""
@@ -50,7 +53,7 @@ def find_loader(format: str) -> Any:
     try:
         inspect.signature(load).bind(Path(), None)
     except TypeError as error:
-        raise UserError("format", f"{format} cannot be called with (path, options): {error}", _FIX) from error
+        raise UserError("format", f"{format} cannot be called with (path, options): {error}", SIGNATURE) from error
     except ValueError:  # C functions may have no signature
         pass
     return load
@@ -72,14 +75,13 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     except Exception as error:
         raise UserError(where, f"fails: {format_error(error)}", "fix it there") from error
     if not isinstance(table, TokenTable):
-        raise UserError(where, f"the format returned a {type(table).__name__}", _FIX)
-    tokens = np.asarray(table.tokens)
-    starts, lengths = np.asarray(table.starts), np.asarray(table.lengths)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise UserError(where, f"tokens are {tokens.dtype} {list(tokens.shape)}, not integers [N]", _FIX)
-    if starts.ndim != 1 or starts.shape != lengths.shape or {starts.dtype.kind, lengths.dtype.kind} - set("iu"):
-        problem = f"starts are {starts.dtype} {list(starts.shape)}, lengths {lengths.dtype} {list(lengths.shape)}"
-        raise UserError(where, problem, "return both as integers [number of documents]")
+        raise UserError(where, f"returned a {type(table).__name__}", SIGNATURE)
+    tokens, starts, lengths = (np.asarray(each) for each in (table.tokens, table.starts, table.lengths))
+    if any(each.ndim != 1 or each.dtype.kind not in "iu" for each in (tokens, starts, lengths)) or len(starts) != len(
+        lengths
+    ):
+        parts = ", ".join(f"{each.dtype} {list(each.shape)}" for each in (tokens, starts, lengths))
+        raise UserError(where, f"tokens, starts and lengths are {parts}", "return integers [N], [D] and [D]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens)))
     if outside.size:
@@ -88,9 +90,6 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
         raise UserError(where, problem, "documents must lie within the tokens")
     bounds = table.bounds or IdBounds.of(path, options.tokenizer).check_sample(tokens)
     return replace(table, tokens=tokens, starts=starts, lengths=lengths, bounds=bounds)
-
-
-_FIX = "see trainer.data.formats: (path, options) -> TokenTable"
 
 
 @dataclass(frozen=True)
@@ -119,14 +118,7 @@ class Format:
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "text": Format(
-            (".txt", ".md", ".py"),
-            load_text,
-            kind="text",
-            options=("text_split",),
-            pieces=text_pieces,
-            spans=text_spans,
-        ),
+        "text": Format((".txt", ".md", ".py"), load_text, "text", ("text_split",), None, text_pieces, text_spans),
         "jsonl": Format((".jsonl",), load_jsonl, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
         "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
         "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
@@ -202,11 +194,9 @@ def load_documents(path: str | Path, format: str, options: ReadOptions) -> Token
     load = partial(load_own, name) if is_import_path(name) else FORMATS[name].load
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
-            raise UserError(str(path), f"is {kind}, not a file", "name the files in it, or remove it")
-        if status.st_size == 0:
-            raise UserError(str(path), "the file is empty", "remove it")
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            problem = "the file is empty" if stat.S_ISREG(status.st_mode) else "is not a regular file"
+            raise UserError(str(path), problem, "remove it; of a directory, name the files in it")
         with path.open("rb"):  # a file that cannot be opened at all is no matter of its format
             pass
         return load(path, options)

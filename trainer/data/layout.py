@@ -1,10 +1,7 @@
-"""Globs whose `**` enters every directory once, so that a link to an ancestor ends.
+"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs), and what neither reads.
 
-Files and modalities that no source reads, so that nothing vanishes without a word.
-
-Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs).
-
-Options of reading that no file of a source heeds: they would be ignored without a word."""
+Globs are ours: their `**` enters every directory once, so that a link to an ancestor ends.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +27,13 @@ from trainer.errors import UserError
 from trainer.files import did_you_mean
 from trainer.wording import counted, few, printable
 
+IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
+BESIDE_DATA = ("manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
+ABOUT_DATA = ("readme", "license", "licence", "copying", "notice", "authors", "citation", "changelog", "makefile")
+NO_DATA = (".pyc", ".toml", ".lock", ".md5", ".sha256")
+logger = logging.getLogger("trainer.data")
+
 
 def find_files(pattern: str) -> list[str]:
     """The files that a glob matches, sorted; `**` as a whole path component crosses directories, hidden ones excepted.
@@ -49,7 +53,7 @@ def _matches(pattern: str) -> Iterator[str]:
     rest = [part for part in parts[at + 1 :] if part] or ["*"]
     head = os.sep.join(parts[:at]) or (os.sep if at else os.curdir)
     for base in glob.iglob(head):
-        for directory in directories(base):
+        for directory in _directories(base):
             yield from _matches(os.path.join(glob.escape(directory), *rest))
 
 
@@ -61,7 +65,7 @@ def named_directory(path: str) -> str:
     return os.sep.join(parts[:fixed]) or (os.sep if path.startswith(os.sep) else os.curdir)
 
 
-def directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
+def _directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
     """`base` and all directories below it, each once; directories before links to them."""
     seen: set[tuple[int, int]] = set()
     own: list[str] = [base]
@@ -83,79 +87,70 @@ def directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
                 (links if entry.is_symlink() else own).append(entry.path)
 
 
-def files_below(directory: Path) -> Iterator[Path]:
-    """What lies in a directory and in those below it, also behind links, as in a glob: each directory is entered once."""
-    for below in directories(str(directory), enters_hidden=True):
-        yield from Path(below).iterdir()
+def _files_below(directory: Path) -> list[Path]:
+    """The files in a directory and in those below it, also behind links: each directory is entered once."""
+    below = _directories(str(directory), enters_hidden=True)
+    return [path for each in below for path in Path(each).iterdir() if path.is_file()]
 
 
-IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
-BESIDE_DATA = ("manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
-ABOUT_DATA = ("readme", "license", "licence", "copying", "notice", "authors", "citation", "changelog", "makefile")
-NO_DATA = (".pyc", ".toml", ".lock", ".md5", ".sha256")
-logger = logging.getLogger("trainer.data")
+def _sort_of(path: PurePath, format: str) -> Literal["data", "marked", "unread", "other"]:
+    """What a layout makes of a file, by its name below the root.
 
-
-def is_data_file(path: PurePath, format: str) -> bool:
-    """Whether a file is one of documents, but for the beginning of its name."""
-    if path.name == "manifest.json" or path.suffix in index_suffixes():
-        return False
-    return format != "auto" or path.suffix in suffixes()
-
-
-def is_stream_file(path: PurePath, format: str) -> bool:
-    """Whether a layout reads the file."""
-    return not path.name.startswith(IGNORED) and is_data_file(path, format)
-
-
-def is_unread(path: PurePath, format: str) -> bool:
-    """Whether a file that no format reads may be meant as data.
-
-    Args:
-        path: of the file below its root; what lies in hidden directories is not meant.
+    `marked` would be data but for the beginning of its name; `unread` may be meant as data, and no format reads it.
     """
-    if is_data_file(path, format) or path.suffix in index_suffixes() or path.suffix.lower() in NO_DATA:
-        return False
-    return not (any(part.startswith(IGNORED) for part in path.parts) or _is_about_data(path))
+    is_index = path.suffix in index_suffixes()
+    if path.name != "manifest.json" and not is_index and (format != "auto" or path.suffix in suffixes()):
+        return "marked" if path.name.startswith(IGNORED) else "data"
+    is_hidden = any(part.startswith(IGNORED) for part in path.parts)
+    is_known = is_index or path.suffix.lower() in NO_DATA or is_hidden or _is_about_data(path)
+    return "other" if is_known else "unread"
 
 
 def _is_about_data(path: PurePath) -> bool:
     return path.name in BESIDE_DATA or path.name.lower().partition(".")[0] in ABOUT_DATA
 
 
-def unread(names: Sequence[str]) -> str:
-    """What to say of files with extensions that are not known; empty if there are none."""
-    if not names:
-        return ""
-    kinds = sorted({PurePath(name).suffix or "no extension" for name in names})
-    return f"does not read {counted(len(names), 'file')} ({few(kinds)}): {few(sorted(names))}"
+def _not_read(marked: Iterable[str], unread: Iterable[str]) -> list[str]:
+    """What to say of files that a layout leaves out: at most a clause of either kind. Hidden files mean nothing."""
+    marked, unread = sorted(n for n in marked if os.path.basename(n).startswith("_")), sorted(unread)
+    said = [f"skips {len(marked):,} whose names begin with _: {few(marked)}"] if marked else []
+    if unread:
+        kinds = sorted({PurePath(name).suffix or "no extension" for name in unread})
+        said.append(f"does not read {counted(len(unread), 'file')} ({few(kinds)}): {few(unread)}")
+    return said
 
 
-def ignored(names: Sequence[str]) -> str:
-    """What to say of files and directories that are left out because of their names; empty if there are none."""
-    marked = sorted(name for name in names if os.path.basename(name).startswith("_"))  # hidden files mean nothing here
-    return f"skips {len(marked):,} whose names begin with _: {few(marked)}" if marked else ""
+def _warn(where: object, marked: Iterable[str], unread: Iterable[str]) -> None:
+    for said in _not_read(marked, unread):
+        text = "%s: %s; if they are data, rename them (known extensions: %s), unpack or convert them, or set format"
+        logger.warning(text, printable(str(where)), said, " ".join(suffixes()))
 
 
-def warn(where: object, *, skipped: Sequence[str] = (), unknown: Sequence[str] = ()) -> None:
-    """Warn about files that a layout does not read: a line each for those `ignored` and those `unread`."""
-    place = printable(str(where))
-    if said := ignored(skipped):
-        logger.warning("%s: %s; rename those that are data", place, said)
-    if said := unread(unknown):
-        text = "%s: %s; unpack or convert those that are data, set format, or rename them to a known extension (%s)"
-        logger.warning(text, place, said, " ".join(suffixes()))
+def _none(problem: str, marked: Iterable[str], unread: Iterable[str]) -> str:
+    said = ", and ".join(_not_read(marked, unread))
+    return f"{problem} (it {said})" if said else problem
+
+
+def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
+    """Of names below a root, those that a layout reads and the index files beside them.
+
+    Args:
+        where: warns of others that are named like data there; None: does not.
+    """
+    sorts = {name: _sort_of(PurePath(name), format) for name in names}
+    if where is not None:
+        _warn(where, (), [name for name, sort in sorts.items() if sort == "unread"])
+    return [name for name, sort in sorts.items() if sort == "data" or PurePath(name).suffix in index_suffixes()]
 
 
 def loose_files(root: Path, format: str) -> list[str]:
     """Names of files in the root itself that may be meant as data, which NESTED does not read."""
-    names = (path.name for path in root.iterdir() if path.is_file())
-    return sorted(name for name in names if _may_be_data(PurePath(name), format))
+    return sorted(path.name for path in root.iterdir() if path.is_file() and _may_be_data(Path(path.name), format))
 
 
 def _may_be_data(path: PurePath, format: str) -> bool:
-    return (is_stream_file(path, format) and not _is_about_data(path)) or is_unread(path, format)
+    sort = _sort_of(path, format)
+    return sort == "unread" or (sort == "data" and not _is_about_data(path))
 
 
 @dataclass(frozen=True)
@@ -167,18 +162,19 @@ class UnreadParts:
 
 
 def unread_parts(root: Path, read: Collection[str] | None, format: str) -> UnreadParts:
-    """What is in a root beside the modalities that are read.
+    """What is in a root besides the modalities that are read.
 
     Args:
         read: names of modalities; None: all of them.
     """
-    modalities = []
-    for path in sorted(root.iterdir()) if read is not None else ():
-        name = printable(path.name)
-        if path.is_dir() and not name.startswith(IGNORED) and name not in (read or ()):
-            inner = (file.relative_to(path) for file in files_below(path) if file.is_file())
-            if any(_may_be_data(file, format) for file in inner):
-                modalities.append(name)
+    others = {} if read is None else {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
+    modalities = [
+        name
+        for name, path in others.items()
+        if not name.startswith(IGNORED)
+        and name not in (read or ())
+        and any(_may_be_data(file.relative_to(path), format) for file in _files_below(path))
+    ]
     return UnreadParts(modalities, loose_files(root, format))
 
 
@@ -204,18 +200,6 @@ class Stream:
     tokens: str = ""
 
 
-def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
-    """Of names below a root, those that a layout reads and the index files beside them.
-
-    Args:
-        where: warns of others that are named like data there; None: does not.
-    """
-    listed = [(name, Path(name)) for name in names]
-    if where is not None:
-        warn(where, unknown=[name for name, path in listed if is_unread(path, format)])
-    return [n for n, path in listed if is_stream_file(path, format) or path.suffix in index_suffixes()]
-
-
 def refuse_empty(streams: Sequence[Stream]) -> None:
     """Refuse streams of empty files, all of them at once.
 
@@ -232,19 +216,15 @@ def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
     Raises:
         UserError: there are some.
     """
-    if not empty:
-        return
-    problem = f"{len(empty):,} of {num_files:,} files {'is' if len(empty) == 1 else 'are'} empty, which a run refuses"
-    fix = "remove them, or copy the others with train data build text, which skips them"
-    raise UserError(few(empty), problem, fix)
+    if empty:
+        problem = (
+            f"{len(empty):,} of {num_files:,} files {'is' if len(empty) == 1 else 'are'} empty, which a run refuses"
+        )
+        fix = "remove them, or copy the others with train data build text, which skips them"
+        raise UserError(few(empty), problem, fix)
 
 
-def _none(problem: str, skipped: Sequence[str], unknown: Sequence[str]) -> str:
-    said = ", and ".join(part for part in (ignored(skipped), unread(unknown)) if part)
-    return f"{problem} (it {said})" if said else problem
-
-
-def _numbered(found: list[tuple[str, str, str, str]]) -> list[Stream]:
+def _numbered(found: Iterable[tuple[str, str, str, str]]) -> list[Stream]:
     """Streams from (relative path, path, modality, root), sorted by relative path, in the same order on every machine."""
     here = os.getcwd()  # which the user's code may leave before a stream is opened
     return [
@@ -274,37 +254,35 @@ def discover_nested(
     if not base.is_dir():
         fix = did_you_mean(root) or "set root to a directory with one directory per modality"
         raise UserError(str(root), "no such directory", fix)
-    modality_paths = {printable(d.name): d for d in sorted(base.iterdir()) if d.is_dir()}
-    present = [name for name in modality_paths if not name.startswith(IGNORED)]
-    skipped = [name for name in modality_paths if modalities is None and name not in present]
-    found: list[tuple[str, str, str, str]] = []
-    unknown: list[str] = []
+    directories = {printable(path.name): path for path in sorted(base.iterdir()) if path.is_dir()}
+    present = [name for name in directories if not name.startswith(IGNORED)]
+    streams: list[tuple[str, str, str, str]] = []
+    marked = [name for name in directories if modalities is None and name not in present]
+    unread: list[str] = []
     for modality in present if modalities is None else sorted(set(modalities)):
         if modality not in present:
-            problem = f"ignores {modality!r}" if modality in modality_paths else f"has no modality {modality!r}"
-            raise UserError(str(root), problem, f"it has: {', '.join(present) or 'none'}")
-        all_files = [path for path in files_below(modality_paths[modality]) if path.is_file()]
-        files = [path for path in all_files if is_data_file(path, format)]
-        unknown_here = [below for path in all_files if is_unread(below := path.relative_to(base), format)]
-        marked = [path.relative_to(base).as_posix() for path in files if path.name.startswith(IGNORED)]
-        unknown += [path.as_posix() for path in unknown_here]
-        if len(files) == len(marked) and modalities is not None:
-            problem = _none("has no stream files", marked, [path.as_posix() for path in unknown_here])
+            raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
+        files = [(path, path.relative_to(base)) for path in _files_below(directories[modality])]
+        sorts = {name.as_posix(): (path, _sort_of(name, format)) for path, name in files}
+        of_sort = {each: [name for name, (_, sort) in sorts.items() if sort == each] for each in ("marked", "unread")}
+        found = [(name, str(path), modality, str(base)) for name, (path, sort) in sorts.items() if sort == "data"]
+        if not found and modalities is not None:
+            problem = _none("has no stream files", of_sort["marked"], of_sort["unread"])
             raise UserError(str(base / modality), problem, f"known extensions: {' '.join(suffixes())}")
-        skipped += marked
-        kept = [path for path in files if not path.name.startswith(IGNORED)]
-        found += [(path.relative_to(base).as_posix(), str(path), modality, str(base)) for path in kept]
-    if not found:
-        raise _no_stream(base, format, skipped, unknown)
-    warn(root, skipped=skipped, unknown=unknown)
-    return _numbered(found)
+        streams += found
+        marked += of_sort["marked"]
+        unread += of_sort["unread"]
+    if not streams:
+        raise _no_stream(base, format, marked, unread)
+    _warn(root, marked, unread)
+    return _numbered(streams)
 
 
-def _no_stream(base: Path, format: str, skipped: Sequence[str], unknown: Sequence[str]) -> UserError:
-    """What to say of a root without streams: files may lie in it directly, or have other extensions."""
+def _no_stream(base: Path, format: str, marked: Sequence[str], unread: Sequence[str]) -> UserError:
+    """The refusal of a root without streams: files may lie in it directly, or have other extensions."""
     loose = loose_files(base, format)
-    read = [name for name in loose if is_stream_file(Path(name), format)]
-    problem = _none("has no stream files", skipped, [*unknown, *(name for name in loose if name not in read)])
+    read = [name for name in loose if _sort_of(PurePath(name), format) == "data"]
+    problem = _none("has no stream files", marked, [*unread, *(name for name in loose if name not in read)])
     fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
     if read:
         pattern = os.path.join(glob.escape(str(base)), "*")
@@ -323,40 +301,38 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     """
     check_format(format)
     found: dict[str, tuple[str, str, str, str]] = {}
-    skipped: list[str] = []
-    unknown: list[str] = []
+    left_out: dict[str, str] = {}  # path -> sort
     for given in paths:
         text = os.path.normpath(str(given))
         if os.path.isfile(text):
-            matches = [text]
+            sorts = {text: "data"}
         else:
-            named = find_files(text)
-            data = [m for m in named if is_data_file(Path(m), format)]
-            others = [m for m in named if is_unread(Path(os.path.basename(m)), format)]
-            matches = [m for m in data if not os.path.basename(m).startswith(IGNORED)]
-            skipped += [m for m in data if os.path.basename(m).startswith(IGNORED)]
-            unknown += others
-        if not matches:
-            raise _nothing_named(str(given), text, skipped, unknown)
-        for match in matches:
-            label = printable(os.path.basename(os.path.dirname(os.path.abspath(match))))
-            found.setdefault(match, (Path(match).as_posix(), match, label, named_directory(text)))
+            sorts = {path: str(_sort_of(PurePath(os.path.basename(path)), format)) for path in find_files(text)}
+        if "data" not in sorts.values():
+            raise _nothing_named(str(given), text, sorts)
+        for path, sort in sorts.items():
+            label = printable(os.path.basename(os.path.dirname(os.path.abspath(path))))
+            if sort == "data":
+                found.setdefault(path, (Path(path).as_posix(), path, label, named_directory(text)))
+        left_out |= sorts
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
-    left_out, not_read = ([name for name in names if name not in found] for names in (skipped, unknown))
-    warn("paths", skipped=left_out, unknown=not_read)
-    return _numbered(list(found.values()))
+    _warn(
+        "paths",
+        *([p for p, sort in left_out.items() if sort == kind and p not in found] for kind in ("marked", "unread")),
+    )
+    return _numbered(found.values())
 
 
-def _nothing_named(given: str, text: str, skipped: Sequence[str], unknown: Sequence[str]) -> UserError:
-    """What to say of a path or glob that names no stream file."""
+def _nothing_named(given: str, text: str, sorts: Mapping[str, str]) -> UserError:
+    """The refusal of a path or glob that names no stream file."""
     if os.path.isdir(text):
         fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source of its own)"
         return UserError(given, "is a directory, and only files and globs can be listed", fix)
     if not glob.has_magic(text) and not os.path.exists(text):
         return UserError(given, "no such file or directory", did_you_mean(text) or "check the path")
-    problem = _none("names no stream file", skipped, unknown)
-    return UserError(given, problem, f"known extensions: {' '.join(suffixes())}")
+    marked, unread = ([path for path, sort in sorts.items() if sort == kind] for kind in ("marked", "unread"))
+    return UserError(given, _none("names no stream file", marked, unread), f"known extensions: {' '.join(suffixes())}")
 
 
 @dataclass(frozen=True)
@@ -386,7 +362,7 @@ def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
         streams = discover_nested(directory, format=format)
         return Discovery("nested", streams, root=paths[0], left_out=tuple(loose_files(directory, format)))
     except UserError:
-        if not any(path.is_file() and is_stream_file(path, format) for path in directory.iterdir()):
+        if not any(path.is_file() and _sort_of(Path(path.name), format) == "data" for path in directory.iterdir()):
             raise
         pattern = os.path.join(glob.escape(paths[0]), "*")
         return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
@@ -409,10 +385,7 @@ def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, 
         if value is None or (option, value) == ("text_split", "file"):
             continue
         names = [format_name(Path(stream.path), format) for stream in streams]
-        if any(takes_option(name, option) for name in names):
-            continue
-        kinds = " or ".join("raw text" if name == "text" else name for name in formats_with(option))
-        has = "the source has" if source else "there are"
-        problem = f"is {json.dumps(value)}, but {has} no {kinds} files"
-        fix = "remove it" + (": the index beside a .bin file defines it" if "megatron" in names else "")
-        raise UserError(f"{source}: {option}" if source else option, problem, fix)
+        if not any(takes_option(name, option) for name in names):
+            problem = f"is {json.dumps(value)}, but there are no {' or '.join(formats_with(option))} files"
+            fix = "remove it" + (": the index beside a .bin file defines it" if "megatron" in names else "")
+            raise UserError(f"{source}: {option}" if source else option, problem, fix)

@@ -1,6 +1,4 @@
-"""Opening streams: reading their documents and cutting them into groups.
-
-Opening the streams of one source, with what is to be said of files that are one document each."""
+"""Opening streams: reading their documents, cutting them into groups, and warning of options that fit no file."""
 
 from __future__ import annotations
 
@@ -20,6 +18,8 @@ from trainer.data.layout import Stream
 from trainer.data.token_formats import has_zero_halves
 from trainer.errors import UserError
 from trainer.wording import counted, few, printable
+
+logger = logging.getLogger("trainer.data")
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,12 @@ def _size(path: str) -> int | None:
         return None
 
 
-logger = logging.getLogger("trainer.data")
-
-
 class StreamOpener:
-    """Opens streams of a source, and counts their documents.
+    """Opens the streams of a source, counts their documents, and warns of files that `eod` or `dtype` do not fit.
 
     Args:
         format, options, cut: see `open_stream`.
-        warns: warn of the first file that `eod` does not occur in, and of the first of a doubtful `dtype`. False: `warn` tells
-            of all that were opened.
+        warns: warn of the first file of either kind. False: `warn` tells of all that were opened.
     """
 
     def __init__(self, *, format: str, options: ReadOptions, cut: CutOptions, warns: bool = True) -> None:
@@ -118,9 +114,8 @@ class StreamOpener:
         self._warns = warns
         self.current: Stream | None = None  # being opened, or read from
         self._num_documents: dict[Stream, int] = {}
-        # Names of streams -> their tokens.
-        self._without_eod: dict[str, int] = {}
-        self._doubtful: dict[str, int] = {}
+        # Option -> names of the streams that it does not fit, with their tokens.
+        self._doubtful: dict[str, dict[str, int]] = {"eod": {}, "dtype": {}}
         self._has_said: set[str] = set()
 
     def __call__(self, stream: Stream) -> OpenStream:
@@ -135,46 +130,29 @@ class StreamOpener:
         except UserError as error:
             error.where = f"source {self._cut.namespace}"
             raise
-        self._num_documents[stream] = opened.documents.num_documents
-        if self._lacks_eod(stream, opened.documents):
-            self._without_eod[stream.relative_path] = len(opened.documents.tokens)
-        if self._is_split_by(stream, "dtype") and has_zero_halves(opened.documents.tokens):
-            self._doubtful[stream.relative_path] = len(opened.documents.tokens)
+        documents, name = opened.documents, format_name(Path(stream.path), self._format)
+        self._num_documents[stream] = documents.num_documents
+        # Where it occurs, an id that ends documents ends each but perhaps the last.
+        is_whole = documents.num_documents == 1 and self._options.eod not in (None, int(documents.tokens[-1]))
+        doubts = {"eod": is_whole, "dtype": takes_option(name, "dtype") and has_zero_halves(documents.tokens)}
+        for option in [option for option, is_doubtful in doubts.items() if is_doubtful and takes_option(name, option)]:
+            self._doubtful[option][stream.relative_path] = len(documents.tokens)
         if self._warns:
             self.warn()
         return opened
 
-    def _lacks_eod(self, stream: Stream, documents: TokenTable) -> bool:
-        """Whether `eod` is set and occurs nowhere in the file: it would end each document but the last."""
-        eod = self._options.eod
-        if eod is None or documents.num_documents != 1 or not self._is_split_by(stream, "eod"):
-            return False
-        return int(documents.tokens[-1]) != eod
-
-    def _is_split_by(self, stream: Stream, option: str) -> bool:
-        return takes_option(format_name(Path(stream.path), self._format), option)
-
     def warn(self) -> None:
         """Warn of the opened files that `eod` does not occur in, and of those of a doubtful `dtype`; once of either."""
-        eod, dtype = self._options.eod, self._options.dtype
-        self._say(
-            self._without_eod, f"eod = {eod} does not occur in", "one document; use the id that ends documents there"
-        )
-        self._say(
-            self._doubtful,
-            f'dtype = "{dtype}" gives 0 as every second id in',
-            "of a wider dtype, by its looks; check it",
-        )
-
-    def _say(self, files: dict[str, int], what: str, then: str) -> None:
-        if not files or what in self._has_said:
-            return
-        self._has_said.add(what)
-        names = few([f"{printable(name)} ({counted(tokens, 'token')})" for name, tokens in files.items()])
-        if len(self._num_documents) > 1:
-            names = f"{len(files):,} of {len(self._num_documents):,} files, {names}"
-        each = "the file is" if len(files) == 1 else "each of them is"
-        logger.warning("source %s: %s %s: %s %s", self._cut.namespace, what, names, each, then)
+        texts = {
+            "eod": f"eod = {self._options.eod} does not occur in %s: such a file is one document; check the id",
+            "dtype": f'dtype = "{self._options.dtype}" gives 0 as every second id in %s: check whether it is wider',
+        }
+        for option, text in texts.items():
+            if (files := self._doubtful[option]) and option not in self._has_said:
+                self._has_said.add(option)
+                names = few([f"{printable(name)} ({counted(tokens, 'token')})" for name, tokens in files.items()])
+                place = f"{len(files):,} of {len(self._num_documents):,} files, {names}"
+                logger.warning(f"source %s: {text}", self._cut.namespace, place)
 
     def nothing_left(self, key: str, problem: str) -> UserError:
         """The refusal of a split without documents.
@@ -182,15 +160,8 @@ class StreamOpener:
         Args:
             key, problem: of the error.
         """
-        fix, files = "change holdout_fraction or the paths", self._num_documents
-        if self._cut.holdout_fraction == 0.0 or not files or max(files.values()) > 1:
-            return UserError(key, problem, fix)
-        its = "its file is" if len(files) == 1 else f"each of its {len(files):,} files is"
-        problem += f": {its} one document, and documents are held out whole"
-        if any(self._is_split_by(stream, "eod") for stream in files):
-            if self._without_eod:
-                problem += f" (eod = {self._options.eod} does not occur in {few(list(self._without_eod))})"
-            fix = f"set eod to the id that ends a document, or {fix}"
-        elif any(self._is_split_by(stream, "text_split") for stream in files):
-            fix = f'set text_split = "blank_line", or {fix}'
+        fix = "change holdout_fraction or the paths"
+        if self._cut.holdout_fraction and self._num_documents and max(self._num_documents.values()) == 1:
+            problem += ": each file is one document, and documents are held out whole"
+            fix = f"set eod or text_split so that files are split, or {fix}"
         return UserError(key, problem, fix)

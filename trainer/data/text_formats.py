@@ -1,8 +1,7 @@
-"""Raw text files: one document per file, or one per block between blank lines.
+"""Formats that hold text: raw text files, JSON lines, and Parquet (extra `parquet`, pyarrow).
 
-JSON lines: one document per line, as `text` (tokenized here) or as `tokens` (ids).
-
-Parquet (extra `parquet`, pyarrow): one document per row, in a column `text` (tokenized here) or `tokens` (id lists)."""
+JSON lines and Parquet hold one document per line or row, as `text` (tokenized here) or as `tokens` (ids).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +23,10 @@ from trainer.errors import UserError
 
 NO_SPACE = re.compile(rb"[^\s]")
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+BATCH = 1 << 20  # bytes of lines that are tokenized together
+BATCH_ROWS = 1024  # likewise
+COLUMNS = ("text", "tokens")
+AGAIN = "write the file again"
 
 
 def _bounds(data: TokenArray, text_split: str) -> Ints:
@@ -72,39 +75,22 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
     return table_from_pieces(text_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
 
 
-BATCH = 1 << 20  # bytes of lines that are tokenized together
-
-
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _document(line: bytes, where: str) -> str | list[int]:
+    """The text of a line, or its ids."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
     except (ValueError, RecursionError) as error:
         raise UserError(where, f"is not JSON ({error})", "write one JSON object per line") from error
-    if not isinstance(record, dict):
-        raise UserError(where, f"is a JSON {type(record).__name__}, not an object", 'write {"text": "..."}')
-    return record
-
-
-def _document(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> str | TokenArray:
-    """A record's text, or its ids."""
-    if ("text" in record) == ("tokens" in record):
-        have = "both text and tokens" if "text" in record else "neither text nor tokens"
-        raise UserError(where, f"has {have}", "give each line exactly one of the two fields")
-    if "text" in record:
-        text = record["text"]
-        if not isinstance(text, str):
-            raise UserError(where, f"text must be a string, got {type(text).__name__}")
-        return text
-    ids = record["tokens"]
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise UserError(where, "tokens must be a list of integers")
-    bounds = IdBounds.of(where, tokenizer)
-    wrong = next((i for i in ids if not 0 <= i < bounds.num_ids), None)
-    if wrong is not None:
-        raise bounds.refusal(wrong)
-    return np.array(ids, dtype=np.int64)
+    found = [(name, record[name]) for name in COLUMNS if name in record] if isinstance(record, dict) else []
+    match found:
+        case [("text", str() as text)]:
+            return text
+        case [("tokens", list() as ids)] if all(type(i) is int for i in ids):
+            return ids
+    problem = "is not an object with either text (a string) or tokens (a list of integers)"
+    raise UserError(where, problem, 'write {"text": "..."} or {"tokens": [...]}')
 
 
 def text_of(line: bytes, where: str) -> str:
@@ -113,11 +99,9 @@ def text_of(line: bytes, where: str) -> str:
     Raises:
         UserError: it is not an object with the field `text`, and without `tokens`.
     """
-    record = _parse(line, where)
-    if "tokens" in record and "text" not in record:
+    text = _document(line, where)
+    if not isinstance(text, str):
         raise UserError(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
-    text = _document(record, BytesTokenizer(), where)
-    assert isinstance(text, str)
     return text
 
 
@@ -144,13 +128,23 @@ def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> 
                 break
             if line.strip():
                 where = f"{path}: line {number}" if span is None else f"{path}: line at byte offset {at}"
-                batch.append((where, _document(_parse(line, where), options.tokenizer, where)))
+                document = _document(line, where)
+                batch.append(
+                    (where, document if isinstance(document, str) else _checked(document, options.tokenizer, where))
+                )
             at += len(line)
             size += len(line)
             if size >= BATCH:
                 yield from _encoded(batch, options.tokenizer)
                 batch, size = [], 0
     yield from _encoded(batch, options.tokenizer)
+
+
+def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
+    bounds = IdBounds.of(where, tokenizer)
+    if (wrong := next((i for i in ids if not 0 <= i < bounds.num_ids), None)) is not None:
+        raise bounds.refusal(wrong)
+    return np.array(ids, dtype=np.int64)
 
 
 def _encoded(batch: list[tuple[str, str | TokenArray]], tokenizer: Tokenizer) -> Iterator[TokenArray]:
@@ -175,9 +169,14 @@ def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
     Raises:
         UserError: as `jsonl_pieces`; or there is no document.
     """
-    table = table_from_pieces(jsonl_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+    return _not_empty(
+        path, table_from_pieces(jsonl_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+    )
+
+
+def _not_empty(path: Path, table: TokenTable) -> TokenTable:
     if not table.num_documents:
-        raise UserError(str(path), "has no documents, only blank lines", "remove the file")
+        raise UserError(str(path), "has no documents", "remove the file")
     return table
 
 
@@ -191,10 +190,6 @@ def jsonl_kind(path: Path) -> Kind:
     return "ids" if isinstance(first, dict) and "tokens" in first else "text"
 
 
-COLUMNS = ("text", "tokens")
-BATCH_ROWS = 1024  # tokenized together
-
-
 def _pyarrow(path: Path) -> tuple[Any, Any]:
     try:
         import pyarrow
@@ -205,32 +200,30 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(str(path), f"is not a readable Parquet file ({' '.join(str(error).split())})", AGAIN)
+
+
 def _column(path: Path, schema: Any, pyarrow: Any) -> tuple[str, Any]:
     """The column of documents, once its type is checked, and the one type of strings or lists to read it as."""
     found = [name for name in COLUMNS if name in schema.names]
-    if len(found) != 1:
-        have = "both columns text and tokens" if found else "neither a column text nor a column tokens"
-        columns = ", ".join(schema.names) or "none"
-        raise UserError(str(path), f"has {have} (its columns: {columns})", "give it exactly one of the two")
-    kind = schema.field(found[0]).type
+    kind = schema.field(found[0]).type if found else pyarrow.null()
     is_dictionary, values = pyarrow.types.is_dictionary(kind), getattr(kind, "value_type", None)
-    if found == ["text"]:
-        fits = str(values if is_dictionary else kind) in ("string", "large_string", "string_view")
-        wanted, plain = "strings", pyarrow.large_string()
-    else:
-        fits = values is not None and not is_dictionary and pyarrow.types.is_integer(values)
-        wanted, plain = "lists of integers", pyarrow.large_list(values) if fits else None
-    if not fits:
-        raise UserError(str(path), f"its column {found[0]} must hold {wanted}, got {kind}", "write the file again")
-    return found[0], plain
+    if found == ["text"] and str(values if is_dictionary else kind) in ("string", "large_string", "string_view"):
+        return "text", pyarrow.large_string()
+    if found == ["tokens"] and values is not None and not is_dictionary and pyarrow.types.is_integer(values):
+        return "tokens", pyarrow.large_list(values)
+    columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
+    problem = f"needs either a column text of strings or a column tokens of lists of integers (its columns: {columns})"
+    raise UserError(str(path), problem, AGAIN)
 
 
-def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[TokenArray]:
+def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[Ints]:
     try:
-        return list(encode_all(options.tokenizer, array.to_pylist()))
+        return encode_all(options.tokenizer, array.to_pylist())
     except UnicodeDecodeError as error:
-        rows = f"rows {first_row} to {first_row + len(array) - 1}"
-        raise UserError(str(path), f"a text in {rows} is not UTF-8 ({error.reason})", "write the file again") from error
+        problem = f"a text in rows {first_row} to {first_row + len(array) - 1} is not UTF-8 ({error.reason})"
+        raise UserError(str(path), problem, AGAIN) from error
 
 
 def _tokens(path: Path, array: Any, first_row: int, bounds: IdBounds) -> list[TokenArray]:
@@ -276,8 +269,7 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
     except UserError:
         raise
     except Exception as error:  # pyarrow raises many types for a damaged file
-        reason = " ".join(str(error).split())
-        raise UserError(str(path), f"is not a readable Parquet file ({reason})", "write the file again") from error
+        raise _damaged(path, error) from error
 
 
 def parquet_spans(path: Path, size: int) -> list[Span]:
@@ -290,8 +282,7 @@ def parquet_spans(path: Path, size: int) -> list[Span]:
     try:
         metadata = parquet.read_metadata(path)
     except Exception as error:  # pyarrow raises many types for a damaged file
-        reason = " ".join(str(error).split())
-        raise UserError(str(path), f"is not a readable Parquet file ({reason})", "write the file again") from error
+        raise _damaged(path, error) from error
     cuts, held = [0], 0
     for group in range(metadata.num_row_groups):
         held += metadata.row_group(group).total_byte_size
@@ -307,10 +298,8 @@ def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
     Raises:
         UserError: as `parquet_pieces`; or there are no rows.
     """
-    table = table_from_pieces(parquet_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
-    if not table.num_documents:
-        raise UserError(str(path), "has no rows", "remove the file")
-    return table
+    pieces = parquet_pieces(path, options)
+    return _not_empty(path, table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path)))
 
 
 def parquet_kind(path: Path) -> Kind:

@@ -61,8 +61,8 @@ def test_data_whose_name_begins_with_an_underscore_does_not_vanish_silently(root
     (root / "_c").mkdir()
     discover_nested(root)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{root}: skips 7 whose names begin with _: _c, a/_hidden.txt, b/_part0.txt and 4 more; "
-        "rename those that are data"
+        f"{root}: skips 7 whose names begin with _: _c, a/_hidden.txt, b/_part0.txt and 4 more; if they are data, rename "
+        "them (known extensions: .txt .md .py .jsonl .npy .bin .parquet), unpack or convert them, or set format"
     ]
     caplog.clear()
     discover_direct([str(root / "**" / "*.md")])
@@ -71,7 +71,7 @@ def test_data_whose_name_begins_with_an_underscore_does_not_vanish_silently(root
     assert "skips 4 whose names begin with _" in caplog.text
     with pytest.raises(UserError, match=r"names no stream file \(it skips 5 whose names begin with _"):
         discover_direct([str(root / "b" / "_*")])
-    with pytest.raises(UserError, match="ignores '_c'"):
+    with pytest.raises(UserError, match="has no modality '_c'"):
         discover_nested(root, ["_c"])
     (root / "d").mkdir()
     (root / "d" / "_only.txt").write_text("text")
@@ -166,7 +166,7 @@ def test_files_that_no_format_reads_do_not_vanish_silently(root: Path, caplog, l
     b = "b" if layout == "nested" else root / "b"
     files = f"{b}/noname, {b}/x.csv, {b}/y.txt.zst and 1 more"
     where = root if layout == "nested" else "paths"
-    assert said.startswith(f"{where}: does not read 4 files (.TXT, .csv, .zst and 1 more): {files}; unpack or convert")
+    assert said.startswith(f"{where}: does not read 4 files (.TXT, .csv, .zst and 1 more): {files}; if they are data")
     caplog.clear()
     discover_direct([str(root / "b" / "z.txt"), str(root / "b" / "z.TXT")])
     assert caplog.text == ""

@@ -218,7 +218,9 @@ def test_a_damaged_line_is_named_and_what_was_finished_stays(source):
     path = source / "text" / "prose" / "a.jsonl"
     good = path.read_bytes()
     path.write_bytes(good + b'{"text": 5}\n')
-    with pytest.raises(UserError, match=rf"a.jsonl: line at byte offset {len(good)}: text must be a string"):
+    with pytest.raises(
+        UserError, match=rf"a.jsonl: line at byte offset {len(good)}: is not an object with either text"
+    ):
         run(source, "out")
     path.write_bytes(good + b'{"text": "\\ud800"}\n')
     with pytest.raises(UserError, match=rf"a.jsonl: line at byte offset {len(good)}: text has an unpaired surrogate"):
