@@ -58,7 +58,7 @@ class Collator:
         if num_before:
             self._fill_before(batch, source, rows, num_before)
         meta = f'{reader.name_json}, "epoch": {epoch}, "position": {position}'
-        return self._complete(batch, source.stream.modality, meta, rows.ids_text, rows.cells_text)
+        return self._complete(batch, source.stream.modality, meta)
 
     def masked(self, modality: str, name_json: str, epoch: int, position: int, num_before: int = 0) -> Batch:
         """One row without targets, for a rank that has nothing to read while others do."""
@@ -73,15 +73,16 @@ class Collator:
             batch["tokens_before"] = np.zeros((1, num_before), dtype=np.int64)
             if self._pack:
                 batch["resets_before"] = np.zeros((1, num_before), dtype=np.bool_)
-        return self._complete(batch, modality, f'{name_json}, "epoch": {epoch}, "position": {position}', "-1", "0")
+        return self._complete(batch, modality, f'{name_json}, "epoch": {epoch}, "position": {position}')
 
-    def _complete(self, batch: Batch, modality: str, meta: str, ids_text: str, cells_text: str) -> Batch:
+    def _complete(self, batch: Batch, modality: str, meta: str) -> Batch:
         rows = len(batch["group_ids"])
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         batch["dataset_labels"] = [self._name] * rows
         batch["dataset_segments"] = [modality] * rows
-        batch["instability_meta_json"] = f'{{{meta}, "group_ids": [{ids_text}], "cell_indices": [{cells_text}]}}'
+        ids, cells = batch["group_ids"].tolist(), batch["cell_index"].tolist()
+        batch["instability_meta_json"] = f'{{{meta}, "group_ids": {ids}, "cell_indices": {cells}}}'
         return batch
 
     def _blank(self, rows: int) -> Batch:
@@ -103,9 +104,8 @@ class Collator:
             for row, begin in enumerate(rows.windows.tolist()):
                 documents.bounds.check(block[row], begin)
         tokens, targets = block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
-        for row in rows.firsts:
-            tokens[row, 0] = self._bos
-        for row in rows.odd:
+        tokens[rows.is_first, 0] = self._bos
+        for row in np.flatnonzero(rows.is_odd).tolist():
             tokens[row], targets[row] = 0, IGNORED
             owner = rows.owners[row]
             cell = groups.first_cells[owner] + rows.cell_index[row]

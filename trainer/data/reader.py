@@ -1,6 +1,4 @@
-"""The rows of a reader's batches: which cell each row is, and where its tokens are.
-
-Readers: cursors over one rank's slice of a stream."""
+"""Readers: cursors over one rank's slice of a stream, and the rows of the batches that they give."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +16,7 @@ from trainer.data.groups import GroupTable
 from trainer.data.lanes import LanePlan, cut_slices, plan_lanes, plan_length
 from trainer.data.open_stream import OpenStream
 
-_NONE: list[int] = []
+ROWS_BLOCK = 512  # batches whose rows are computed together
 
 
 class Rows(NamedTuple):
@@ -30,9 +28,8 @@ class Rows(NamedTuple):
         cell_index: int64 [B].
         windows: where each row's window (the token before its first target, and its targets) begins, int64 [B].
         is_last: bool [B].
-        firsts: rows that begin a document.
-        odd: rows whose window is not entirely of one document, or extends past either end of the array.
-        ids_text, cells_text: `group_ids` and `cell_index` as JSON, without brackets.
+        is_first: the row begins a document, bool [B].
+        is_odd: its window is not entirely of one document, or extends past either end of the array, bool [B].
     """
 
     owners: Ints
@@ -40,10 +37,8 @@ class Rows(NamedTuple):
     cell_index: Ints
     windows: Ints
     is_last: Flags
-    firsts: list[int]
-    odd: list[int]
-    ids_text: str
-    cells_text: str
+    is_first: Flags
+    is_odd: Flags
 
 
 def rows_of_batches(source: OpenStream, plan: LanePlan, groups: Ints, start: int, stop: int) -> list[Rows]:
@@ -57,7 +52,6 @@ def rows_of_batches(source: OpenStream, plan: LanePlan, groups: Ints, start: int
     """
     table, documents = source.groups, source.documents
     cells, positions = plan.rows(start, stop)
-    is_row = cells >= 0
     owners = groups[positions]  # [N, L]; arbitrary where a lane has ended
     cell_index = cells - table.cell_offsets[owners]
     first_cells, owner_documents = table.first_cells[owners], table.documents[owners]
@@ -71,43 +65,9 @@ def rows_of_batches(source: OpenStream, plan: LanePlan, groups: Ints, start: int
         left = begins + documents.lengths[owner_documents] - (wanted + 1)
         is_odd = (left < source.seq_len) | (windows != wanted)
     is_last = cell_index == table.num_cells[owners] - 1
-    group_ids = table.ids_of(owners)
-    columns = [owners, group_ids, cell_index, windows, is_last]
-    sizes: list[int] = is_row.sum(axis=1).tolist()
-    full = sizes.count(cells.shape[1])  # after these, lanes end one by one; those that still run come first
-    ragged = sizes[full:]
-    if ragged:
-        columns = [[*c[:full], *(row[:n] for row, n in zip(c[full:], ragged, strict=True))] for c in columns]
-    texts = [_texts(group_ids, sizes, full), _texts(cell_index, sizes, full)]
-    return list(map(Rows, *columns, _by_batch(is_first & is_row), _by_batch(is_odd & is_row), *texts))
-
-
-def _by_batch(flags: Flags) -> list[list[int]]:
-    """The flagged lanes of each batch; batches without any share one empty list."""
-    found = [_NONE] * len(flags)
-    for place in np.flatnonzero(flags.ravel()).tolist():
-        batch, lane = divmod(place, flags.shape[1])
-        found[batch] = [*found[batch], lane]
-    return found
-
-
-def _texts(numbers: Ints, sizes: list[int], full: int) -> list[str]:
-    """Each batch's numbers as JSON, without brackets; the first `full` batches have a number on every lane.
-
-    Those are rendered at once and split at the brackets; a batch with the same numbers as the one before shares its text.
-    """
-    texts: list[str] = []
-    if full:
-        block = numbers[:full]
-        is_new = np.ones(full, dtype=np.bool_)
-        (block[1:] != block[:-1]).any(axis=1, out=is_new[1:])
-        different = str(block[is_new].tolist())[2:-2].split("], [")
-        texts = [different[at] for at in (np.cumsum(is_new) - 1).tolist()]
-    ragged = zip(numbers[full:].tolist(), sizes[full:], strict=True)
-    return texts + [str(row[:size])[1:-1] for row, size in ragged]
-
-
-ROWS_BLOCK = 512  # batches whose rows are computed together
+    columns: tuple[Any, ...] = (owners, table.ids_of(owners), cell_index, windows, is_last, is_first, is_odd)
+    sizes: list[int] = (cells >= 0).sum(axis=1).tolist()  # lanes end one by one; those that still run come first
+    return [Rows(*(column[batch, :size] for column in columns)) for batch, size in enumerate(sizes)]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
-"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for files of token ids.
-
-Prompts to token ids, and generated ids to text incrementally: text that was emitted never changes."""
+"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for files of token ids; and text
+generated token by token, of which what was emitted never changes.
+"""
 
 from __future__ import annotations
 
 import codecs
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,26 +15,11 @@ import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.errors import UserError
-from trainer.files import write_file
 
 logger = logging.getLogger("trainer.data")
 
-CONFIG_FILE = "tokenizer_config.json"
-PARTS = (
-    CONFIG_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-)
-"""What `transformers` reads beside a tokenizer.json, of which it makes the same tokenizer."""
+REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER = 8  # tokens that one character may take
 
 
 class Tokenizer(Protocol):
@@ -220,26 +204,6 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
     if not name.endswith(".json"):
         raise UserError("data.tokenizer", f'must be "bytes", "ids" or the path of a tokenizer.json, got {name!r}')
     return HuggingFaceTokenizer(name)
-
-
-def copy_tokenizer(path: Path, directory: Path) -> None:
-    """Copy a tokenizer.json, and what belongs to it, for `AutoTokenizer`.
-
-    Without a `tokenizer_config.json`, `transformers` would take the tokenizer of the model's family and give it special tokens,
-    the first of which gets the id that begins documents; one that names no family is written then.
-    """
-    shutil.copyfile(path, directory / "tokenizer.json")
-    for part in (path.with_name(name) for name in PARTS if path.name == "tokenizer.json"):
-        if part.is_dir():
-            shutil.copytree(part, directory / part.name)
-        elif part.exists():
-            shutil.copyfile(part, directory / part.name)
-    if not (directory / CONFIG_FILE).exists():
-        write_file(directory / CONFIG_FILE, '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
-
-
-REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 8  # tokens that one character may take
 
 
 class TextStream:

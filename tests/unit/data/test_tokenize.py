@@ -16,11 +16,11 @@ import pytest
 from tests.support.launched import children, wait_for_end
 from tests.support.runs import ROOT
 from trainer.data import open_documents
-from trainer.data import tokenize as module
 from trainer.data.layout import discover
-from trainer.data.tokenize import tokenize
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
+from trainer.tools.corpus import tokens as module
+from trainer.tools.corpus.tokens import tokenize
 
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")
 TEXTS = [f"document {i}: " + "ünï " * (i % 7) + "word " * (i * 37 % 211) for i in range(300)]
@@ -101,7 +101,7 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source):
     run(source, "whole", workers=2, span_bytes=100_000)
     call = (
         "import sys; from pathlib import Path\n"
-        "from trainer.data.tokenize import tokenize\n"
+        "from trainer.tools.corpus.tokens import tokenize\n"
         "from trainer.data.layout import discover\n"
         "if __name__ == '__main__':\n"
         "    source = Path(sys.argv[1])\n"
@@ -186,16 +186,16 @@ def test_two_files_never_get_one_name(source, monkeypatch):
 
 
 def test_a_lost_process_is_an_error_that_says_so(source, monkeypatch):
-    monkeypatch.setattr(module, "_begin", os.abort)
+    monkeypatch.setattr("trainer.data.tokenize._begin", os.abort)
     with pytest.raises(UserError, match="a process ended"):
         run(source, "out")
 
 
 def test_what_would_mix_tokens_of_two_kinds_is_refused(source):
     run(source, "out")
-    with pytest.raises(UserError, match="holds tokens that were made with another text_split"):
+    with pytest.raises(UserError, match="holds tokens made with another text_split"):
         run(source, "out", text_split="file")
-    with pytest.raises(UserError, match="holds tokens that were made with another tokenizer"):
+    with pytest.raises(UserError, match="holds tokens made with another tokenizer"):
         run(source, "out", tokenizer="bytes")
     (source / "text" / "code" / "a.md").unlink()
     with pytest.raises(UserError, match=r"holds tokens of other files \(code/a.md.bin\)"):

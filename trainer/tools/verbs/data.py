@@ -117,7 +117,7 @@ def tokenize(
 ) -> None:
     """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
     from trainer.data.layout import discover, refuse_empty
-    from trainer.data.tokenize import tokenize as write_tokens
+    from trainer.tools.corpus.tokens import tokenize as write_tokens
 
     at = discover(paths, format=format)
     refuse_empty(at.streams)
