@@ -345,15 +345,14 @@ class BlendDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]
         if own.get("version") != VERSION or "names" not in own:
-            problem = "the saved state is not one of a blend of this version"
-            raise UserError("data.source", problem, "resume with the version that saved it")
+            raise UserError("data.source", "the saved state is not one of a blend of this version", "start without it")
         if own["seed"] != self._seed:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
             raise UserError("run.seed", problem, f"set it to {own['seed']}")
-        gone = [name for name in own["names"] if name not in self._names]
-        if gone:
-            problem = f"the saved state has a source {gone[0]!r}, which is missing now"
-            raise UserError("data.source", problem, "put it back")
+        if gone := [name for name in own["names"] if name not in self._names]:
+            raise UserError(
+                "data.source", f"the saved state has a source {gone[0]!r}, which is missing now", "put it back"
+            )
         self._batch_index = self._first = own["batch_index"]
         self._choices = []
         self._latest.clear()

@@ -100,9 +100,7 @@ class Collator:
         """All rows in one gather; then fix the rows that begin or end a document."""
         documents, groups = source.documents, source.groups
         block = windows[rows.windows]  # [B, T + 1]
-        if documents.bounds is not None and documents.bounds.is_broken_by(block):
-            for row, begin in enumerate(rows.windows.tolist()):
-                documents.bounds.check(block[row], begin)
+        _check(documents, block, rows.windows)
         tokens, targets = block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
         tokens[rows.is_first, 0] = self._bos
         for row in np.flatnonzero(rows.is_odd).tolist():
@@ -148,9 +146,7 @@ class Collator:
         is_token = is_earlier & (places >= begins[:, None])
         read = documents.tokens[np.where(is_token, places, 0)]  # [B, n]
         read[~is_token] = 0
-        if documents.bounds is not None and documents.bounds.is_broken_by(read):
-            for row, begin in zip(read, places[:, 0].tolist(), strict=True):
-                documents.bounds.check(row, begin)
+        _check(documents, read, places[:, 0])
         tokens = read.astype(np.int64)
         tokens[is_earlier & ~is_token] = self._bos
         batch["tokens_before"] = tokens
@@ -169,3 +165,10 @@ class Collator:
         else:
             read = documents.read(document, start - 1, stop)
             tokens[:size], targets[:size] = read[:-1], read[1:]
+
+
+def _check(documents: TokenTable, block: TokenArray, begins: Ints) -> None:
+    """Check the ids of rows that begin at these positions of the file."""
+    if documents.bounds is not None and documents.bounds.is_broken_by(block):
+        for row, begin in zip(block, begins.tolist(), strict=True):
+            documents.bounds.check(row, begin)

@@ -35,10 +35,14 @@ EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
 logger = logging.getLogger("trainer.data")
 
 
-def _check_positive(**settings: int) -> None:
-    for key, number in settings.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UserError(key, f"must be an integer >= 1, got {number!r}")
+def _check_settings(num_before: int, choices: Mapping[str, tuple[str, tuple[str, ...]]], **numbers: int) -> None:
+    for key, (value, known) in choices.items():
+        if value not in known:
+            raise UserError(key, f"must be one of {', '.join(known)}; got {value!r}")
+    for key, number in {**numbers, "tokens_before": num_before}.items():
+        least = 0 if key == "tokens_before" else 1
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise UserError(key, f"must be an integer >= {least}, got {number!r}")
 
 
 def _numbered(streams: Sequence[Stream], name: str) -> list[Stream]:
@@ -115,15 +119,15 @@ class StreamMixingDataset:
         text_split: str = "file",
     ) -> None:
         sizes = dict(batch_size_by_modality or {})
-        if pick_mode not in PICK_MODES:
-            raise UserError("pick_mode", f"must be one of {', '.join(PICK_MODES)}; got {pick_mode!r}")
-        if batching_mode not in BATCHING_MODES:
-            raise UserError("batching_mode", f"must be one of {', '.join(BATCHING_MODES)}; got {batching_mode!r}")
-        _check_positive(num_streams_mixed=num_streams_mixed, batch_size=batch_size)
-        if isinstance(tokens_before, bool) or not isinstance(tokens_before, int) or tokens_before < 0:
-            raise UserError("tokens_before", f"must be an integer >= 0, got {tokens_before!r}")
-        _check_positive(seq_len=seq_len, max_group_cells=max_group_cells)
-        _check_positive(**{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()})
+        _check_settings(
+            tokens_before,
+            {"pick_mode": (pick_mode, PICK_MODES), "batching_mode": (batching_mode, BATCHING_MODES)},
+            num_streams_mixed=num_streams_mixed,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            max_group_cells=max_group_cells,
+            **{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()},
+        )
         check_split(split, holdout_fraction)
         assert 0 <= rank < world_size, (rank, world_size)
         self.name = name
@@ -294,13 +298,14 @@ class StreamMixingDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         mixing_state.check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
+        is_same = mixing_state.is_same_layout(own, self._fixed_state)
+        if not self._shared and (own["rank"] != self._rank if is_same else len(states) != own["world_size"]):
+            problem = f"the state is that of rank {own['rank']} of {own['world_size']}, and this is rank {self._rank}"
+            raise UserError(self.name, problem, "give each rank its own, or the states of all ranks, in rank order")
         self._pool = ActivePool(self.modalities, self._pick_mode, self._guard)
         self._has_no_cells = False
         self._exhaust_events = 0
-        if mixing_state.is_same_layout(own, self._fixed_state):
-            if not self._shared and own["rank"] != self._rank:
-                problem = f"the state is rank {own['rank']}'s, not rank {self._rank}'s"
-                raise UserError(self.name, problem, "give each rank its own, or all ranks' states as a list")
+        if is_same:
             self._resume(own)
         else:
             self._reshard(states)
@@ -315,9 +320,6 @@ class StreamMixingDataset:
         self._batch_index = state["batch_index"]
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if not self._shared and len(states) != states[0]["world_size"]:
-            problem = f"the saved layout differs ({states[0]['world_size']} ranks), and one rank's state is not enough"
-            raise UserError(self.name, problem, "give the states of all ranks, in rank order")
         epoch, points = mixing_state.reshard(states, len(self.streams), shared=self._shared)
         dropped = len(points[epoch][-1].active_streams()) - self._num_streams_mixed
         if dropped > 0:

@@ -54,12 +54,10 @@ def check_states(states: Sequence[State], own: State) -> None:
     """
     expected = own["fingerprint"]
     name = str(expected["namespace"])
-    if not states:
-        raise UserError(name, "no data state to resume from", "give the states of all ranks, in rank order")
+    fix = "give the states of all ranks of one checkpoint, in rank order"
+    if not states or any(not isinstance(state, Mapping) or state.get("version") != VERSION for state in states):
+        raise UserError(name, "no data state of a stream mixing dataset of this version to resume from", fix)
     for rank, state in enumerate(states):
-        if not isinstance(state, Mapping) or state.get("version") != VERSION:
-            problem = "the saved state is not one of a stream mixing dataset of this version"
-            raise UserError(name, problem, "resume with the version that saved it")
         saved = state["fingerprint"]
         differing = [key for key in expected if saved.get(key) != expected[key]]
         if differing:
@@ -68,15 +66,7 @@ def check_states(states: Sequence[State], own: State) -> None:
             raise UserError(name, problem, "restore the old value, or start without this state")
         if len(states) > 1 and (state["rank"] != rank or state["world_size"] != len(states)):
             problem = f"state {rank} of {len(states)} was saved by rank {state['rank']} of {state['world_size']}"
-            raise UserError(name, problem, "give the states of all ranks of one checkpoint, in rank order")
-
-
-def _cursor(state: State) -> RankCursor:
-    return RankCursor(state["queue_index"], tuple((stream, picks) for stream, picks in state["pool"]))
-
-
-def _sizes(state: State) -> BatchSizes:
-    return BatchSizes(state["batch_size"], state["batch_size_by_modality"])
+            raise UserError(name, problem, fix)
 
 
 def is_same_layout(state: State, own: State) -> bool:
@@ -101,14 +91,14 @@ def reshard(states: Sequence[State], num_streams: int, *, shared: bool) -> tuple
     for state in kept:
         points.update(points_from_state(state))
     points = {epoch: parts for epoch, parts in points.items() if epoch >= min(epochs)}
+    sizes = BatchSizes(kept[0]["batch_size"], kept[0]["batch_size_by_modality"])
     for epoch in range(min(epochs), max(epochs) + 1):
         cursors = []
         for state in kept:
-            if state["epoch"] == epoch:
-                cursors.append(_cursor(state))
-            else:
-                cursors.append(RankCursor(num_streams if state["epoch"] > epoch else 0, ()))
-        points[epoch] = [*points.get(epoch, []), ReshardPoint(_sizes(states[0]), tuple(cursors))]
+            is_now = state["epoch"] == epoch
+            index = state["queue_index"] if is_now else num_streams if state["epoch"] > epoch else 0
+            cursors.append(RankCursor(index, tuple((stream, picks) for stream, picks in state["pool"] if is_now)))
+        points[epoch] = [*points.get(epoch, []), ReshardPoint(sizes, tuple(cursors))]
     return min(epochs), points
 
 

@@ -1,4 +1,4 @@
-"""Local copies of files in a store, for sources that are URLs: whole, never changed, within a limit of size.
+"""Sources that are URLs: local copies of the files in a store, whole, never changed, within a limit of size.
 
     CACHE/<key>/entry.json      URL, and size and version of every file; written last, and what makes the copy whole
     CACHE/<key>/files/<name>/   the files; <name> is the last part of the URL
@@ -6,9 +6,8 @@
 
 The key is a hash of the URL and of all names, sizes and versions. An object that changes in the store gives another copy, which
 shares the unchanged files with the old one (hard links), so that a run that still reads the old one is not disturbed.
-
-
-The streams of sources that are URLs: everything after this reads local copies, under the names of the objects."""
+Everything after this reads local copies, under the names of the objects.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,7 +38,7 @@ from trainer.wording import counted
 
 logger = get_logger(__name__)
 ENTRY = "entry.json"
-THREADS, ATTEMPTS, FIRST_WAIT_SEC = 8, 5, 1.0
+THREADS = 8
 POLL_SEC, HEAD_START_SEC = 0.2, 5.0
 
 
@@ -72,15 +72,12 @@ class Cache:
         Raises:
             UserError: something else has that name.
         """
-        default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
-        try:
-            place = Path(directory or default).expanduser().resolve()
-            is_usable = place.is_dir() or not place.exists()
-        except (OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
-            is_usable = False
-        if not is_usable:
-            raise UserError("data.cache_dir", f"{directory or default} cannot be a directory", "name another one")
-        return cls(place, round(limit_gb * 1e9))
+        place = Path(directory or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data"))
+        with suppress(OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
+            place = place.expanduser().resolve()
+            if place.is_dir() or not place.exists():
+                return cls(place, round(limit_gb * 1e9))
+        raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")
 
     def copy(self, storage: Storage, files: Mapping[str, StoredFile]) -> Snapshot:
         """The copy of these files, made unless there is one: one process makes it, others wait for that.
@@ -88,20 +85,21 @@ class Cache:
         Raises:
             UserError: they do not fit; the store cannot be read; the directory cannot be written.
         """
-        for name in files:
-            if any(part in ("", ".", "..") for part in name.split("/")):
-                raise UserError(storage.url, f"has the key {name!r}, which cannot be a file", "rename it")
+        if odd := [name for name in files if {"", ".", ".."}.intersection(name.split("/"))]:
+            raise UserError(storage.url, f"has the key {odd[0]!r}, which cannot be a file", "rename it")
         listing = {name: [file.size, file.version] for name, file in sorted(files.items())}
         key = hashlib.sha256(json.dumps([storage.url, listing]).encode()).hexdigest()[:24]
         last = storage.url.rpartition("/")[2]
         target = self.directory / key / "files" / (last if last not in ("", ".", "..") else "root")
-        return self.hold(
-            key,
-            target,
-            is_whole=lambda: _is_whole(target.parents[1], target, listing),
-            make=lambda: self._make(storage, files, listing, target.parents[1], target),
-            waiting=f"waiting for another process that downloads {storage.url}",
-        )
+
+        def is_whole() -> bool:
+            """It is finished, and no file of it was cut or removed since."""
+            made = _read(self.directory / key / ENTRY).get("files") == listing
+            return made and all(_has_size(target / name, file.size) for name, file in files.items())
+
+        make = partial(self._make, storage, files, listing, self.directory / key, target)
+        waiting = f"waiting for another process that downloads {storage.url}"
+        return self.hold(key, target, is_whole=is_whole, make=make, waiting=waiting)
 
     def hold(
         self,
@@ -146,42 +144,39 @@ class Cache:
                 time.sleep(POLL_SEC * random.uniform(0.5, 1.5))
             os.utime(place / ENTRY)
         except OSError as error:
-            where = str(error.filename or self.directory)
-            raise UserError(
-                where, f"cannot be used: {error.strerror}", "name another directory: data.cache_dir"
-            ) from None
+            where, problem = str(error.filename or self.directory), f"cannot be used: {error.strerror}"
+            raise UserError(where, problem, "name another directory: data.cache_dir") from None
         return Snapshot(key, target, is_new, lock)
 
     def _make(
         self, storage: Storage, files: Mapping[str, StoredFile], listing: Mapping[str, Any], place: Path, target: Path
     ) -> None:
         """Download what is not there yet; the lock is held."""
-        size = sum(file.size for file in files.values())
-        if self.limit and size > self.limit:
-            raise _too_large(storage.url, size, f"data.cache_gb = {self.limit / 1e9:g}")
+        parts, size = place / ".parts", sum(file.size for file in files.values())
         (place / ENTRY).unlink(missing_ok=True)
-        shutil.rmtree(place / ".parts", ignore_errors=True)
-        (place / ".parts").mkdir(parents=True)
+        shutil.rmtree(parts, ignore_errors=True)
+        parts.mkdir(parents=True)
         with self.alone():
             write_json(place / "plan.json", {"url": storage.url, "bytes": size})
             missing = self._link_unchanged(storage.url, listing, target)
-            self.make_room(storage.url, size, sum(files[name].size for name in missing), place)
+            num_bytes = sum(files[name].size for name in missing)
+            self.make_room(storage.url, size, num_bytes, place)
         started = time.monotonic()
-        num_bytes = sum(files[name].size for name in missing)
         if missing:
             logger.info("downloading %s of %s (%.1f MB)", counted(len(missing), "file"), storage.url, num_bytes / 1e6)
 
         def fetch(numbered: tuple[int, str]) -> None:
             number, name = numbered
-            part = place / ".parts" / str(number)
-            _fetch(storage, name, part, files[name].size)
+            part = parts / str(number)
+            storage.get(name, part)
+            if not _has_size(part, files[name].size):
+                raise StorageError(f"{name} has not the {files[name].size:,} bytes of the listing")
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             part.replace(target / name)
 
         with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(fetch, enumerate(missing)):
-                pass
-        shutil.rmtree(place / ".parts")
+            list(pool.map(fetch, enumerate(missing)))
+        shutil.rmtree(parts)
         write_json(place / ENTRY, {"url": storage.url, "files": listing})
         if missing:
             logger.info("downloaded %s in %.1f s", storage.url, time.monotonic() - started)
@@ -210,24 +205,22 @@ class Cache:
         others = {other: int(_read(other / "plan.json").get("bytes", 0)) for other in self._others(place)}
         used = sum(others.values())
 
-        def is_enough() -> bool:
-            has_disk = shutil.disk_usage(self.directory).free >= to_download
-            return has_disk and (not self.limit or used + size <= self.limit)
+        def lack() -> str:
+            if self.limit and used + size > self.limit:
+                return f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
+            free = shutil.disk_usage(self.directory).free
+            return "" if free >= to_download else f"{free / 1e9:.3g} GB are free in {self.directory}"
 
         for other, num_bytes in others.items():
-            if is_enough():
-                return
+            # Nothing is deleted for what can never fit.
+            if not lack() or 0 < self.limit < size:
+                break
             if self._delete(other):
                 used -= num_bytes
-        if is_enough():
-            return
-        shutil.rmtree(place)
-        if self.limit and used + size > self.limit:
-            raise _too_large(
-                url, size, f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
-            )
-        free = shutil.disk_usage(self.directory).free
-        raise _too_large(url, to_download, f"{free / 1e9:.3g} GB are free in {self.directory}")
+        if problem := lack():
+            shutil.rmtree(place)
+            fix = "raise data.cache_gb, name another data.cache_dir, or read fewer modalities"
+            raise UserError(url, f"takes {size / 1e9:.3g} GB as a local copy; {problem}", fix)
 
     def _others(self, place: Path) -> list[Path]:
         """The other copies, the least recently used first."""
@@ -259,34 +252,6 @@ class Cache:
             yield
 
 
-def _fetch(storage: Storage, name: str, part: Path, size: int) -> None:
-    """Download one file, of which the listing gave the size.
-
-    Raises:
-        UserError: the store cannot be read, or the file is another one than it was.
-    """
-    problem = ""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(FIRST_WAIT_SEC * 2.0 ** (attempt - 1) * random.uniform(0.5, 1.5))
-        try:
-            storage.get(name, part)
-        except MissingError as error:
-            raise UserError(storage.url, f"changed while it was downloaded: {error}", "start again") from None
-        except StorageError as error:
-            problem = str(error)
-            continue
-        if (found := part.stat().st_size) == size:
-            return
-        problem = f"{name} has {found:,} bytes, not the {size:,} of the listing"
-    raise UserError(storage.url, f"cannot be downloaded: {problem}", "try again")
-
-
-def _too_large(url: str, size: int, limit: str) -> UserError:
-    problem = f"takes {size / 1e9:.3g} GB as a local copy; {limit}"
-    return UserError(url, problem, "raise data.cache_gb, name another data.cache_dir, or read fewer modalities")
-
-
 def _try(lock: BinaryIO, kind: int) -> bool:
     """Take a lock, unless another process has one that it excludes."""
     try:
@@ -294,13 +259,6 @@ def _try(lock: BinaryIO, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _is_whole(place: Path, target: Path, listing: Mapping[str, Any]) -> bool:
-    """Whether the copy is finished, and no file of it was cut or removed since."""
-    if _read(place / ENTRY).get("files") != listing:
-        return False
-    return all(_has_size(target / name, size) for name, (size, _) in listing.items())
 
 
 def _has_size(path: Path, size: int) -> bool:
