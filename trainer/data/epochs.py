@@ -8,10 +8,11 @@ cursors only, are dropped at the end of the epoch, and may follow one another.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -22,56 +23,27 @@ from trainer.data.open_stream import OpenStream
 from trainer.data.reader import PastReads, StreamReader, remaining_stream
 
 
-@dataclass(frozen=True)
-class BatchSizes:
-    """Lanes per reader: a default and exceptions by modality."""
+class ReshardPoint(TypedDict):
+    """The positions of all ranks of one world when it stopped in an epoch, as they stand in a saved state.
 
-    default: int
-    by_modality: Mapping[str, int]
+    A cursor is `[streams taken from the queue, [[stream, picks] of each active reader]]`; those of a shared pool are equal.
+    """
 
-    def of(self, stream: Stream) -> int:
-        """The lanes of a reader of this stream."""
-        return self.by_modality.get(stream.modality, self.default)
-
-
-@dataclass(frozen=True)
-class RankCursor:
-    """One rank's position in an epoch: streams taken from the queue, and (stream, picks) of the active readers."""
-
-    queue_index: int
-    active: tuple[tuple[int, int], ...]
+    batch_size: int
+    batch_size_by_modality: Mapping[str, int]
+    cursors: list[list[Any]]
 
 
-@dataclass(frozen=True)
-class ReshardPoint:
-    """The positions of all ranks of one world when it stopped in an epoch. With a shared pool they are all equal."""
+def lanes_of(stream: Stream, sizes: Mapping[str, Any]) -> int:
+    """The lanes of a reader of this stream, by the batch sizes of a reshard point or a saved state."""
+    lanes: int = sizes["batch_size_by_modality"].get(stream.modality, sizes["batch_size"])
+    return lanes
 
-    batch_sizes: BatchSizes
-    cursors: tuple[RankCursor, ...]
 
-    def to_state(self) -> dict[str, Any]:
-        """As plain Python."""
-        return {
-            "batch_size": self.batch_sizes.default,
-            "batch_size_by_modality": dict(self.batch_sizes.by_modality),
-            "cursors": [[cursor.queue_index, [list(pair) for pair in cursor.active]] for cursor in self.cursors],
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> ReshardPoint:
-        """The inverse of `to_state`."""
-        cursors = tuple(RankCursor(index, tuple((s, p) for s, p in active)) for index, active in state["cursors"])
-        return cls(BatchSizes(state["batch_size"], state["batch_size_by_modality"]), cursors)
-
-    def active_streams(self) -> list[int]:
-        """The streams that were active on any rank: by slot, then by rank, each once."""
-        slots = max((len(cursor.active) for cursor in self.cursors), default=0)
-        found: dict[int, None] = {}
-        for slot in range(slots):
-            for cursor in self.cursors:
-                if slot < len(cursor.active):
-                    found[cursor.active[slot][0]] = None
-        return list(found)
+def active_streams(point: ReshardPoint) -> list[int]:
+    """The streams that were active on any rank: by slot, then by rank, each once."""
+    slots = itertools.zip_longest(*(active for _, active in point["cursors"]))
+    return list(dict.fromkeys(pair[0] for slot in slots for pair in slot if pair is not None))
 
 
 @dataclass(frozen=True)
@@ -106,16 +78,6 @@ class QueueKey:
         return (rank - self.turns[stream_id]) % world_size
 
 
-def points_from_state(state: Mapping[str, Any]) -> dict[int, list[ReshardPoint]]:
-    """The reshard points in a dataset's state, by epoch. Their key there is `chapters`."""
-    return {epoch: [ReshardPoint.from_state(each) for each in points] for epoch, points in state["chapters"]}
-
-
-def points_to_state(points: Mapping[int, Sequence[ReshardPoint]]) -> list[list[Any]]:
-    """The inverse of `points_from_state`, as plain Python."""
-    return [[epoch, [each.to_state() for each in parts]] for epoch, parts in points.items()]
-
-
 class EpochOrder:
     """The order of an epoch's streams, and how far each had been read at its reshard points.
 
@@ -130,15 +92,15 @@ class EpochOrder:
         self._waiting: list[Flags] = []  # by point: the same by rank (a shared queue has one), bool [W, num_streams]
         self._active: list[dict[int, dict[int, int]]] = []  # by point: stream -> rank -> picks
         for number, point in enumerate(points):
-            cursors = point.cursors[:1] if key.shared else point.cursors
+            cursors = point["cursors"][:1] if key.shared else point["cursors"]
             waiting = np.zeros((len(cursors), key.num_streams), dtype=np.bool_)
-            for rank, cursor in enumerate(cursors):
-                waiting[rank, self._order(rank, number)[cursor.queue_index :]] = True
+            for rank, (index, _) in enumerate(cursors):
+                waiting[rank, self._order(rank, number)[index:]] = True
             self._waiting.append(waiting)
             self._untouched.append(np.logical_or.reduce(waiting, axis=0))
             active: dict[int, dict[int, int]] = {}
-            for rank, cursor in enumerate(point.cursors):
-                for stream, picks in cursor.active:
+            for rank, (_, begun) in enumerate(point["cursors"]):
+                for stream, picks in begun:
                     active.setdefault(stream, {})[rank] = picks
             self._active.append(active)
 
@@ -159,7 +121,7 @@ class EpochOrder:
         if not number:
             order = key.permutation(self._epoch, rank, 0)
         else:
-            begun = np.array(self._points[number - 1].active_streams(), dtype=np.int64)
+            begun = np.array(active_streams(self._points[number - 1]), dtype=np.int64)
             is_next = self._untouched[number - 1].copy()
             is_next[begun] = False
             before = self._order(rank, number - 1) if key.shared else key.permutation(self._epoch, rank, number)
@@ -172,7 +134,7 @@ class EpochOrder:
         """How far a stream had been read at each reshard point, without those at which no rank had begun it."""
         found = []
         for point, waiting, active in zip(self._points, self._waiting, self._active, strict=True):
-            world_size, stream_id = len(point.cursors), stream.stream_id
+            world_size, stream_id = len(point["cursors"]), stream.stream_id
             begun = active.get(stream_id, {})
             if not begun and waiting[:, stream_id].all():
                 continue
@@ -180,7 +142,7 @@ class EpochOrder:
             for rank, picks in begun.items():
                 by_rank[rank] = picks
             turn = self._key.turns[stream_id] % world_size
-            found.append(PastReads(point.batch_sizes.of(stream), (*by_rank[turn:], *by_rank[:turn])))
+            found.append(PastReads(lanes_of(stream, point), (*by_rank[turn:], *by_rank[:turn])))
         return found
 
 
@@ -191,7 +153,7 @@ class ReaderQueue:
         streams: by stream id.
         open: opens a stream; worth caching, since every epoch returns to each.
         key: what the order depends on.
-        batch_sizes: lanes per reader.
+        sizes: lanes per reader, see `lanes_of`.
         rank, world_size: which slice of each stream is read.
     """
 
@@ -201,14 +163,14 @@ class ReaderQueue:
         *,
         open: Callable[[Stream], OpenStream],
         key: QueueKey,
-        batch_sizes: BatchSizes,
+        sizes: Mapping[str, Any],
         rank: int,
         world_size: int,
     ) -> None:
         self._streams = streams
         self._open = open
         self._key = key
-        self._batch_sizes = batch_sizes
+        self._sizes = sizes
         self._rank, self._world_size = rank, world_size
         self.has_cells = False  # any stream opened so far has cells, for whatever rank
         self.begin_epoch(0, {})
@@ -223,7 +185,6 @@ class ReaderQueue:
         """
         self.epoch = epoch
         self.points = {at: parts for at, parts in points.items() if at >= epoch}
-        self.points_state = points_to_state(self.points)  # here, not in each batch's state: they change with epochs
         self.index = index
         self._now = EpochOrder(self._key, epoch, self.points.get(epoch, []))
         self._order = self._now.of_rank(self._rank)
@@ -260,7 +221,7 @@ class ReaderQueue:
         return StreamReader(
             source,
             remaining_stream(source.groups, generator, self._now.past_reads(stream)),
-            bs=self._batch_sizes.of(stream),
+            bs=lanes_of(stream, self._sizes),
             slice_index=self._key.slice_of(stream_id, self._rank, self._world_size),
             num_slices=self._world_size,
             shared=self._key.shared,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from trainer.data import mixing_state
 from trainer.data.collate import Batch, Collator
 from trainer.data.documents import ReadOptions
-from trainer.data.epochs import BatchSizes, QueueKey, ReaderQueue, points_from_state
+from trainer.data.epochs import QueueKey, ReaderQueue, active_streams
 from trainer.data.groups import Split, check_split
 from trainer.data.keyed import KeyedUniforms
 from trainer.data.layout import Stream
@@ -140,7 +140,6 @@ class StreamMixingDataset:
         self._repeat = repeat
         self._num_before = tokens_before
         self._guard = BestEffort(f"pool metrics of {name} ({split})")
-        self._batch_sizes = BatchSizes(batch_size, sizes)
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         options = ReadOptions(tokenizer, dtype, eod, text_split)
         cut = CutOptions(name, seq_len, max_group_cells, pack, split, holdout_fraction)
@@ -165,7 +164,7 @@ class StreamMixingDataset:
             # Readers keep their streams open themselves; the cache serves those of the next epoch.
             open=lru_cache(2 * num_streams_mixed)(self._opener),
             key=QueueKey(name, seed, len(streams), self._shared),
-            batch_sizes=self._batch_sizes,
+            sizes=self._fixed_state,
             rank=rank,
             world_size=world_size,
         )
@@ -280,7 +279,7 @@ class StreamMixingDataset:
             "is_barren": self._has_no_cells,
             "pool": [[reader.stream_id, reader.picks] for reader in self._pool.readers],
             "observed": self._pool.observed(),
-            "chapters": self._queue.points_state,
+            "chapters": [list(each) for each in self._queue.points.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -311,7 +310,7 @@ class StreamMixingDataset:
             self._reshard(states)
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        self._queue.begin_epoch(state["epoch"], points_from_state(state), state["queue_index"])
+        self._queue.begin_epoch(state["epoch"], mixing_state.points_of(state), state["queue_index"])
         for stream_id, picks in state["pool"]:
             self._pool.add(self._queue.reader(stream_id, picks))
         self._pool.turn = state["turn"]
@@ -321,7 +320,7 @@ class StreamMixingDataset:
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         epoch, points = mixing_state.reshard(states, len(self.streams), shared=self._shared)
-        dropped = len(points[epoch][-1].active_streams()) - self._num_streams_mixed
+        dropped = len(active_streams(points[epoch][-1])) - self._num_streams_mixed
         if dropped > 0:
             # They are at the front of the queue, so nothing is lost.
             logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)

@@ -11,15 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.documents import ReadOptions
-from trainer.data.epochs import (
-    BatchSizes,
-    EpochOrder,
-    QueueKey,
-    RankCursor,
-    ReshardPoint,
-    points_from_state,
-    points_to_state,
-)
+from trainer.data.epochs import EpochOrder, QueueKey, ReshardPoint
 from trainer.data.keyed import keyed_generator, stable_hash
 from trainer.data.layout import Stream
 from trainer.data.open_stream import CutOptions
@@ -75,6 +67,11 @@ def is_same_layout(state: State, own: State) -> bool:
     return all(state[key] == own[key] for key in keys)
 
 
+def points_of(state: State) -> dict[int, list[ReshardPoint]]:
+    """The reshard points in a state, by epoch. Their key there is `chapters`."""
+    return {epoch: list(points) for epoch, points in state["chapters"]}
+
+
 def reshard(states: Sequence[State], num_streams: int, *, shared: bool) -> tuple[int, dict[int, list[ReshardPoint]]]:
     """End the world that saved `states`, so that another can continue.
 
@@ -89,16 +86,19 @@ def reshard(states: Sequence[State], num_streams: int, *, shared: bool) -> tuple
     epochs = [state["epoch"] for state in kept if not state["is_barren"]]
     points: dict[int, list[ReshardPoint]] = {}
     for state in kept:
-        points.update(points_from_state(state))
+        points.update(points_of(state))
     points = {epoch: parts for epoch, parts in points.items() if epoch >= min(epochs)}
-    sizes = BatchSizes(kept[0]["batch_size"], kept[0]["batch_size_by_modality"])
+    size, by_modality = kept[0]["batch_size"], kept[0]["batch_size_by_modality"]
     for epoch in range(min(epochs), max(epochs) + 1):
         cursors = []
         for state in kept:
             is_now = state["epoch"] == epoch
             index = state["queue_index"] if is_now else num_streams if state["epoch"] > epoch else 0
-            cursors.append(RankCursor(index, tuple((stream, picks) for stream, picks in state["pool"] if is_now)))
-        points[epoch] = [*points.get(epoch, []), ReshardPoint(sizes, tuple(cursors))]
+            cursors.append([index, state["pool"] if is_now else []])
+        points[epoch] = [
+            *points.get(epoch, []),
+            ReshardPoint(batch_size=size, batch_size_by_modality=by_modality, cursors=cursors),
+        ]
     return min(epochs), points
 
 
@@ -139,7 +139,7 @@ def restart_streams(
         "is_barren": False,
         "pool": [],
         "observed": fresh["observed"],
-        "chapters": points_to_state(rewritten),
+        "chapters": [list(each) for each in rewritten.items()],
     }
     return [{**state, **common} for state in states]
 
@@ -161,24 +161,24 @@ def _with_ids(
         old_ids: the old id of each stream; None: it begins anew.
         order: the new ids in the order in which streams follow.
     """
-    past, world_size = points[-1].cursors, len(points[-1].cursors)
+    past = points[-1]["cursors"]
     before = EpochOrder(old, epoch, points[:-1])
-    waiting = [set(before.of_rank(rank)[cursor.queue_index :]) for rank, cursor in enumerate(past)]
-    active = [dict(cursor.active) for cursor in past]
-    cursors = []
-    for rank in range(world_size):
-        begun: list[tuple[int, int]] = []
-        unread: list[tuple[int, int]] = []
+    waiting = [set(before.of_rank(rank)[index:]) for rank, (index, _) in enumerate(past)]
+    active = [dict(pairs) for _, pairs in past]
+    cursors: list[list[Any]] = []
+    for rank in range(len(past)):
+        begun: list[list[int]] = []
+        unread: list[list[int]] = []
         for stream in order:
             known = old_ids[stream]
             if known is None:
-                unread.append((stream, 0))
+                unread.append([stream, 0])
                 continue
             # Which rank reads a slice depends on the stream's id: this rank continues what another one began.
-            reader = (rank - new.turns[stream] + old.turns[known]) % world_size
+            reader = (rank - new.turns[stream] + old.turns[known]) % len(past)
             if known in active[reader]:
-                begun.append((stream, active[reader][known]))
+                begun.append([stream, active[reader][known]])
             elif known in waiting[reader]:
-                unread.append((stream, 0))
-        cursors.append(RankCursor(len(old_ids), (*begun, *unread)))
-    return replace(points[-1], cursors=tuple(cursors))
+                unread.append([stream, 0])
+        cursors.append([len(old_ids), [*begun, *unread]])
+    return {**points[-1], "cursors": cursors}

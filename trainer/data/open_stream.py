@@ -133,10 +133,11 @@ class StreamOpener:
         documents, name = opened.documents, format_name(Path(stream.path), self._format)
         self._num_documents[stream] = documents.num_documents
         # Where it occurs, an id that ends documents ends each but perhaps the last.
-        is_whole = documents.num_documents == 1 and self._options.eod not in (None, int(documents.tokens[-1]))
-        doubts = {"eod": is_whole, "dtype": takes_option(name, "dtype") and has_zero_halves(documents.tokens)}
-        for option in [option for option, is_doubtful in doubts.items() if is_doubtful and takes_option(name, option)]:
-            self._doubtful[option][stream.relative_path] = len(documents.tokens)
+        eod, is_split = self._options.eod, takes_option(name, "eod")
+        if eod is not None and is_split and documents.num_documents == 1 and documents.tokens[-1] != eod:
+            self._doubtful["eod"][stream.relative_path] = len(documents.tokens)
+        if takes_option(name, "dtype") and has_zero_halves(documents.tokens):
+            self._doubtful["dtype"][stream.relative_path] = len(documents.tokens)
         if self._warns:
             self.warn()
         return opened
