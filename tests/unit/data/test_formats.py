@@ -80,14 +80,6 @@ def test_parquet_text_is_read_however_its_strings_are_stored(tmp_path: Path, kin
     assert texts(tmp_path / "a.parquet") == values
 
 
-def test_a_null_in_a_parquet_dictionary_is_refused_by_its_row(tmp_path: Path) -> None:
-    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
-    array = pyarrow.array(["a", None, "a"]).dictionary_encode()
-    parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="row 1: text is null"):
-        open_documents(tmp_path / "a.parquet", tokenizer=BYTES)
-
-
 @pytest.mark.parametrize("kind", ["fixed_size_list", "large_list", "list_view"])
 def test_parquet_ids_are_read_however_their_lists_are_stored(tmp_path: Path, kind: str) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
@@ -157,19 +149,6 @@ def make_tokenizer(path: Path) -> None:
         single="[UNK] $A [UNK]", special_tokens=[("[UNK]", 2)]
     )
     tokenizer.save(str(path))
-
-
-def test_a_tokenizer_json_encodes_text_and_begins_documents_with_an_id_of_its_own(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path / "tokenizer.json")
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.token_type_table) == (4, 3, None)
-    assert tokenizer.encode("b a c").tolist() == [1, 0, 2]
-    (tmp_path / "a.txt").write_text("a b\n\nb")
-    documents = open_documents(tmp_path / "a.txt", tokenizer=tokenizer, text_split="blank_line")
-    assert [documents.read(d, 0, int(n)).tolist() for d, n in enumerate(documents.lengths)] == [[0, 1], [1]]
-    (tmp_path / "a.txt").write_bytes(b"a b \xff")
-    with pytest.raises(UserError, match="byte offset 4"):
-        open_documents(tmp_path / "a.txt", tokenizer=tokenizer)
 
 
 def test_ids_take_their_vocabulary_from_the_config_and_refuse_text() -> None:

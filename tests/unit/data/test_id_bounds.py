@@ -13,7 +13,7 @@ from trainer.data.formats import open_documents
 from trainer.data.layout import discover_direct
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.token_formats import write_index
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer
+from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.errors import UserError
 
 FILES = ("a.npy", "a.bin", "a.idx", "a.jsonl", "a.parquet")
@@ -54,13 +54,6 @@ def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path: Path,
         with pytest.raises(UserError, match=message) as caught:
             read(path, IdsTokenizer(size))
         assert "set data.vocab_size" in caught.value.fix
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_ids_of_a_tokenizer_with_text_may_be_any_of_its_vocabulary(tmp_path: Path, name: str) -> None:
-    assert read(write(tmp_path, name, [3, 255, 256]), BytesTokenizer()) == [3, 255, 256]
-    with pytest.raises(UserError, match=r"token id 257( at token 1)? is outside the vocabulary of 257 ids \(bytes\)"):
-        read(write(tmp_path, name, [3, 257]), BytesTokenizer())
 
 
 def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path: Path) -> None:

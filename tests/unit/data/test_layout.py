@@ -191,13 +191,6 @@ def test_a_root_without_streams_names_what_lies_in_it(root: Path, tmp_path: Path
         discover_nested(root, ["c"])
 
 
-def test_a_directory_in_a_list_of_files_is_refused_as_one(root: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"root: is a directory, and only files and globs can be listed; write '.*/\*\*/\*'"
-    ):
-        discover([str(root), str(root / "b" / "z.txt")])
-
-
 def test_what_no_source_reads_of_a_root_is_named(root: Path) -> None:
     for name in ("es/deep/x.txt", "tab/x.csv", "empty/README.md", "_out/x.txt", "README.md", "x.csv"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -102,8 +102,3 @@ def test_files_of_any_ending_are_streams_of_it(file: Path) -> None:
 def test_what_does_not_fit_is_refused(file: Path, function: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(file, function)
-
-
-def test_an_unknown_format_is_refused_before_anything_is_read(file: Path) -> None:
-    with pytest.raises(UserError, match="format"):
-        discover_nested(file.parents[1], format="jsonlines")

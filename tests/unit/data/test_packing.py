@@ -29,10 +29,6 @@ def plain(lengths: list[int]) -> list[int]:
     return sorted(rows)
 
 
-def test_a_document_goes_into_the_fullest_row_that_has_room() -> None:
-    assert pack_rows(np.array([9, 8, 3]), CAPACITY).tolist() == [0, 1, 0]
-
-
 @given(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60))
 def test_rows_are_filled_as_best_fit_decreasing_fills_them(lengths: list[int]) -> None:
     assert loads(lengths) == plain(lengths)

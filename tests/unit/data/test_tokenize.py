@@ -84,17 +84,6 @@ def test_tokens_are_those_of_the_text_whatever_the_number_of_processes(source):
     assert contents(source / "again") == contents(source / "out")
 
 
-def test_files_and_globs_keep_their_modality(source, monkeypatch):
-    monkeypatch.chdir(source)
-    for number, paths in enumerate(
-        (["text/code/*.txt", "text/prose/a.jsonl"], [str(source / "text" / "code" / "a.md")])
-    ):
-        streams = discover(paths).streams
-        out = source / f"out{number}"
-        tokenize(streams, out, tokenizer=str(source / "tokenizer.json"))
-        assert sorted(s.modality for s in discover([str(out)]).streams) == sorted(s.modality for s in streams)
-
-
 def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source):
     big = "".join(json.dumps({"text": text * 10}) + "\n" for text in TEXTS * 4)
     (source / "text" / "prose" / "big.jsonl").write_text(big)
