@@ -29,9 +29,8 @@ from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
-from trainer.training.setup.reading import check_reading
 from trainer.training.setup.sharding import mesh_shape
-from trainer.training.setup.sources import Source, leaf_tables, resolve_eval_sources, resolve_sources
+from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
 
