@@ -88,7 +88,7 @@ NEEDED = [
     "trainer.data.blend.BlendDataset.__next__",
     "trainer.data.mixing.StreamMixingDataset.__next__",
     "trainer.objective.compose.Objective.__call__",
-    "trainer.metrics.noise_scale.square_norm.square_norm",
+    "trainer.metrics.noise_scale.hooks.square_norm",
     "trainer.metrics.sinks.jsonl.JsonlSink.log",
     "trainer.metrics.rank_reduction._gather",
 ]
