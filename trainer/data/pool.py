@@ -41,16 +41,13 @@ class PoolReader(Protocol):
     """What the pool needs of a reader; see `StreamReader`."""
 
     @property
-    def stream(self) -> Any:
-        """What it reads: has a `modality`."""
+    def stream(self) -> Any: ...
 
     @property
-    def remaining_picks(self) -> int:
-        """Batches left until it is exhausted."""
+    def remaining_picks(self) -> int: ...
 
     @property
-    def remaining_fraction(self) -> float:
-        """Unread share of its slice."""
+    def remaining_fraction(self) -> float: ...
 
 
 Reader = TypeVar("Reader", bound=PoolReader)

@@ -1,24 +1,95 @@
-"""The table of formats. A new format is one row here: everything else about formats derives from the row."""
+"""The table of formats, and formats of the user's own, functions `(path, options) -> TokenTable` named by import path.
+
+A new format is one row of the table: everything else about formats derives from the row.
+"""
 
 from __future__ import annotations
 
+import inspect
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
-from trainer.data.formats.documents import Kind, ReadOptions, Span, TokenArray, TokenTable
-from trainer.data.formats.jsonl import jsonl_kind, jsonl_pieces, jsonl_spans, load_jsonl
-from trainer.data.formats.megatron import load_megatron
-from trainer.data.formats.own_format import is_import_path, load_own
-from trainer.data.formats.parquet import load_parquet, parquet_kind, parquet_pieces, parquet_spans
-from trainer.data.formats.text import load_text, text_pieces, text_spans
-from trainer.data.formats.token_arrays import load_bin, load_npy
+import numpy as np
+
+from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable
+from trainer.data.text_formats import (
+    jsonl_kind,
+    jsonl_pieces,
+    jsonl_spans,
+    load_jsonl,
+    load_parquet,
+    load_text,
+    parquet_kind,
+    parquet_pieces,
+    parquet_spans,
+    text_pieces,
+    text_spans,
+)
+from trainer.data.token_formats import load_bin, load_megatron, load_npy
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
+from trainer.import_path import format_error, resolve_target
+
+SIGNATURE = "see trainer.data.TokenTable: (path, options) -> TokenTable"
+
+
+def is_import_path(format: str) -> bool:
+    """Whether a format's name is `package.module:function`."""
+    return ":" in format
+
+
+def find_loader(format: str) -> Any:
+    """The function behind an import path.
+
+    Raises:
+        UserError: it cannot be imported, or does not take a path and options.
+    """
+    load = resolve_target(format, "format")
+    try:
+        inspect.signature(load).bind(Path(), None)
+    except TypeError as error:
+        raise UserError("format", f"{format} cannot be called with (path, options): {error}", SIGNATURE) from error
+    except ValueError:  # C functions may have no signature
+        pass
+    return load
+
+
+def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
+    """Read a file with the user's function, and check the result before anything is trained on it.
+
+    Ids are checked against the vocabulary here too: a user's function need not have done so.
+
+    Raises:
+        UserError: the result is not a TokenTable, its parts do not fit together, or an id is outside the vocabulary.
+    """
+    load, where = find_loader(format), f"{path} (read by {format})"
+    try:
+        table = load(path, options)
+    except (UserError, OSError):  # which say themselves what is wrong
+        raise
+    except Exception as error:
+        raise UserError(where, f"fails: {format_error(error)}", "fix it there") from error
+    if not isinstance(table, TokenTable):
+        raise UserError(where, f"returned a {type(table).__name__}", SIGNATURE)
+    tokens, starts, lengths = (np.asarray(each) for each in (table.tokens, table.starts, table.lengths))
+    if any(each.ndim != 1 or each.dtype.kind not in "iu" for each in (tokens, starts, lengths)) or len(starts) != len(
+        lengths
+    ):
+        parts = ", ".join(f"{each.dtype} {list(each.shape)}" for each in (tokens, starts, lengths))
+        raise UserError(where, f"tokens, starts and lengths are {parts}", "return integers [N], [D] and [D]")
+    starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
+    outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens)))
+    if outside.size:
+        at = int(outside[0])
+        problem = f"document {at} is [{starts[at]}, {starts[at] + lengths[at]}) of {len(tokens)} tokens"
+        raise UserError(where, problem, "documents must lie within the tokens")
+    bounds = table.bounds or IdBounds.of(path, options.tokenizer).check_sample(tokens)
+    return replace(table, tokens=tokens, starts=starts, lengths=lengths, bounds=bounds)
 
 
 @dataclass(frozen=True)
@@ -47,14 +118,7 @@ class Format:
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "text": Format(
-            (".txt", ".md", ".py"),
-            load_text,
-            kind="text",
-            options=("text_split",),
-            pieces=text_pieces,
-            spans=text_spans,
-        ),
+        "text": Format((".txt", ".md", ".py"), load_text, "text", ("text_split",), None, text_pieces, text_spans),
         "jsonl": Format((".jsonl",), load_jsonl, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
         "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
         "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
@@ -130,11 +194,9 @@ def load_documents(path: str | Path, format: str, options: ReadOptions) -> Token
     load = partial(load_own, name) if is_import_path(name) else FORMATS[name].load
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
-            raise UserError(str(path), f"is {kind}, not a file", "name the files in it, or remove it")
-        if status.st_size == 0:
-            raise UserError(str(path), "the file is empty", "remove it")
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            problem = "the file is empty" if stat.S_ISREG(status.st_mode) else "is not a regular file"
+            raise UserError(str(path), problem, "remove it; of a directory, name the files in it")
         with path.open("rb"):  # a file that cannot be opened at all is no matter of its format
             pass
         return load(path, options)

@@ -1,4 +1,4 @@
-"""Readers: cursors over one rank's slice of a stream."""
+"""Readers: cursors over one rank's slice of a stream, and the rows of the batches that they give."""
 
 from __future__ import annotations
 
@@ -6,17 +6,68 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Ints
-from trainer.data.mixing.rows import Rows, rows_of_batches
-from trainer.data.streams.groups import GroupTable
-from trainer.data.streams.lanes import LanePlan, cut_slices, plan_lanes, plan_length
-from trainer.data.streams.open_stream import OpenStream
+from trainer.arrays import Flags, Ints
+from trainer.data.groups import GroupTable
+from trainer.data.lanes import LanePlan, cut_slices, plan_lanes, plan_length
+from trainer.data.open_stream import OpenStream
 
 ROWS_BLOCK = 512  # batches whose rows are computed together
+
+
+class Rows(NamedTuple):
+    """The rows of one batch, B of them. The arrays are views of memory that no other batch shares.
+
+    Attributes:
+        owners: the stream's group of each row, int64 [B].
+        group_ids: int64 [B].
+        cell_index: int64 [B].
+        windows: where each row's window (the token before its first target, and its targets) begins, int64 [B].
+        is_last: bool [B].
+        is_first: the row begins a document, bool [B].
+        is_odd: its window is not entirely of one document, or extends past either end of the array, bool [B].
+    """
+
+    owners: Ints
+    group_ids: Ints
+    cell_index: Ints
+    windows: Ints
+    is_last: Flags
+    is_first: Flags
+    is_odd: Flags
+
+
+def rows_of_batches(source: OpenStream, plan: LanePlan, groups: Ints, start: int, stop: int) -> list[Rows]:
+    """The rows of the batches [start, stop) of a plan, computed together so that each batch costs a few slices.
+
+    Args:
+        source: the open stream.
+        plan: lays groups on L lanes.
+        groups: the stream's group at each position that the plan counts, int64.
+        start, stop: a range of the plan's batches.
+    """
+    table, documents = source.groups, source.documents
+    cells, positions = plan.rows(start, stop)
+    owners = groups[positions]  # [N, L]; arbitrary where a lane has ended
+    cell_index = cells - table.cell_offsets[owners]
+    first_cells, owner_documents = table.first_cells[owners], table.documents[owners]
+    is_first = (cell_index == 0) & (first_cells == 0)
+    windows = np.zeros_like(owners)
+    is_odd = np.zeros(is_first.shape, dtype=np.bool_)
+    if source.windows is not None:
+        begins = documents.starts[owner_documents]
+        wanted = begins + (first_cells + cell_index) * source.seq_len - 1
+        windows = wanted.clip(0, len(source.windows) - 1)
+        left = begins + documents.lengths[owner_documents] - (wanted + 1)
+        is_odd = (left < source.seq_len) | (windows != wanted)
+    is_last = cell_index == table.num_cells[owners] - 1
+    columns: tuple[Any, ...] = (owners, table.ids_of(owners), cell_index, windows, is_last, is_first, is_odd)
+    sizes: list[int] = (cells >= 0).sum(axis=1).tolist()  # lanes end one by one; those that still run come first
+    return [Rows(*(column[batch, :size] for column in columns)) for batch, size in enumerate(sizes)]
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,56 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from trainer.data.blending.sources import UnreadSource, parts_of
-from trainer.data.blending.weights import WeightSpec, positions
+from trainer.data.collate import Batch
 from trainer.data.keyed import BLOCK, KeyedUniforms
-from trainer.data.mixing.collate import Batch
-from trainer.data.mixing.dataset import STAGES, StreamMixingDataset
+from trainer.data.mixing import STAGES, StreamMixingDataset
+from trainer.data.weights import WeightSpec, positions
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.values import as_number, checked, is_name
 from trainer.micro_batches import MicroBatches
+
+ALL_RANKS: Final = "states of all ranks"
+"""The key of a source's part that holds those of every rank of the world that saved them."""
+
+
+class UnreadSource:
+    """A source of weight 0: nothing of it is opened, and its part of the state is kept for when it has a weight again."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def state_dict(self) -> Any:
+        """What was loaded."""
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Keep this rank's state; or those of all ranks, from a world of another size."""
+        self._state = {ALL_RANKS: list(state)} if isinstance(state, list) else state
+
+
+def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
+    """A source's parts of the blend's states of all ranks."""
+    parts = [state["sources"][index] for state in states]
+    first = parts[0]
+    return list(first[ALL_RANKS]) if isinstance(first, Mapping) and ALL_RANKS in first else parts
+
+
+def without_sources(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A blend's state without some of its sources; the others continue where they are."""
+    kept = [index for index, name in enumerate(state["names"]) if name not in names]
+    lists = ("names", "ended", "counts", "expected", "sources")
+    return {**state, **{key: [state[key][index] for index in kept] for key in lists}}
+
 
 MAX_SHARE_ERROR = "blend/max_share_error"
 ENDED_SOURCES = "blend/ended_sources"
@@ -60,21 +95,21 @@ class BlendDataset:
     all ranks choose the same. A source with weight zero is never picked. Exhausted sources are skipped; when all are
     exhausted (or the others stay at weight zero), iteration stops.
 
-    A source needs only `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: it can be trained
-    on, but resuming after it gave a batch raises a UserError, since its position is unknown. A source takes part in the
-    metrics if it has `drain_step_metrics` and `metric_keys`, which lists every key that the former can return; a key that is
-    not in the catalog is a gauge. Its metrics are diagnostics: if they fail, they are absent from then on, with one warning. A
-    value that is no number, and a name that another part of the trainer reports, are left out with one.
+    A source needs only `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: it can be trained on,
+    but resuming after it gave a batch raises a UserError, since its position is unknown. A source takes part in the metrics
+    if it has `drain_step_metrics` and `metric_keys`, which lists every key that the former can return; a key that is not in
+    the catalog is a gauge. Its metrics are diagnostics: if they fail, they are absent from then on, with one warning. Values
+    that are no numbers, and names that another part of the trainer reports, are left out with a warning.
 
     Args:
         sources: names must be unique.
         seed: of the choices.
-        micro_batches: micro-batches per optimizer step; if it is a number m, batch i belongs to step `i // m + 1`. Where the
-            step is not known ahead, `window_begins` tells it.
+        micro_batches: micro-batches per optimizer step; if it is a number m, batch i belongs to step `i // m + 1`.
         per_source: also report `blend/share/<name>`.
         times: also report what reading took since the last drain: `time/<stage>/all`, or by source with `per_source`.
-        history_every, history_tokens: the batches of steps that are a multiple of `history_every` have `history_tokens`
-            tokens before each cell (see `Collator`), where the source has `next_with_tokens_before`; 0: none have.
+        history_every, history_tokens: the batches of steps that are a multiple of `history_every` (all batches, where it is
+            not known ahead which step they belong to) have `history_tokens` tokens before each cell (see `Collator`), if the
+            source has `next_with_tokens_before`; 0: none have.
 
     Raises:
         UserError: no sources, or a name that occurs twice; while iterating: a batch at which all weights are zero.
@@ -103,9 +138,6 @@ class BlendDataset:
             micro_batches = MicroBatches.constant(micro_batches)
         self.sources = list(sources)
         self._micro_batches = micro_batches
-        self._constant = micro_batches.first if micro_batches.is_constant else 0
-        self._window: tuple[int, int, int] | None = None  # a step, its first batch and its micro-batches
-        self._loaded_index = 0  # the batch at which the state that was loaded continues
         self._per_source = per_source
         self._history_every, self._history_tokens = history_every, history_tokens
         self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in sources]
@@ -118,10 +150,10 @@ class BlendDataset:
         self._counts = [0] * len(sources)
         self._first = 0  # the batch at which the table of choices begins
         self._choices: list[int] = []
-        self._expected = [
-            [0.0] * len(sources)
-        ]  # batches that the weights call for of each source, before each choice and after the last
-        self._errors = [0.0]  # the largest difference between those and the actual batches, likewise
+        # Before each choice and after the last: the batches that the weights call for of each source, and the largest
+        # difference between those and the actual batches.
+        self._expected = [[0.0] * len(sources)]
+        self._errors = [0.0]
         keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
         shares = [SHARE_PREFIX + name for name in names] if per_source else []
         self._time_names = (names if per_source else ["all"] * len(names)) if times else []
@@ -139,7 +171,6 @@ class BlendDataset:
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
         self._latest: dict[str, dict[int, float | None]] = {}  # by key, then source: what each source reported last
-        self._reported: dict[int, Set[str]] = {}  # keys of a source's last report
         self._undrained: set[int] = set()
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
@@ -153,36 +184,10 @@ class BlendDataset:
         Raises:
             StopIteration, UserError: as `next_with_tokens_before`.
         """
-        every, index = self._history_every, self._batch_index
-        if every > 0 and self._constant:
-            is_due = (index // self._constant + 1) % every == 0
-        else:
-            is_due = every > 0 and self._may_be_due(index)
-        return self.next_with_tokens_before(self._history_tokens if is_due else 0)
-
-    def window_begins(self, step: int, num_read: int, num_micros: int) -> None:
-        """Say to which step the next micro-batches belong, where that is not known ahead; from any thread.
-
-        Args:
-            num_read: batches that were taken since the state was loaded. More may have been made ahead.
-            num_micros: of `step`.
-        """
-        self._window = step, self._loaded_index + num_read, num_micros
-
-    def _may_be_due(self, batch: int) -> bool:
-        """Whether the step of a batch is a multiple of `history_every`, or may be: a loader makes batches before it is known
-        which step they belong to, and tokens before a cell that nobody needs do no harm."""
         every, plan = self._history_every, self._micro_batches
-        if plan.is_known_ahead:
-            return plan.step_of(batch) % every == 0
-        if self._window is None:
-            return True
-        step, first, num_micros = self._window
-        ahead = batch - first - num_micros
-        if ahead < 0:
-            return step % every == 0
-        earliest, latest = step + 1 + ahead // plan.most, step + 1 + ahead // plan.least
-        return latest // every > (earliest - 1) // every
+        # A loader makes batches before it is known which step they belong to, and tokens that nobody needs do no harm.
+        is_due = every > 0 and (not plan.is_known_ahead or plan.step_of(self._batch_index) % every == 0)
+        return self.next_with_tokens_before(self._history_tokens if is_due else 0)
 
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
         """The next micro-batch, with at least that many tokens before each cell if its source can give them.
@@ -204,7 +209,10 @@ class BlendDataset:
             self._undrained.add(chosen)
             start = time.perf_counter()
             try:
-                batch = _next(self._iterators[chosen], tokens_before)
+                iterator = self._iterators[chosen]
+                # One that cannot give tokens before its cells may still have given them by itself.
+                ask = getattr(iterator, "next_with_tokens_before", None) if tokens_before else None
+                batch = next(iterator) if ask is None else ask(tokens_before)
             except StopIteration:
                 self._ended[chosen] = True
                 self._choose(self._expected[at])
@@ -297,13 +305,17 @@ class BlendDataset:
         """
         if not self._batch_index:
             return {}
-        latest = self._latest
         for index in self._undrained & self._drains.keys():
-            drained = self._drains[index]()
-            self._report(index, self._of_ended(drained) if self._ended[index] else drained)
-        metrics = {key: self._merged(key, values.values()) for key, values in latest.items() if values}
-        for key in self._counters & latest.keys():
-            latest[key].update(dict.fromkeys(self._undrained & latest[key].keys(), 0.0))
+            for reports in self._latest.values():
+                reports.pop(index, None)
+            for key, value in self._drains[index]().items():
+                if not self._ended[index] or key in self._counters:
+                    self._latest.setdefault(key, {})[index] = value
+                elif self._merges[key] is sum:
+                    self._latest.setdefault(key, {})[index] = 0.0
+        metrics = {key: self._merged(key, values.values()) for key, values in self._latest.items() if values}
+        for key in self._counters & self._latest.keys():
+            self._latest[key].update(dict.fromkeys(self._undrained & self._latest[key].keys(), 0.0))
         self._undrained.clear()
         error = self._errors[self._batch_index - self._first] / self._batch_index
         # A source that is itself a blend has an error of its own.
@@ -319,22 +331,8 @@ class BlendDataset:
     def _merged(self, key: str, values: Collection[float | None]) -> float | None:
         """One value of those of all sources; None if a source's is not known, which only a mean can do without."""
         merge = self._merges[key]
-        if None not in values:
-            return merge(values)  # type: ignore[arg-type]
         known = [value for value in values if value is not None]
-        return merge(known) if known and merge is fmean else None
-
-    def _report(self, index: int, values: Drained) -> None:
-        """Keep a source's report in place of its last one. The other sources' are not touched: most batches move one."""
-        for key in self._reported.get(index, frozenset()) - values.keys():
-            del self._latest[key][index]
-        for key, value in values.items():
-            self._latest.setdefault(key, {})[index] = value
-        self._reported[index] = frozenset(values)
-
-    def _of_ended(self, drained: Drained) -> Drained:
-        counted = {key: value for key, value in drained.items() if key in self._counters}
-        return {**{key: 0.0 for key in drained if self._merges[key] is sum}, **counted}
+        return merge(known) if known and (len(known) == len(values) or merge is fmean) else None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change. Only sources that moved are asked for their state."""
@@ -365,20 +363,17 @@ class BlendDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]
         if own.get("version") != VERSION or "names" not in own:
-            problem = "the saved state is not one of a blend of this version"
-            raise UserError("data.source", problem, "resume with the version that saved it")
+            raise UserError("data.source", "the saved state is not one of a blend of this version", "start without it")
         if own["seed"] != self._seed:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
             raise UserError("run.seed", problem, f"set it to {own['seed']}")
-        gone = [name for name in own["names"] if name not in self._names]
-        if gone:
-            problem = f"the saved state has a source {gone[0]!r}, which is missing now"
-            raise UserError("data.source", problem, "put it back")
-        self._batch_index = self._first = self._loaded_index = own["batch_index"]
-        self._window = None
+        if gone := [name for name in own["names"] if name not in self._names]:
+            raise UserError(
+                "data.source", f"the saved state has a source {gone[0]!r}, which is missing now", "put it back"
+            )
+        self._batch_index = self._first = own["batch_index"]
         self._choices = []
         self._latest.clear()
-        self._reported.clear()
         self._expected = [[0.0] * len(self.sources)]
         for index, name in enumerate(self._names):
             self._counts[index], self._ended[index] = 0, False
@@ -406,13 +401,6 @@ class BlendDataset:
             )
 
 
-def _next(iterator: Iterator[Batch], tokens_before: int) -> Batch:
-    """A source's next batch. One that cannot give tokens before its cells may still have given them by itself."""
-    with_tokens_before = getattr(iterator, "next_with_tokens_before", None) if tokens_before else None
-    batch: Batch = next(iterator) if with_tokens_before is None else with_tokens_before(tokens_before)
-    return batch
-
-
 def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:
     """The names that a source may report, each once; None if it reports nothing.
 
@@ -433,15 +421,11 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
 
 def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
     """A source's metrics, those that it lists; if it fails, all of them are not known, from then on."""
-    drained = guard.run(_drained, dataset, guard)
+    drained = guard.run(dataset.drain_step_metrics)
+    if drained is not None and not isinstance(dataset, StreamMixingDataset | BlendDataset):
+        drained = guard.run(checked, drained, guard.leave_out, as_number)
     if drained is None:
         return unknown
     for key in drained.keys() - unknown.keys():
         guard.leave_out(key, "it is not among the metric_keys")
     return {key: value for key, value in drained.items() if key in unknown}
-
-
-def _drained(dataset: Any, guard: BestEffort) -> Drained:
-    drained: Drained = dataset.drain_step_metrics()
-    is_ours = isinstance(dataset, StreamMixingDataset | BlendDataset)
-    return drained if is_ours else checked(drained, guard.leave_out, as_number)

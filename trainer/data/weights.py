@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, TypeVar, get_args
@@ -22,14 +21,12 @@ Interval: TypeAlias = tuple[int, int | None]  # first and last x, both included;
 
 
 def _checked(value: object, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(path, f"must be a number, got {value!r}", "give a weight such as 2.0")
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise UserError(path, f"must be finite and not negative, got {value!r}", "use 0 to switch a source off")
-    if number != 0 and not SMALLEST_WEIGHT <= number <= LARGEST_WEIGHT:
-        raise UserError(path, f"must be 0 or within [1e-100, 1e100], got {value!r}", "scale all the weights")
-    return number
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value == 0 or SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT):  # type: ignore[operator]
+        raise UserError(
+            path, f"must be 0 or a number within [1e-100, 1e100], got {value!r}", "give a weight such as 2.0"
+        )
+    return float(value)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -79,16 +76,17 @@ class ScheduledWeight:
     path: str = field(default="weight", compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ScheduleKind):
-            known = ", ".join(get_args(ScheduleKind))
-            raise UserError(f"{self.path}.schedule", f"must be one of {known}; got {self.kind!r}")
-        if self.unit not in ("batch", "step"):
-            raise UserError(f"{self.path}.unit", f"must be one of batch, step; got {self.unit!r}")
-        if not self.points:
-            raise UserError(f"{self.path}.points", "must have at least one point", "write points = { 0 = 1.0 }")
-        for x in self.points:
-            if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**53:
-                raise UserError(f"{self.path}.points", f"points must be integers >= 0, got {x!r}")
+        for key, value, known in (
+            ("schedule", self.kind, get_args(ScheduleKind)),
+            ("unit", self.unit, ("batch", "step")),
+        ):
+            if value not in known:
+                raise UserError(f"{self.path}.{key}", f"must be one of {', '.join(known)}; got {value!r}")
+        if not self.points or any(
+            isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**53 for x in self.points
+        ):
+            problem = f"must have at least one point, and integers >= 0 as points; got {dict(self.points)!r}"
+            raise UserError(f"{self.path}.points", problem, "write points = { 0 = 1.0 }")
         points = {x: _checked(self.points[x], f"{self.path}.points.{x}") for x in sorted(self.points)}
         object.__setattr__(self, "points", points)
         object.__setattr__(self, "scale", _checked(self.scale, f"{self.path}.scale"))
@@ -191,18 +189,6 @@ def zero_batches(spec: WeightSpec, micro_batches: MicroBatches) -> list[Interval
     return found
 
 
-def _intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for start_a, end_a in left:
-        for start_b, end_b in right:
-            start = max(start_a, start_b)
-            ends = [end for end in (end_a, end_b) if end is not None]
-            end = min(ends) if ends else None
-            if end is None or start <= end:
-                found.append((start, end))
-    return sorted(found, key=lambda interval: interval[0])
-
-
 def first_all_zero(
     specs: Sequence[WeightSpec], *, micro_batches: MicroBatches = ONE, num_batches: int | None = None
 ) -> Interval | None:
@@ -217,9 +203,12 @@ def first_all_zero(
     """
     if not specs:
         return None
-    common = zero_batches(specs[0], micro_batches)
-    for spec in specs[1:]:
-        common = _intersect(common, zero_batches(spec, micro_batches))
-    if not common or (num_batches is not None and common[0][0] >= num_batches):
-        return None
-    return common[0]
+    far = 1 << 62
+    common: list[Interval] = [(0, None)]
+    for spec in specs:
+        zeros = zero_batches(spec, micro_batches)
+        pairs = (
+            (max(a, c), min(far if b is None else b, far if d is None else d)) for a, b in common for c, d in zeros
+        )
+        common = sorted((start, None if end == far else end) for start, end in pairs if start <= end)
+    return common[0] if common and (num_batches is None or common[0][0] < num_batches) else None

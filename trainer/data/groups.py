@@ -1,4 +1,8 @@
-"""Cutting a stream's documents into groups of cells.
+"""Which documents are held out from training: a pure function of a stable hash.
+
+Packing several documents that are shorter than a cell into one row.
+
+Cutting a stream's documents into groups of cells.
 
 A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a run of at most
 `max_group_cells` cells of one document, or, with packing, one row of several documents that are shorter than a cell.
@@ -8,13 +12,79 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.data.keyed import stable_hash
-from trainer.data.streams.packing import pack_rows
+from trainer.errors import UserError
 from trainer.hashing import splitmix64
+
+Split: TypeAlias = Literal["train", "holdout", "all"]
+SPLITS: tuple[Split, ...] = ("train", "holdout", "all")
+
+
+def check_split(split: str, fraction: float) -> None:
+    """Raise UserError unless the split is known and the fraction lies in [0, 1)."""
+    if split not in SPLITS:
+        raise UserError("split", f"must be one of {', '.join(SPLITS)}; got {split!r}")
+    if not 0.0 <= fraction < 1.0:
+        raise UserError("holdout_fraction", f"must be at least 0 and less than 1, got {fraction}")
+
+
+def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
+    """For each document of a stream, whether it is held out; bool [num_documents].
+
+    This depends only on the stream's relative path, the document's index and the fraction. A document that is held out
+    at one fraction is also held out at every larger one.
+    """
+    base = np.uint64(stable_hash("holdout", relative_path))
+    hashes = splitmix64(splitmix64(np.arange(num_documents, dtype=np.uint64)) ^ base)
+    uniforms = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return uniforms < fraction
+
+
+def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
+    """The documents of a split; bool [num_documents]."""
+    if split == "all" or (split == "train" and fraction == 0.0):
+        return np.ones(num_documents, dtype=np.bool_)
+    held = held_out(relative_path, num_documents, fraction)
+    return held if split == "holdout" else ~held
+
+
+def pack_rows(lengths: Ints, capacity: int) -> Ints:
+    """Best-fit decreasing: the row of each document, int64 [n]; no row holds more than `capacity` tokens.
+
+    Rows are numbered in the order of their first documents. The free room of all open rows is one bit set, so that the
+    fullest row that still fits is found in a few machine operations.
+    """
+    rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r is set where a row with room r is open
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    num_rows = 0
+    order = np.argsort(-lengths, kind="stable")
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = rows_with_room[room].pop()
+            if not rows_with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, row = capacity, num_rows
+            num_rows += 1
+        row_of[document] = row
+        left = room - length
+        if left:
+            rows_with_room[left].append(row)
+            rooms |= 1 << left
+    first = np.full(num_rows, len(lengths), dtype=np.int64)
+    np.minimum.at(first, row_of, np.arange(len(lengths)))
+    number = np.empty(num_rows, dtype=np.int64)
+    number[np.argsort(first)] = np.arange(num_rows)
+    return number[row_of]
 
 
 @dataclass(frozen=True)

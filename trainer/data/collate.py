@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.formats.documents import TokenArray, TokenTable
-from trainer.data.mixing.reader import StreamReader
-from trainer.data.mixing.rows import Rows
-from trainer.data.streams.open_stream import OpenStream
+from trainer.data.documents import TokenArray, TokenTable
+from trainer.data.open_stream import OpenStream
+from trainer.data.reader import Rows, StreamReader
 from trainer.data.tokenizer import Tokenizer
 
 Batch = dict[str, Any]
@@ -59,7 +58,7 @@ class Collator:
         if num_before:
             self._fill_before(batch, source, rows, num_before)
         meta = f'{reader.name_json}, "epoch": {epoch}, "position": {position}'
-        return self._complete(batch, source.stream.modality, meta, rows.ids_text, rows.cells_text)
+        return self._complete(batch, source.stream.modality, meta)
 
     def masked(self, modality: str, name_json: str, epoch: int, position: int, num_before: int = 0) -> Batch:
         """One row without targets, for a rank that has nothing to read while others do."""
@@ -74,15 +73,16 @@ class Collator:
             batch["tokens_before"] = np.zeros((1, num_before), dtype=np.int64)
             if self._pack:
                 batch["resets_before"] = np.zeros((1, num_before), dtype=np.bool_)
-        return self._complete(batch, modality, f'{name_json}, "epoch": {epoch}, "position": {position}', "-1", "0")
+        return self._complete(batch, modality, f'{name_json}, "epoch": {epoch}, "position": {position}')
 
-    def _complete(self, batch: Batch, modality: str, meta: str, ids_text: str, cells_text: str) -> Batch:
+    def _complete(self, batch: Batch, modality: str, meta: str) -> Batch:
         rows = len(batch["group_ids"])
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         batch["dataset_labels"] = [self._name] * rows
         batch["dataset_segments"] = [modality] * rows
-        batch["instability_meta_json"] = f'{{{meta}, "group_ids": [{ids_text}], "cell_indices": [{cells_text}]}}'
+        ids, cells = batch["group_ids"].tolist(), batch["cell_index"].tolist()
+        batch["instability_meta_json"] = f'{{{meta}, "group_ids": {ids}, "cell_indices": {cells}}}'
         return batch
 
     def _blank(self, rows: int) -> Batch:
@@ -100,13 +100,10 @@ class Collator:
         """All rows in one gather; then fix the rows that begin or end a document."""
         documents, groups = source.documents, source.groups
         block = windows[rows.windows]  # [B, T + 1]
-        if documents.bounds is not None and documents.bounds.is_broken_by(block):
-            for row, begin in enumerate(rows.windows.tolist()):
-                documents.bounds.check(block[row], begin)
+        _check(documents, block, rows.windows)
         tokens, targets = block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
-        for row in rows.firsts:
-            tokens[row, 0] = self._bos
-        for row in rows.odd:
+        tokens[rows.is_first, 0] = self._bos
+        for row in np.flatnonzero(rows.is_odd).tolist():
             tokens[row], targets[row] = 0, IGNORED
             owner = rows.owners[row]
             cell = groups.first_cells[owner] + rows.cell_index[row]
@@ -149,9 +146,7 @@ class Collator:
         is_token = is_earlier & (places >= begins[:, None])
         read = documents.tokens[np.where(is_token, places, 0)]  # [B, n]
         read[~is_token] = 0
-        if documents.bounds is not None and documents.bounds.is_broken_by(read):
-            for row, begin in zip(read, places[:, 0].tolist(), strict=True):
-                documents.bounds.check(row, begin)
+        _check(documents, read, places[:, 0])
         tokens = read.astype(np.int64)
         tokens[is_earlier & ~is_token] = self._bos
         batch["tokens_before"] = tokens
@@ -170,3 +165,10 @@ class Collator:
         else:
             read = documents.read(document, start - 1, stop)
             tokens[:size], targets[:size] = read[:-1], read[1:]
+
+
+def _check(documents: TokenTable, block: TokenArray, begins: Ints) -> None:
+    """Check the ids of rows that begin at these positions of the file."""
+    if documents.bounds is not None and documents.bounds.is_broken_by(block):
+        for row, begin in zip(block, begins.tolist(), strict=True):
+            documents.bounds.check(row, begin)

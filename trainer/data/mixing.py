@@ -11,19 +11,17 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from trainer.data.formats.documents import ReadOptions
-from trainer.data.formats.own_format import is_import_path
+from trainer.data import mixing_state
+from trainer.data.collate import Batch, Collator
+from trainer.data.documents import ReadOptions
+from trainer.data.epochs import QueueKey, ReaderQueue, active_streams
+from trainer.data.formats import is_import_path
+from trainer.data.groups import Split, check_split
 from trainer.data.keyed import KeyedUniforms
-from trainer.data.mixing import state as mixing_state
-from trainer.data.mixing.collate import Batch, Collator
-from trainer.data.mixing.epochs import BatchSizes, QueueKey
-from trainer.data.mixing.pool import PICK_MODES, ActivePool, PickMode, modality_keys, pool_metric_keys
-from trainer.data.mixing.reader import StreamReader
-from trainer.data.mixing.reader_queue import ReaderQueue
-from trainer.data.streams.holdout import Split, check_split
-from trainer.data.streams.layout import Stream
-from trainer.data.streams.open_stream import CutOptions
-from trainer.data.streams.opener import StreamOpener
+from trainer.data.layout import Stream
+from trainer.data.open_stream import CutOptions, StreamOpener
+from trainer.data.pool import PICK_MODES, ActivePool, PickMode, modality_keys, pool_metric_keys
+from trainer.data.reader import StreamReader
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
@@ -40,10 +38,14 @@ EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
 logger = logging.getLogger("trainer.data")
 
 
-def _check_positive(**settings: int) -> None:
-    for key, number in settings.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UserError(key, f"must be an integer >= 1, got {number!r}")
+def _check_settings(num_before: int, choices: Mapping[str, tuple[str, tuple[str, ...]]], **numbers: int) -> None:
+    for key, (value, known) in choices.items():
+        if value not in known:
+            raise UserError(key, f"must be one of {', '.join(known)}; got {value!r}")
+    for key, number in {**numbers, "tokens_before": num_before}.items():
+        least = 0 if key == "tokens_before" else 1
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise UserError(key, f"must be an integer >= {least}, got {number!r}")
 
 
 def _numbered(streams: Sequence[Stream], name: str) -> list[Stream]:
@@ -120,15 +122,15 @@ class StreamMixingDataset:
         text_split: str = "file",
     ) -> None:
         sizes = dict(batch_size_by_modality or {})
-        if pick_mode not in PICK_MODES:
-            raise UserError("pick_mode", f"must be one of {', '.join(PICK_MODES)}; got {pick_mode!r}")
-        if batching_mode not in BATCHING_MODES:
-            raise UserError("batching_mode", f"must be one of {', '.join(BATCHING_MODES)}; got {batching_mode!r}")
-        _check_positive(num_streams_mixed=num_streams_mixed, batch_size=batch_size)
-        if isinstance(tokens_before, bool) or not isinstance(tokens_before, int) or tokens_before < 0:
-            raise UserError("tokens_before", f"must be an integer >= 0, got {tokens_before!r}")
-        _check_positive(seq_len=seq_len, max_group_cells=max_group_cells)
-        _check_positive(**{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()})
+        _check_settings(
+            tokens_before,
+            {"pick_mode": (pick_mode, PICK_MODES), "batching_mode": (batching_mode, BATCHING_MODES)},
+            num_streams_mixed=num_streams_mixed,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            max_group_cells=max_group_cells,
+            **{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()},
+        )
         check_split(split, holdout_fraction)
         assert 0 <= rank < world_size, (rank, world_size)
         self.name = name
@@ -141,7 +143,6 @@ class StreamMixingDataset:
         self._repeat = repeat
         self._num_before = tokens_before
         self._guard = BestEffort(f"pool metrics of {name} ({split})")
-        self._batch_sizes = BatchSizes(batch_size, sizes)
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         self._tokenizer = TimedTokenizer(tokenizer)
         self._opening = "own_code" if is_import_path(format) else "open"
@@ -169,7 +170,7 @@ class StreamMixingDataset:
             # Readers keep their streams open themselves; the cache serves those of the next epoch.
             open=lru_cache(2 * num_streams_mixed)(self._opener),
             key=QueueKey(name, seed, len(streams), self._shared),
-            batch_sizes=self._batch_sizes,
+            sizes=self._fixed_state,
             rank=rank,
             world_size=world_size,
         )
@@ -298,7 +299,7 @@ class StreamMixingDataset:
             "is_barren": self._has_no_cells,
             "pool": [[reader.stream_id, reader.picks] for reader in self._pool.readers],
             "observed": self._pool.observed(),
-            "chapters": self._queue.points_state,
+            "chapters": [list(each) for each in self._queue.points.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -316,19 +317,20 @@ class StreamMixingDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         mixing_state.check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
+        is_same = mixing_state.is_same_layout(own, self._fixed_state)
+        if not self._shared and (own["rank"] != self._rank if is_same else len(states) != own["world_size"]):
+            problem = f"the state is that of rank {own['rank']} of {own['world_size']}, and this is rank {self._rank}"
+            raise UserError(self.name, problem, "give each rank its own, or the states of all ranks, in rank order")
         self._pool = ActivePool(self.modalities, self._pick_mode, self._guard)
         self._has_no_cells = False
         self._exhaust_events = 0
-        if mixing_state.is_same_layout(own, self._fixed_state):
-            if not self._shared and own["rank"] != self._rank:
-                problem = f"the state is rank {own['rank']}'s, not rank {self._rank}'s"
-                raise UserError(self.name, problem, "give each rank its own, or all ranks' states as a list")
+        if is_same:
             self._resume(own)
         else:
             self._reshard(states)
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        self._queue.begin_epoch(state["epoch"], mixing_state.points_from_state(state), state["queue_index"])
+        self._queue.begin_epoch(state["epoch"], mixing_state.points_of(state), state["queue_index"])
         for stream_id, picks in state["pool"]:
             self._pool.add(self._queue.reader(stream_id, picks))
         self._pool.turn = state["turn"]
@@ -337,11 +339,8 @@ class StreamMixingDataset:
         self._batch_index = state["batch_index"]
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if not self._shared and len(states) != states[0]["world_size"]:
-            problem = f"the saved layout differs ({states[0]['world_size']} ranks), and one rank's state is not enough"
-            raise UserError(self.name, problem, "give the states of all ranks, in rank order")
         epoch, points = mixing_state.reshard(states, len(self.streams), shared=self._shared)
-        dropped = len(points[epoch][-1].active_streams()) - self._num_streams_mixed
+        dropped = len(active_streams(points[epoch][-1])) - self._num_streams_mixed
         if dropped > 0:
             # They are at the front of the queue, so nothing is lost.
             logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
