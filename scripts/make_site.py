@@ -34,9 +34,7 @@ PARTS = (
 PACKAGES = (
     "errors",
     "import_path",
-    "profiling",
     "metrics",
-    "runs",
     "config",
     "data",
     "ledger",
@@ -45,10 +43,8 @@ PACKAGES = (
     "objective",
     "distributed",
     "training",
-    "preview",
-    "branching",
-    "diagnostics",
-    "report",
+    "extensions",
+    "tools",
 )
 
 
