@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.names import with_distinct_names
+from trainer.tools.report.run_summary import with_distinct_names
 from trainer.tools.report.seed_groups import Spread, excess, reservations, seed_groups, spread_of
 
 

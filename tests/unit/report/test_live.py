@@ -1,22 +1,26 @@
-"""A run that is followed: what the page is given while the files change."""
+"""A run that is followed: what the page is given while the files change, and to whom."""
 
 from __future__ import annotations
 
+import base64
+import http.client
 import json
 import os
 import shutil
-from pathlib import Path
+import socket
+import threading
 
+import numpy as np
 import pytest
 
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.metrics.run_status import take_lock
-from trainer.tools.report.follow import BUSY_FACTOR, Follower
+from trainer.tools.report.live import BUSY_FACTOR, Follower, ReportServer
 
 
-def line(step, loss=1.0, mode="train", key="loss"):
-    return encode_payload(build_payload(mode, step, {key: loss})) + "\n"
+def line(step, loss=None):
+    return encode_payload(build_payload("train", step, {"loss": loss or 10.0 - step})) + "\n"
 
 
 class Clock:
@@ -65,17 +69,26 @@ def run(tmp_path):
 
 
 def drawn_steps(found):
-    return sorted({step for steps in found["data"]["steps"] for step in steps["x"]})
+    data = json.loads(found["parts"]["data"])
+    decoded = [np.frombuffer(base64.b64decode(column["bdata"]), column["dtype"]).tolist() for column in data["columns"]]
+    return sorted(
+        {
+            step
+            for figure in filter(None, data["charts"])
+            for trace in figure["data"]
+            for step in decoded[trace["x"]["column"]]
+        }
+    )
 
 
 def test_a_run_without_rows_is_waited_for(run):
     run.start()
     assert "run: no row yet" in run.ask()["line"]
-    assert "html" not in run.ask()
+    assert "parts" not in run.ask()
     run.write(line(1) + line(2, 0.5))
     found = run.ask()
     assert drawn_steps(found) == [1, 2]
-    assert "Loss" in found["html"]["details"]
+    assert "Loss" in found["parts"]["details"]
     assert "at step 2" in found["line"]
 
 
@@ -84,19 +97,9 @@ def test_the_parts_come_only_if_they_are_newer_than_those_of_the_page(run):
     run.start()
     assert set(run.ask()) == {"version", "line"}
     run.write(line(2))
-    assert set(run.ask()) == {"version", "line", "html", "data"}
+    assert set(run.ask()) == {"version", "line", "parts"}
     assert set(run.ask()) == {"version", "line"}
-    assert "html" in run.ask("of an earlier server")
-
-
-def test_a_partial_line_is_left_out_until_it_is_whole(run):
-    run.write(line(1) + line(2)[:30])
-    run.start()
-    assert drawn_steps(run.ask("")) == [1]
-    run.write(line(2)[30:])
-    found = run.ask()
-    assert drawn_steps(found) == [1, 2]
-    assert "About the record" not in found["html"]["overview"]
+    assert "parts" in run.ask("of an earlier server")
 
 
 def test_a_resumed_run_and_a_truncated_file_are_read_anew(run):
@@ -104,8 +107,8 @@ def test_a_resumed_run_and_a_truncated_file_are_read_anew(run):
     run.start()
     run.write(encode_payload(build_restart(3)) + "\n" + line(4, 9.0))
     found = run.ask()
-    assert found["data"]["runs"][0]["restarts"] == [3]
-    assert "replaced by later rows" in found["html"]["overview"]
+    assert '"text":"restart"' in found["parts"]["data"]
+    assert "replaced by later rows" in found["parts"]["overview"]
     run.write(line(1) + line(2), mode="w")
     assert drawn_steps(run.ask()) == [1, 2]
 
@@ -130,17 +133,17 @@ def test_a_heartbeat_is_no_news_and_the_end_is(run):
     run.status("running")
     run.start()
     run.status("running", time=5.0)
-    assert "html" not in run.ask()
+    assert "parts" not in run.ask()
     run.status("done", reason="all steps are done")
     found = run.ask()
-    assert "html" in found
+    assert "parts" in found
     assert found["line"] == "run has ended at step 1: done, all steps are done"
     run.status("running")
     assert "running at step 1, last row at " in run.ask()["line"]
     run.lock.close()  # a process that is killed writes nothing
     found = run.ask()
     assert "has ended at step 1: died, process" in found["line"]
-    assert "html" in found
+    assert "parts" in found
 
 
 def test_reading_pauses_in_proportion_to_how_long_it_takes(run):
@@ -150,8 +153,8 @@ def test_reading_pauses_in_proportion_to_how_long_it_takes(run):
     run.write(line(2))
     run.ask()
     run.write(line(3))
-    assert "html" not in run.ask(wait=BUSY_FACTOR * 3.0 - 10.0)
-    assert "html" in run.ask(wait=10.0)
+    assert "parts" not in run.ask(wait=BUSY_FACTOR * 3.0 - 10.0)
+    assert "parts" in run.ask(wait=10.0)
 
 
 def test_step_and_time_of_the_last_row_are_of_the_same_row(run):
@@ -167,33 +170,10 @@ def test_step_and_time_of_the_last_row_are_of_the_same_row(run):
     assert found.partition("last row")[2] != said.partition("last row")[2]
 
 
-def test_following_writes_nothing(run):
-    run.write(line(1))
-    run.status("running")
-    before = {path.name: path.stat().st_mtime_ns for path in run.directory.iterdir()}
-    run.start()
-    run.follower.page(plotly="")
-    assert {path.name: path.stat().st_mtime_ns for path in run.directory.iterdir()} == before
-
-
-def test_a_file_alone_and_several_runs_can_be_followed(tmp_path):
-    file = tmp_path / "other.jsonl"
-    file.write_text(line(1))
-    (tmp_path / "waiting").mkdir()
-    clock = Clock()
-    follower = Follower([str(file), str(tmp_path / "waiting")], clock=clock)
-    first = json.loads(follower.answer(""))
-    assert [run["name"] for run in first["data"]["runs"]] == ["other.jsonl", "waiting"]
-    file.write_text(line(1) + line(2))
-    clock.now += 1000
-    assert drawn_steps(json.loads(follower.answer(first["version"]))) == [1, 2]
-
-
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
     clock = Clock()
     path = tmp_path / "run"
     follower = Follower([str(path)], clock=clock)
-    assert follower.names == [f"{path} (waiting: it does not exist yet)"]
     first = json.loads(follower.answer(""))
     assert first["line"] == f"run: waiting for {path}, which does not exist yet"
     path.mkdir()
@@ -203,7 +183,6 @@ def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
     clock.now += 1000
     found = json.loads(follower.answer(first["version"]))
     assert drawn_steps(found) == [1, 2]
-    assert follower.names == [str(path)]
     shutil.rmtree(path)
     clock.now += 1000
     assert json.loads(follower.answer(""))["line"] == "run: is gone; the page shows what was read before"
@@ -219,15 +198,97 @@ def test_the_loss_is_the_latest_until_the_status_says_that_the_run_has_ended(run
     run.start()
     for state, words in (("running", "Latest"), ("done", "Final"), ("running", "Latest"), ("failed", "Final")):
         run.status(state)
-        overview = run.ask("")["html"]["overview"]
+        overview = run.ask("")["parts"]["overview"]
         assert [name for name in ("Latest", "Final") if f"<dt>{name} loss</dt>" in overview] == [words]
 
 
-def test_the_page_asks_only_if_it_is_followed(run, tmp_path):
-    run.write(line(1))
-    run.start()
-    page = run.follower.page(plotly="")
-    assert f'data-version="{run.version}"' in page
-    assert "connect-src 'self'" in page
-    assert os.listdir(tmp_path) == ["run"]
-    assert Path(run.metrics).read_text() == line(1)
+@pytest.fixture
+def server(make_run):
+    run = make_run("a", {"loss": [3.0, 2.0]})
+    with ReportServer(Follower([str(run.path)]), plotly="var plotly_is_here;", port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request(method, path, headers={"Host": f"127.0.0.1:{server.server_port}", **headers})
+    answer = connection.getresponse()
+    return answer.status, dict(answer.getheaders()), answer.read()
+
+
+def test_the_page_and_its_parts_are_the_only_content(server):
+    status, headers, body = ask(server, "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert b"plotly_is_here" in body
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    status, headers, body = ask(server, "/parts?since=0")
+    found = json.loads(body)
+    assert (status, headers["Content-Type"]) == (200, "application/json; charset=utf-8")
+    assert json.loads(ask(server, f"/parts?since={found['version']}")[2]).keys() == {"version", "line"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/metrics.jsonl", "/../metrics.jsonl", "//etc/passwd", "/%2e%2e/a/metrics.jsonl", "/parts/", "http://other/", "*"],
+)
+def test_no_other_path_has_content(server, path):
+    assert ask(server, path)[::2] == (404, b"not found\n")
+
+
+@pytest.mark.parametrize("path", ["/", "/parts?since=0", "/nothing"])
+def test_head_is_answered_as_get_without_the_body(server, path):
+    whole, head = ask(server, path), ask(server, path, "HEAD")
+    for _, headers, _ in (whole, head):
+        headers.pop("Date")
+    assert head == (*whole[:2], b"")
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+        connection.sendall(f"HEAD {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_can_be_sent(server, method):
+    assert ask(server, "/", method)[0] == 501
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:9000", 200), ("127.0.0.1", 200),
+        ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("localhost.evil.example:80", 403), ("", 403),
+        ("evil.example:127.0.0.1", 403), ("0.0.0.0", 403),
+    ],
+)  # fmt: skip
+def test_another_name_for_this_machine_is_refused(server, host, status):
+    for path in ("/", "/parts"):
+        found, _, body = ask(server, path, Host=host)
+        assert found == status
+        assert (b"loss" in body) == (status == 200)
+
+
+@pytest.mark.parametrize("hosts", ["", "Host: localhost\r\nHost: evil.example\r\n"])
+def test_a_request_without_one_host_is_refused(server, hosts):
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+        connection.sendall(f"GET / HTTP/1.0\r\n{hosts}\r\n".encode())
+        assert b" 403 " in connection.recv(100)
+
+
+def test_a_client_that_leaves_does_not_end_the_server(server, capsys):
+    for _ in range(3):
+        connection = socket.create_connection(("127.0.0.1", server.server_port))
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.close()
+    assert ask(server, "/")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_a_mistake_of_one_line(server, make_run):
+    follower = Follower([str(make_run("b", {"loss": [1.0]}).path)])
+    with pytest.raises(UserError, match=r"--port: .*in use; name another, or 0 for a free one"):
+        ReportServer(follower, plotly="", port=server.server_port)
