@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import os
 import shutil
 import socket
 import threading
@@ -157,19 +156,6 @@ def test_reading_pauses_in_proportion_to_how_long_it_takes(run):
     assert "parts" in run.ask(wait=10.0)
 
 
-def test_step_and_time_of_the_last_row_are_of_the_same_row(run):
-    run.start()
-    run.write(line(1))
-    os.utime(run.metrics, (1000.0, 1000.0))
-    said = run.ask()["line"]
-    run.write(line(2))
-    os.utime(run.metrics, (5000.0, 5000.0))
-    assert run.ask(wait=0.0)["line"] == said  # not read yet
-    found = run.ask()["line"]
-    assert "at step 2" in found
-    assert found.partition("last row")[2] != said.partition("last row")[2]
-
-
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
     clock = Clock()
     path = tmp_path / "run"
@@ -191,15 +177,6 @@ def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
 def test_a_path_in_a_directory_that_does_not_exist_is_refused_at_the_start(tmp_path):
     with pytest.raises(UserError, match="is neither a run directory nor a file"):
         Follower([str(tmp_path / "nowhere" / "run")])
-
-
-def test_the_loss_is_the_latest_until_the_status_says_that_the_run_has_ended(run):
-    run.write(line(1) + line(2, 0.5))
-    run.start()
-    for state, words in (("running", "Latest"), ("done", "Final"), ("running", "Latest"), ("failed", "Final")):
-        run.status(state)
-        overview = run.ask("")["parts"]["overview"]
-        assert [name for name in ("Latest", "Final") if f"<dt>{name} loss</dt>" in overview] == [words]
 
 
 @pytest.fixture
@@ -250,11 +227,6 @@ def test_head_is_answered_as_get_without_the_body(server, path):
         connection.sendall(f"HEAD {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert answer.endswith(b"\r\n\r\n")
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-def test_nothing_can_be_sent(server, method):
-    assert ask(server, "/", method)[0] == 501
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def _slug(text: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
 
 
-def _code(value: Any) -> Html:
-    return element("code", value if isinstance(value, str) else value_text(value))
+def _code(text: str) -> Html:
+    return element("code", text)
 
 
 def _swatch(color: int) -> Html:
@@ -91,7 +91,7 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
     items = map(_finding, diagnosis.by_severity)
     rows = [
         (
-            element("code", ruling.rule.name),
+            _code(ruling.rule.name),
             ruling.result,
             ruling.outcome.sentence,
             element("small", f"{ruling.rule.threshold} ({ruling.rule.why})"),
@@ -120,7 +120,7 @@ def _finding(ruling: Ruling) -> Html:
     parts: list[str] = [element("h4", ruling.title, " ", badge), element("p", ruling.outcome.sentence)]
     knob = ruling.outcome.knob
     if knob is not None and ruling.has_config:
-        parts.append(element("p", "Try ", element("code", knob.setting), knob.remark))
+        parts.append(element("p", "Try ", _code(knob.setting), knob.remark))
     elif ruling.fix:
         parts.append(element("p", f"{ruling.fix[0].upper()}{ruling.fix[1:]}"))
     buttons = [
@@ -167,8 +167,7 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
         for results in zip(*map(summarize, runs), strict=True)
     ]
     different = [
-        [element("code", key), *(element("code", value_text(value)) for value in values)]
-        for key, values in config_differences(runs)
+        [_code(key), *(_code(value_text(value)) for value in values)] for key, values in config_differences(runs)
     ]
     settings: Html = element("p", "All settings and recorded versions are the same.")
     if different:
@@ -220,7 +219,7 @@ def _undrawn(title: str, charts: Sequence[Chart]) -> Html:
 def _keys(chart: Chart) -> Html:
     """The keys; of many, the first three and how many more there are."""
     shown = [*chart.keys[:3], f"{len(chart.keys) - 3} more"] if len(chart.keys) > 4 else chart.keys
-    return element("code", ", ".join(shown))
+    return _code(", ".join(shown))
 
 
 def _card(number: int, chart: Chart) -> Html:
@@ -318,7 +317,7 @@ def _profile(run: RunRecord, summary: Mapping[str, Any]) -> Html:
     )
     rows = [
         [
-            element("code", str(kernel["name"])),
+            _code(str(kernel["name"])),
             f"{kernel['calls'] / num_steps:,.1f}",
             f"{kernel['total_ms'] / num_steps:,.3f}",
             f"{kernel['share']:.1%}",
@@ -349,7 +348,7 @@ def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]
     """All values of a file of each run, collapsed if there are several."""
     tables = []
     for name, values in runs:
-        rows = [[element("code", key), element("code", value_text(value))] for key, value in flatten(values).items()]
+        rows = [[_code(key), _code(value_text(value))] for key, value in flatten(values).items()]
         inner = _table(("Key", "Value"), rows, caption=f"{title} of {name}")
         summary = element("summary", f"{name}: {counted(len(rows), 'value')}")
         tables += [element("details", summary, inner, open=len(runs) == 1)] if rows else []

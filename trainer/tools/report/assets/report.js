@@ -1,14 +1,10 @@
-/* Shows the plotly figures in #data, all with the same range of steps, theme and smoothing. Makes no network request, but
-   on a page that is served, to ask for what has changed. */
+/* Shows the plotly figures in #data with one range of steps, theme and smoothing. Only a page that is served makes requests. */
 "use strict";
 (() => {
   const $ = (id) => document.getElementById(id);
-  const root = document.documentElement;
   const isTouch = matchMedia("(pointer: coarse)").matches;
-  // Window of the average as a fraction of the points, by level.
-  const SMOOTHING = [0, 0.02, 0.08];
-  // While charts are drawn, the page answers at least this often, in ms.
-  const LONGEST_BUSY = 40;
+  const SMOOTHING = [0, 0.02, 0.08];  // window of the average as a fraction of the points, by level
+  const LONGEST_BUSY = 40;  // ms of drawing until the page answers
   const CONFIG = { displayModeBar: isTouch, displaylogo: false, modeBarButtons: [["zoomIn2d", "zoomOut2d", "pan2d"]], doubleClick: false, responsive: true };
   const state = { smoothing: 0, log: false, range: null, runs: new Set(), lines: new Set() };  // the sets: hidden ones
   let page, plots = [];
@@ -48,8 +44,7 @@
     let sum = 0, weight = 0;
     return values.map((value) => {
       if (Number.isNaN(value)) return value;
-      sum = keep * sum + value;
-      weight = keep * weight + 1;
+      [sum, weight] = [keep * sum + value, keep * weight + 1];
       return sum / weight;
     });
   }
@@ -125,7 +120,7 @@
   let turn = 0;
   async function drawAll() {
     const mine = ++turn;
-    root.dataset.drawn = "some";
+    document.documentElement.dataset.drawn = "some";
     const distance = new Map(plots.map((plot) => [plot, Math.abs(plot.getBoundingClientRect().top - innerHeight / 2)]));
     let start = performance.now();
     for (const plot of [...plots].sort((a, b) => distance.get(a) - distance.get(b))) {
@@ -135,7 +130,7 @@
       if (mine !== turn) return;
       start = performance.now();
     }
-    root.dataset.drawn = "all";
+    document.documentElement.dataset.drawn = "all";
   }
 
   /* ---- Steps: zoom, move, and a cursor along the first visible line ---- */
@@ -178,7 +173,7 @@
   const NEXT = { auto: "light", light: "dark", dark: "auto" };
   let theme = "auto";
   function showTheme(name = theme) {
-    root.dataset.theme = name;
+    document.documentElement.dataset.theme = name;
     $("theme").textContent = `Theme: ${theme}`;
     load();
   }
@@ -191,14 +186,13 @@
   onClick("#log", (button) => press(button, state.log = !state.log));
   onClick("#reset", () => setRange(null));
   onClick("[data-switch]", (button) => {
-    const run = Number(button.dataset.switch), wasHidden = state.runs.delete(run);
-    if (!wasHidden) state.runs.add(run);
-    press(button, wasHidden);
+    const run = Number(button.dataset.switch);
+    press(button, state.runs.delete(run) || !state.runs.add(run));
   });
   document.addEventListener("click", ({ target }) => {
-    const button = target.closest("[data-step]"), half = Math.max((page.span[1] - page.span[0]) / 20, 5);
-    if (!button) return;
-    setRange([Number(button.dataset.step) - half, Number(button.dataset.step) + half]);
+    const step = Number(target.closest("[data-step]")?.dataset.step), half = Math.max((page.span[1] - page.span[0]) / 20, 5);
+    if (Number.isNaN(step)) return;
+    setRange([step - half, step + half]);
     $("charts").scrollIntoView();
   });
 
@@ -250,8 +244,7 @@
   showTheme();
   drawAll();
   if (live) {
-    addEventListener("pointerdown", () => { isPressed = true; }, true);
-    for (const end of ["pointerup", "pointercancel", "blur"]) addEventListener(end, () => { isPressed = false; }, true);
+    for (const kind of ["pointerdown", "pointerup", "pointercancel", "blur"]) addEventListener(kind, () => { isPressed = kind === "pointerdown"; }, true);
     setTimeout(poll, 2000);
   }
 })();
