@@ -11,7 +11,6 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.metrics.catalog import rows_layers
 from trainer.metrics.catalog.lookup import (
     CATALOG,
     ERROR_SUFFIX,
@@ -22,8 +21,9 @@ from trainer.metrics.catalog.lookup import (
     keys_under,
     lookup,
 )
+from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
-from trainer.tools.diagnostics.facts import batches_through
+from trainer.tools.diagnostics.rule import batches_through
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, READINGS, noise_scale_of
 from trainer.wording import counted
@@ -312,7 +312,7 @@ VIEWS: Final = (
     ),
     View("Ledger: evictions, running total", keys_under("ledger/evictions/"), is_total=True, max_keys=2),
     View("Ledger: what carrying is worth", ("ledger/carry_gain", "ledger/stale_gap"), max_keys=2),
-    *(View(spec.title, (spec.name,), style="heat") for spec in rows_layers.ROWS),
+    *(View(spec.title, (spec.name,), style="heat") for spec in LAYER_ROWS),
 )
 
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from string import Template
 from typing import Any, Final
 
-from trainer.config.compare import flatten
+from trainer.config.load import flatten
 from trainer.extensions.profile.record import FOLDER, SUMMARY, TRACE, read_summary
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, Curve, make_charts
