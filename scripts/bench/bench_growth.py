@@ -177,7 +177,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         series[what, unit] = points()
         found += figures_of(what, unit, series[what, unit], at_most)
     if args.plot is not None:
-        from growth_plot import draw  # matplotlib is an extra
+        from growth_plot import draw  # needs matplotlib, which no extra installs
 
         draw(series, args.plot)
     return found
