@@ -13,7 +13,7 @@ from tests.support.in_process import program
 from tests.support.runs import run, write_tiny_config
 from trainer.tools.report.run_summary import config_differences
 from trainer.tools.runs.load import load_run
-from trainer.tools.verbs.ls import entry_of
+from trainer.tools.verbs.records import entry_of
 
 
 @pytest.fixture(scope="module")

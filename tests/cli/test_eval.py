@@ -170,7 +170,7 @@ def test_sets_of_the_config_whose_files_are_not_there_are_left_out_beside_others
     shutil.rmtree(far)
     wrong = program(["eval", run_dir, "--source", f"near={config.parent}/moved/*.txt"], capsys)
     assert wrong.returncode == 2
-    assert "--source near: paths: " in wrong.stderr
+    assert "source near: paths: " in wrong.stderr
     assert "leaves out 1 eval.source of its config, whose files cannot be read here: eval source far" in wrong.stderr
 
 
@@ -261,12 +261,12 @@ def bare(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "has neither [[eval.source]] nor held-out documents to evaluate on; name some with --source NAME=PATH"),
+        ([], "has neither [[eval.source]] nor held-out documents to evaluate on; name a set with --source NAME=PATH"),
         (["--source", "books"], "--source: 'books' is not NAME=PATH"),
         (["--source", "a b=x"], "--source: 'a b=x' is not NAME=PATH"),
         (["--source", "a=no/such/file"], "no such file or directory"),
         (["--source", "a={data}", "--source", "a={data}"], "two sets are named a"),
-        (["--held-out"], "holds out no documents: eval.holdout_fraction is 0; name a set with --source NAME=PATH"),
+        (["--held-out"], "has no held-out documents to evaluate on; name a set with --source NAME=PATH"),
         (["--source", "a={data}", "--step", "5"], "has no checkpoint after step 5"),
         (["--source", "a={data}", "--device", "tpu"], "--device: must be one of auto, cpu, cuda"),
     ],

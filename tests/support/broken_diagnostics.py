@@ -51,7 +51,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.sinks.background.BackgroundSink._run": "holds a guard",
 }
 SHOWN = (
-    "trainer.tools.verbs.diagnosis",
+    "trainer.tools.verbs.records",
     "trainer.ledger.probe",
     "trainer.objective.token_types",
     "trainer.training.evaluation.sampler",
@@ -288,7 +288,7 @@ def _called(directory: Path, world_size: int) -> dict[str, int]:
 
 def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begun) -> tuple[int | str, str]:
     from trainer.config.load import load_config
-    from trainer.tools.verbs.diagnosis import LiveVerdict
+    from trainer.tools.verbs.records import LiveVerdict
     from trainer.training.main import train
     from trainer.training.step.step import TrainStep
 

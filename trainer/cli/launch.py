@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.imports import uncollected
+from trainer.cli.options import uncollected
 from trainer.cli.refuse import EXIT_USER_ERROR, refuse
 from trainer.config.load import load_config, located
 from trainer.config.rules import broken_sharding
@@ -67,7 +67,7 @@ def run_training(
     stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
-        live_verdict = importlib.import_module("trainer.tools.verbs.diagnosis").LiveVerdict
+        live_verdict = importlib.import_module("trainer.tools.verbs.records").LiveVerdict
         from trainer.training.checkpointing.data_changes import DataPolicy
         from trainer.training.main import train
 

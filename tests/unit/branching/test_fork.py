@@ -10,7 +10,7 @@ from trainer.data.blending.weights import ConstantWeight
 from trainer.data.mixing.dataset import StreamMixingDataset
 from trainer.data.streams.layout import discover_nested
 from trainer.data.tokenizer import load_tokenizer
-from trainer.tools.branching.fork import reordered
+from trainer.tools.branching.run_branches import reordered
 
 
 @pytest.fixture(scope="module")

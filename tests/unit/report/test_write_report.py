@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.names import with_distinct_names
 from trainer.tools.report.page import render_page
-from trainer.tools.verbs.report import report
+from trainer.tools.verbs.records import report
 
 
 def test_an_existing_page_is_replaced_only_with_force(make_run, tmp_path):

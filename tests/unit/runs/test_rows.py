@@ -9,7 +9,7 @@ import math
 import pytest
 
 from trainer.tools.runs.load import load_run
-from trainer.tools.runs.rows import write_csv, write_parquet
+from trainer.tools.runs.table import write_csv, write_parquet
 
 LINES = [
     {"mode": "train", "global_step": 1, "metrics": {"loss": 3.25, "tokens_seen": 4096}},

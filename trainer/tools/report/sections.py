@@ -14,8 +14,7 @@ from trainer.tools.report.curves import Curve
 from trainer.tools.report.markup import Html, element, join, table, value_text
 from trainer.tools.report.run_summary import SummaryRow, config_differences, heading, rows_text, summarize
 from trainer.tools.report.undrawn import distinct_values, is_undrawn, short_list, undrawn_lists, words_of
-from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.settings import settings_by_step
+from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, number_text
 
 _MOST_STEP_BUTTONS: Final = 6

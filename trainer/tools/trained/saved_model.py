@@ -15,7 +15,7 @@ from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.model.weights import WEIGHTS_FILE, load_weights
+from trainer.model.weights import WEIGHTS_FILE, check_fit, read_weights
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.model_part import open_model, whole_weights
 from trainer.training.checkpointing.tensor_files import DamagedFile
@@ -49,37 +49,52 @@ class SavedModel:
     step: int | None
 
 
+def find_checkpoint(run_dir: str | Path, step: int | None, *, option: str = "--step") -> Path:
+    """The run's complete checkpoint after `step`; None: the latest.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = checkpoint.complete_checkpoints(Path(run_dir) / checkpoint.CHECKPOINTS)
+    if not found:
+        fix = "name a run that has saved one: checkpoint.every, keep_last and keep_every say which a run keeps"
+        raise UserError(str(run_dir), "has no complete checkpoint", fix)
+    for path in found:
+        if step in (None, checkpoint.step_of(path)):
+            return path
+    steps = ", ".join(str(checkpoint.step_of(path)) for path in reversed(found))
+    raise UserError(option, f"{run_dir} has no checkpoint after step {step}", f"use one of {steps}")
+
+
+def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
+    """The config in the state.json of the checkpoint at `path`.
+
+    Raises:
+        UserError: it is damaged, or another version's.
+    """
+    try:
+        return RunConfig.model_validate(state.get("config"))
+    except ValidationError as error:
+        first = ".".join(map(str, error.errors()[0]["loc"]))
+        problem = f"was made by another version: {first} of its config is unknown here"
+        raise UserError(str(path), problem, "use that version") from None
+
+
 def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckpoint:
     """The checkpoint after `step`, or the newest whole one.
 
     Raises:
         UserError: no run, no such checkpoint, a damaged one, or one of another version's config.
     """
-    directory = Path(run_dir) / "checkpoints"
-    names = [path.name for path in checkpoint.complete_checkpoints(directory)]
-    if not names:
-        problem = "has no whole checkpoint" if Path(run_dir).is_dir() else "is not a directory"
-        raise UserError(
-            str(run_dir), problem, "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
-        )
-    wanted = checkpoint.checkpoint_name(step) if step is not None else "auto"
-    if step is not None and wanted not in names:
-        have = ", ".join(str(checkpoint.step_of(Path(name))) for name in reversed(names))
-        raise UserError("--step", f"{run_dir} has no checkpoint after step {step}", f"use one of {have}")
-    found = checkpoint.find(directory, str(directory / wanted) if step is not None else "auto")
+    named = find_checkpoint(run_dir, step)
+    found = checkpoint.find(named.parent, "auto" if step is None else str(named))
     assert found is not None
     path, state = found
     try:
         weights = whole_weights(open_model(path, state))
-        config = RunConfig.model_validate(state["config"])
     except (DamagedFile, KeyError) as error:
         raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None
-    except ValidationError as error:
-        first = ".".join(map(str, error.errors()[0]["loc"]))
-        raise UserError(
-            str(path), f"was made by another version: {first} of its config is unknown here", "use that version"
-        ) from None
-    return SavedCheckpoint(path, state, config, weights)
+    return SavedCheckpoint(path, state, config_of(state, path), weights)
 
 
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
@@ -132,33 +147,36 @@ def load_model(
         UserError: the config names code; nothing usable is there, or the weights do not fit the model.
     """
     place = Path(directory).absolute()  # building the model may change the working directory
+    found: int | None
     if (place / WEIGHTS_FILE).is_file():
-        if not (Path(directory) / CONFIG_FILE).is_file():
+        if not (place / CONFIG_FILE).is_file():
             problem = f"has {WEIGHTS_FILE} but no {CONFIG_FILE}, which says what model they are of"
             raise UserError(str(directory), problem, "name the run, or an export with --format safetensors")
-        config = load_config(Path(directory) / CONFIG_FILE)
-        refuse_code(config, directory, "model", trusted=trust_code)
-        own = Path(directory) / "tokenizer.json"
-        words = _tokenizer(config, tokenizer or (str(own) if own.is_file() else None))
-        model = build_model(config.model, words.vocab_size, seq_len=config.data.seq_len)
-        metadata = load_weights(model, place, key=str(directory))
+        config, source = load_config(place / CONFIG_FILE), place
+        weights, metadata = read_weights(place)
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
-        return SavedModel(model.to(device).eval(), words, config, found)
-    saved = read_checkpoint(directory, step)
-    refuse_code(saved.config, saved.path, "model", trusted=trust_code)
-    words = _tokenizer(saved.config, tokenizer)
-    model = build_model(saved.config.model, words.vocab_size, seq_len=saved.config.data.seq_len)
-    try:
-        model.load_state_dict(saved.weights)
-    except RuntimeError as error:
-        problem = f"does not fit the model: {str(error).splitlines()[-1].strip()}"
-        raise UserError(str(saved.path), problem, "give the tokenizer that it was trained with (--tokenizer)") from None
-    return SavedModel(model.to(device).eval(), words, saved.config, saved.step)
-
-
-def _tokenizer(config: RunConfig, given: str | None) -> Tokenizer:
-    name = config.data.tokenizer
-    if given is None and name.endswith(".json") and not Path(name).is_file():
+        own = place / "tokenizer.json"
+        tokenizer = tokenizer or (str(own) if own.is_file() else None)
+    else:
+        saved = read_checkpoint(directory, step)
+        config, source, weights, found = saved.config, saved.path, saved.weights, saved.step
+    refuse_code(config, source, "model", trusted=trust_code)
+    name = tokenizer or config.data.tokenizer
+    if name.endswith(".json") and not Path(name).is_file():
         problem = "the tokenizer of the model is not there (paths are relative to the working directory)"
         raise UserError(name, problem, "go where the run was started, or name the file with --tokenizer")
-    return load_tokenizer(given or name, vocab_size=config.data.vocab_size)
+    words = load_tokenizer(name, vocab_size=config.data.vocab_size)
+    model = model_with(weights, config, words.vocab_size, source)
+    return SavedModel(model.to(device).eval(), words, config, found)
+
+
+def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int, source: Path) -> nn.Module:
+    """The model of a config with weights from `source`.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    model = build_model(config.model, vocab_size, seq_len=config.data.seq_len)
+    check_fit(model, weights, key=str(source), path="the file")
+    model.load_state_dict(dict(weights))
+    return model

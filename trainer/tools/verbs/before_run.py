@@ -1,38 +1,49 @@
-"""`train check`: whether a config is valid, and the values derived from it."""
+"""What a user asks before a run: `train check`, `train preview` and `train doctor`."""
 
 from __future__ import annotations
 
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from trainer.cli.imports import uncollected
 from trainer.cli.options import (
     ConfigOption,
     JsonOption,
     ReplicasOption,
     SetOption,
     StrategyOption,
+    pick_device,
     require_config,
+    uncollected,
 )
-from trainer.cli.terminal import echo
+from trainer.cli.terminal import coloured, echo, output, print_json
+from trainer.errors import UserError
 from trainer.wording import counted
 
 if TYPE_CHECKING:
     import torch
 
+    from trainer.contracts import Report
     from trainer.tools.preview.summary import Preview
     from trainer.training.setup.plan import Plan
 
+WorldSizeOption = Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")]
 TEMPORARY = ("gradients", "peak", "process")
 MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
 COUNTED = 20_000  # micro-batches over all ranks
+EXIT_BREACH = 3
+COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
 
 
 def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    world_size: Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")] = 1,
+    world_size: WorldSizeOption = 1,
     strategy: StrategyOption = None,
     replicas: ReplicasOption = None,
     no_contract: Annotated[
@@ -45,10 +56,6 @@ def check(
 ) -> None:
     """Validate a config; print it (in a pipe, with all defaults), and the values derived from it."""
     config_path = require_config(config, "train check")
-    import json
-    import sys
-    from pathlib import Path
-
     with uncollected():
         import torch
 
@@ -57,7 +64,8 @@ def check(
         from trainer.metrics.logger import get_logger
         from trainer.training.setup.plan import make_plan
 
-    overrides = [*(overrides or []), *_overrides(strategy, replicas)]
+    options = {"distributed.strategy": strategy, "distributed.replicas": replicas}
+    overrides = [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
     resolved = load_config(config_path, overrides)
     with located(config_path, overrides):
         plan = make_plan(resolved, Path(config_path), world_size)
@@ -76,11 +84,14 @@ def check(
             get_logger("check").warning("model: %s", line)
         facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
         facts["contract"] = report.to_json() if as_json else report.summary()
-    sources, eval_sources = _sources(plan, preview), _eval_sources(plan)
+    sources = _sources(plan, preview)
+    eval_sources = {
+        source.name: {"streams": len(source.streams), "bytes": _num_bytes(source.streams)}
+        for source in plan.eval_sources
+    }
     if as_json:
         facts |= {"sources": sources, "eval_sources": eval_sources}
-        content = {"config": resolved.model_dump(mode="json"), "facts": facts}
-        echo(json.dumps(content, indent=2))
+        print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
         return
     facts["tokens_in_run"] = _tokens_in_run(plan, preview)
     # The values are comments, so that the output is itself a config.
@@ -92,6 +103,38 @@ def check(
     _print_facts(facts, sources)
     for name, found in eval_sources.items():
         echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
+
+
+def _num_bytes(streams: Any) -> int:
+    return sum(os.path.getsize(stream.path) for stream in streams)
+
+
+def _refuse_what_a_run_would(plan: Plan) -> None:
+    """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
+    from trainer.data.streams.layout import refuse_empty
+    from trainer.storage import Storage, is_url
+    from trainer.training.checkpointing.resume_checks import check_resume
+
+    parent = plan.place(plan.config.run.dir)
+    if os.path.exists(parent) and not os.path.isdir(parent):
+        raise UserError("run.dir", f"{plan.config.run.dir} is not a directory", "name another one")
+    plan.check_weights()
+    plan.check_model_settings()
+    refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
+    check_resume(plan.config, plan.resume)
+    stored = plan.resume if is_url(plan.resume) else None
+    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", stored)):
+        if url is not None:
+            Storage(url, key=key)  # which sends nothing
+
+
+def _preview(plan: Plan) -> Preview | None:
+    """What the run will draw, counted over its beginning; None for one rank on much data, which opening may tokenize."""
+    from trainer.tools.preview.summary import make_preview
+
+    if plan.facts.world_size == 1 and sum(_num_bytes(source.streams) for source in plan.sources) > MOST_BYTES:
+        return None
+    return make_preview(plan, plan.facts.world_size, most=COUNTED)
 
 
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
@@ -108,13 +151,11 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
 
 
 def _derived(plan: Plan) -> dict[str, Any]:
-    """What follows from the config, beside memory and the model's contract.
+    """What follows from the config, except memory and the model's contract.
 
     Raises:
         UserError: the model lacks the state that a setting needs.
     """
-    from dataclasses import asdict
-
     from trainer.config.rules import check_state_rules, costs_of_carry, why_no_noise_scale
     from trainer.training.setup.plausible import ledger_bytes
 
@@ -143,18 +184,6 @@ def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
     return f"at most {most:,} (with full batches{forecast})"
 
 
-def _preview(plan: Plan) -> Preview | None:
-    """What the run will draw, counted over its beginning; None for one rank on much data, which opening may tokenize."""
-    import os
-
-    from trainer.tools.preview.summary import make_preview
-
-    size = sum(os.path.getsize(stream.path) for source in plan.sources for stream in source.streams)
-    if plan.facts.world_size == 1 and size > MOST_BYTES:
-        return None
-    return make_preview(plan, plan.facts.world_size, most=COUNTED)
-
-
 def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
     """Streams and modalities of each source, their shares, and what each of several ranks gets of them."""
     sources: dict[str, dict[str, Any]] = {
@@ -162,55 +191,14 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
         for source in plan.sources
     }
     for view in preview.sources if preview is not None else ():
-        if not view.modalities:
-            continue
-        found = sources[view.name]
-        found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
-        found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
-        if plan.facts.world_size > 1:
-            found["rank_token_shares"] = list(view.rank_token_shares)
-            found["masked_share"] = dict(view.masked_share)
+        if view.modalities:
+            found = sources[view.name]
+            found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
+            found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
+            if plan.facts.world_size > 1:
+                found["rank_token_shares"] = list(view.rank_token_shares)
+                found["masked_share"] = dict(view.masked_share)
     return sources
-
-
-def _eval_sources(plan: Plan) -> dict[str, dict[str, int]]:
-    """Streams of each validation set, and their bytes."""
-    import os
-
-    return {
-        source.name: {
-            "streams": len(source.streams),
-            "bytes": sum(os.path.getsize(stream.path) for stream in source.streams),
-        }
-        for source in plan.eval_sources
-    }
-
-
-def _refuse_what_a_run_would(plan: Plan) -> None:
-    """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
-    import os
-
-    from trainer.data.streams.layout import refuse_empty
-    from trainer.errors import UserError
-    from trainer.storage import Storage, is_url
-    from trainer.training.checkpointing.resume_checks import check_resume
-
-    parent = plan.place(plan.config.run.dir)
-    if os.path.exists(parent) and not os.path.isdir(parent):
-        raise UserError("run.dir", f"{plan.config.run.dir} is not a directory", "name another one")
-    plan.check_weights()
-    plan.check_model_settings()
-    refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
-    check_resume(plan.config, plan.resume)
-    stored = plan.resume if is_url(plan.resume) else None
-    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", stored)):
-        if url is not None:
-            Storage(url, key=key)  # which sends nothing
-
-
-def _overrides(strategy: str | None, replicas: int | None) -> list[str]:
-    options = {"distributed.strategy": strategy, "distributed.replicas": replicas}
-    return [f"{key}={value}" for key, value in options.items() if value is not None]
 
 
 def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
@@ -227,7 +215,6 @@ def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
-    from trainer.errors import UserError
     from trainer.import_path import format_error
     from trainer.metrics.logger import get_logger
     from trainer.tools.check.memory import predict_memory, resident_bytes
@@ -260,25 +247,118 @@ def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> N
     memory = facts.pop("memory_megabytes")
     for name, value in facts.items():
         echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
-    if isinstance(memory, str):
-        echo(f"#   memory per rank: {memory}")
-    else:
+    if isinstance(memory, dict):
         parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items() if name not in TEMPORARY)
-        line = f"#   memory per rank: {memory['peak']:,.1f} MB of tensors at the worst moment of a step "
-        line += f"({parts} of them all the time"
-        line += f", gradients {memory['gradients']:,.1f} after its backward)" if "gradients" in memory else ")"
-        if "process" in memory:
-            line += (
-                f", and {memory['process']:,.0f} MB of the process itself: {memory['peak'] + memory['process']:,.0f} MB"
-            )
-        echo(line)
+        after = f", gradients {memory['gradients']:,.1f} after its backward)" if "gradients" in memory else ")"
+        line = f"{memory['peak']:,.1f} MB of tensors at the worst moment of a step ({parts} of them all the time{after}"
+        if (own := memory.get("process")) is not None:
+            line += f", and {own:,.0f} MB of the process itself: {memory['peak'] + own:,.0f} MB"
+        memory = line
+    echo(f"#   memory per rank: {memory}")
     for name, found in sources.items():
         what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
         echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
         for modality, share in found.get("corpus_share", {}).items():
             echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
-        if "rank_token_shares" in found:
-            tokens, masked = found["rank_token_shares"], found["masked_share"]
-            by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in masked.items())
+        if tokens := found.get("rank_token_shares"):
+            by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found["masked_share"].items())
             echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}, in both batching modes")
             echo(f"#     micro-batches without rows on the worst rank: {by_mode}")
+
+
+def preview(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    world_size: WorldSizeOption = 1,
+    as_json: JsonOption = False,
+    out: Annotated[str | None, typer.Option(help="Also draw a picture: .png or .svg.", metavar="PICTURE")] = None,
+) -> None:
+    """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
+    config_path = require_config(config, "train preview")
+    from trainer.config.load import load_config, located
+    from trainer.metrics.logger import counted_warnings
+    from trainer.tools.pictures import check_picture
+    from trainer.tools.preview.config_warnings import find_warnings
+    from trainer.tools.preview.picture import draw
+    from trainer.tools.preview.summary import make_preview
+    from trainer.training.setup.plan import make_plan
+
+    if out is not None:
+        check_picture(out, example="preview.png")
+    resolved = load_config(config_path, overrides or [])
+    with counted_warnings() as logged, located(config_path, overrides or []):
+        plan = make_plan(resolved, Path(config_path), world_size, logs_doubts=False)
+        forecast = make_preview(plan, world_size)
+    warnings = find_warnings(plan, forecast)
+    if out is not None:
+        draw(forecast, out)
+        echo(f"wrote the picture to {out}", err=True)
+    if as_json:
+        found = [{**asdict(each), "message": each.message} for each in warnings]
+        print_json({"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found})
+        return
+    from trainer.tools.preview.terminal import print_preview  # needs plotext, which JSON does not
+
+    print_preview(forecast, warnings, output(), num_logged=logged.count)
+
+
+def doctor(
+    model: Annotated[
+        str, typer.Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
+    ],
+    args: Annotated[str, typer.Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
+    vocab_size: Annotated[int, typer.Option(min=2, help="Number of token ids.")] = 257,
+    dim: Annotated[int, typer.Option(min=1, help="As model.dim.")] = 64,
+    num_layers: Annotated[int, typer.Option(min=1, help="As model.num_layers.")] = 2,
+    seq_len: Annotated[int, typer.Option(min=1, help="As data.seq_len.")] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="DEVICE")] = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
+    nothing could be checked."""
+    from trainer.config.overrides import parse_value
+    from trainer.config.schema import ModelTable
+    from trainer.contracts import check_model
+    from trainer.training.setup.plan import build_model
+
+    given: Any = parse_value(args)
+    if not isinstance(given, dict):
+        raise UserError("--args", f"must be a TOML table, got {args}", "write --args '{ heads = 4 }'")
+    on = pick_device(device)
+    settings: dict[str, Any] = {"target" if ":" in model else "family": model, "args": given}
+    table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
+    built = build_model(table, vocab_size, seq_len=seq_len).to(on)
+    report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
+    # A model without a state is still judged for causality.
+    is_unchecked = report["causality"] in report.unchecked
+    if as_json:
+        print_json({"model": model, "args": given, **report.to_json()})
+    else:
+        _print_report(model, report, is_unchecked=is_unchecked)
+    if report.breaches or is_unchecked:
+        raise typer.Exit(EXIT_BREACH)
+
+
+def _print_report(model: str, report: Report, *, is_unchecked: bool) -> None:
+    from trainer.tools.fitted_table import Column, fitted_table
+
+    verdicts = report.verdicts
+    columns = [
+        Column("check", [verdict.check for verdict in verdicts]),
+        Column("verdict", [coloured(COLOURS.get(v.status, "unknown"), v.status) for v in verdicts]),
+        Column("observation", [escape(verdict.text) for verdict in verdicts], wraps=True),
+    ]
+    console = output()
+    console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
+    breaches = ", ".join(verdict.check for verdict in report.breaches)
+    if breaches:
+        summary = coloured("findings", f"breaks {breaches}")
+    elif is_unchecked:
+        summary = coloured("findings", "was not checked") + f": {escape(report['causality'].text)}"
+    elif report.unchecked:
+        summary = coloured("warning", "keeps the contract, except that carry could not be checked")
+    else:
+        summary = coloured("healthy", "keeps the contract")
+    untested = sum(verdict.status == "not testable here" for verdict in verdicts)
+    tail = f"; {untested} of {len(verdicts)} checks could not be made" if untested else ""
+    console.print(f"{escape(model)} {summary}{tail} ({report.how}; {report.seconds:.1f} s)", highlight=False)
