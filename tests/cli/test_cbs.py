@@ -185,7 +185,6 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
         (["--lr-grid", "0"], "--lr-grid: '0' is no positive number"),
         (["--devices", "0,0"], "--devices: '0,0' does not name different devices"),
         (["--devices", "0,1,2", "--nproc", "2"], "in groups of 2, the ranks of a branch"),
-        (["--devices", "0,1"], "--devices: names CUDA devices, but torch finds none here"),
         (["--out", "x.gif"], "--out: must end in .png or .svg"),
     ],
 )
@@ -193,7 +192,7 @@ def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, cap
     refused = program(["cbs", trained, *options], capsys)
     assert refused.returncode == 2
     assert message.replace("RUN", str(trained)) in refused.stderr
-    assert len([line for line in refused.stderr.splitlines() if "latest checkpoint" not in line]) == 1
+    assert len(refused.stderr.splitlines()) == 1
     assert not list(trained.glob("cbs/*/*"))
 
 

@@ -212,49 +212,6 @@ def test_more_ranks_than_devices_are_refused_in_one_line(tmp_path, monkeypatch, 
     assert found.stderr == f'{message}--set train.device="cpu"\n'
 
 
-def test_a_root_that_is_mistyped_is_told_before_ranks_are_started_with_its_line_and_what_was_meant(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("trainer.cli.launch.launch_ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    config = write_tiny_config(tmp_path)
-    root = tmp_path / "corpus"
-    assert root.is_dir()
-    config.write_text(config.read_text().replace(str(root), f"{root}s"))
-    line = next(n for n, text in enumerate(config.read_text().splitlines(), 1) if text.startswith("root = "))
-    found = program(["--nproc", 2, "--config", config], capsys)
-    assert found.returncode == 2
-    assert found.stderr.splitlines()[-1] == (
-        f"{config}:{line}: source first: root: {root}s: no such directory; did you mean {root}?"
-    )
-
-
-def test_a_run_directory_that_is_taken_is_told_before_ranks_are_started(tmp_path, monkeypatch, capsys):
-    config, taken = write_tiny_config(tmp_path), tmp_path / "taken"
-    assert run("--config", config, "--run-dir", taken, "--steps", 1).returncode == 0
-    monkeypatch.setattr("trainer.cli.launch.launch_ranks", lambda *_, **__: 0)
-    arguments = ["--nproc", 2, "--config", config, "--run-dir", taken, "--steps", 2]
-    found = program(arguments, capsys)
-    assert found.returncode == 2
-    assert "holds a run already; add --resume auto" in found.stderr
-    assert program([*arguments, "--resume", "auto"], capsys).returncode == 0
-
-
-@pytest.mark.parametrize("num_cores", [1, 3])
-def test_more_ranks_than_cores_are_warned_of(tmp_path, monkeypatch, capsys, num_cores):
-    def run_ranks(_: object) -> None:
-        for rank in range(3):
-            report_to_launcher(EXIT_CODE, "0", {**os.environ, "RANK": str(rank)})
-
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
-    monkeypatch.setattr("torch.distributed.run.run", run_ranks)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", "")
-    found = program(["--nproc", 3, "--config", write_tiny_config(tmp_path)], capsys)
-    assert found.returncode == 0
-    assert ("3 ranks share 1 CPU core:" in found.stderr) == (num_cores == 1)
-    assert ("WARNING" in found.stderr) == (num_cores == 1)
-
-
 @pytest.mark.parametrize(("reported", "code"), [("00", 0), ("11", 1), ("0", 130), ("", 130)])
 def test_a_launch_that_is_stopped_ends_with_the_code_of_the_run(tmp_path, monkeypatch, capsys, reported, code):
     def stopped(_: object) -> None:

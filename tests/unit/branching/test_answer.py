@@ -44,9 +44,8 @@ def test_the_sentence_names_the_batch_in_sequences_and_tokens(make_study):
         "bars of the lowest, that of 1/4 x, that of 4 x is not. "
     )
     assert "edge" not in found
-    below = sentence(answered(study, lambda factor, scale, seed: 2.0 + float(factor)))
-    assert "the critical batch is below 10 sequences (1 x today's)" in below
-    assert "The best learning rate of 1/4 x, 1 x, 4 x is at the edge of the grid" in below
+    edge = sentence(answered(study, lambda factor, scale, seed: 2.0 + float(factor)))
+    assert "The best learning rate of 1/4 x, 1 x, 4 x is at the edge of the grid" in edge
     above = sentence(answered(study, lambda factor, scale, seed: 2.0))
     assert "at least 40 sequences (4,000 tokens, 4 x today's), the largest measured" in above
 
@@ -60,18 +59,7 @@ def test_what_the_error_bar_decided_is_said(make_study):
 def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study, record):
     rows = record({90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0, "gns/b_big": 16.0}})
     found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
-    assert found.endswith(
-        "The noise scale (gns/b_simple at step 90) is 20 sequences (2,000 tokens), at least 15 sequences (1,500 tokens), "
-        "at most 30 sequences (3,000 tokens)."
-    )
-
-
-def test_a_noise_scale_without_bounds_is_called_unknown(make_study, record):
-    rows = record({90: {"gns/b_now_low": 0.0, "gns/b_big": 16.0}})
-    found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
-    assert found.endswith(
-        "The noise scale (gns/b_now at step 90) is not known yet: it has neither a lower nor an upper bound."
-    )
+    assert found.endswith("The noise scale (gns/b_simple at step 90) is 20 (15 to 30) sequences.")
 
 
 def test_the_cost_is_that_of_what_is_left(make_study, record):

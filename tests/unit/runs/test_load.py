@@ -90,7 +90,7 @@ def test_lines_of_another_schema_version_are_skipped_and_counted(tmp_path: Path)
     run = load_run(write(tmp_path / "metrics.jsonl", other, train(2, loss=2.0), other))
     assert list(run.steps) == [2]
     assert len(run.notes) == 1
-    assert "2 lines of another schema version" in run.notes[0]
+    assert "2 damaged lines, the first at line 1: schema_version: version 2" in run.notes[0]
 
 
 def test_a_file_of_only_another_schema_version_is_refused(tmp_path: Path) -> None:

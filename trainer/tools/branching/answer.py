@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from trainer.tools.branching.run_branches import BranchResult
-from trainer.tools.branching.study import LR_EXPONENTS, Branch, Study
+from trainer.tools.branching.study import Branch, Study
 from trainer.tools.runs.noise_scale import NoiseScale, noise_scale_of
 from trainer.wording import counted, duration_text, number_text
 
@@ -63,7 +63,6 @@ class Verdict:
         largest: the largest batch up to which every one from the reference on is within.
         next_larger: the smallest batch that is not; None: the largest measured batch is within.
         is_unresolved: an error bar, not the tolerance, decided for a batch up to `largest`.
-        beyond: batches above `next_larger` that are within again, which noise alone explains.
     """
 
     reference: Fraction
@@ -71,7 +70,6 @@ class Verdict:
     largest: Fraction
     next_larger: Fraction | None
     is_unresolved: bool
-    beyond: Sequence[Fraction]
 
 
 def _standard_error(values: Sequence[float]) -> float | None:
@@ -93,8 +91,8 @@ def decide(measured: Sequence[Measured], *, tolerance: float) -> Verdict | None:
     reference = min(with_loss, key=lambda each: each.mean)
     compared = {each.factor: _compare(each, reference, tolerance) for each in with_loss}
     upward = [each.factor for each in ascending if each.factor >= reference.factor]
-    outside = [factor for factor in upward if factor not in compared or not compared[factor].is_within]
-    next_larger = outside[0] if outside else None
+    outside = (factor for factor in upward if factor not in compared or not compared[factor].is_within)
+    next_larger = next(outside, None)
     chain = [factor for factor in upward if next_larger is None or factor < next_larger]
     return Verdict(
         reference=reference.factor,
@@ -102,7 +100,6 @@ def decide(measured: Sequence[Measured], *, tolerance: float) -> Verdict | None:
         largest=chain[-1],
         next_larger=next_larger,
         is_unresolved=any(compared[factor].excess > tolerance * abs(reference.mean) for factor in chain),
-        beyond=[factor for factor in upward if factor > chain[-1] and factor not in outside],
     )
 
 
@@ -178,11 +175,6 @@ class Answer:
         """The row of a batch."""
         return next(row for row in self.rows if row.factor == factor)
 
-    @property
-    def tokens_per_sequence(self) -> float:
-        """Target tokens, on average."""
-        return self.study.origin.tokens_per_step / self.study.origin.sequences_per_step
-
     def to_json(self) -> dict[str, Any]:
         """For programs: numbers unrounded, factors as text."""
         study, verdict, critical = self.study, self.verdict, None
@@ -204,7 +196,7 @@ class Answer:
             "tolerance": self.tolerance,
             "seeds": study.num_seeds,
             "impossible": list(study.impossible),
-            "tokens_per_sequence": self.tokens_per_sequence,
+            "tokens_per_sequence": study.origin.tokens_per_step / study.origin.sequences_per_step,
             "batches": [row.to_json() for row in self.rows],
             "reference": None if verdict is None else str(verdict.reference),
             "critical": critical,
@@ -265,44 +257,26 @@ def sentence(answer: Answer) -> str:
     rule = f"within {answer.tolerance:.2%}" + (" or the error bars" if study.num_seeds > 1 else "")
     if verdict.next_larger is None:
         text = f"the critical batch is at least {size}, the largest measured: its loss is {rule} of {best}"
-    elif verdict.largest == min(row.factor for row in answer.rows):
-        limit = (
-            f"{number_text(answer.row(verdict.next_larger).sequences, 3)} sequences ({verdict.next_larger} x today's)"
-        )
-        text = f"the critical batch is below {limit}: only the smallest batch measured, {size}, is {rule} of {best}"
     else:
         text = f"the critical batch is {size}: its loss is {rule} of {best}, that of {verdict.next_larger} x is not"
     if verdict.is_unresolved:
         text += "; the error bars, not the tolerance, decided: more seeds or tokens may lower it"
-    if verdict.beyond:
-        text += f"; {', '.join(map(str, verdict.beyond))} x again within it is noise"
     if edges := ", ".join(f"{row.factor} x" for row in answer.rows if row.is_edge):
         text += f". The best learning rate of {edges} is at the edge of the grid: widen --lr-grid"
-    return f"At step {study.origin.step:,} {text}. {_noise_sentence(answer)}"
-
-
-def _noise_sentence(answer: Answer) -> str:
-    """The noise scale of the same checkpoint."""
     noise = answer.noise
-    if noise is None:
-        return "The run logged no noise scale by then (gns.enabled)."
-    if not noise.is_known:
-        return f"The noise scale ({noise.where}) is not known yet: it has neither a lower nor an upper bound."
-    found = [
-        f"{before}{number_text(value, 3)} sequences ({value * answer.tokens_per_sequence:,.0f} tokens)"
-        for before, value in (("", noise.value), ("at least ", noise.low), ("at most ", noise.high))
-        if value is not None
-    ]
-    return f"The noise scale ({noise.where}) is {', '.join(found)}."
+    scale = "of the run was not logged by then (gns.enabled)"
+    if noise is not None:
+        scale = f"({noise.where}) is {noise.number}" + (" sequences" if noise.is_known else "")
+    return f"At step {study.origin.step:,} {text}. The noise scale {scale}."
 
 
 def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
     """What is to come, before it starts."""
     origin, steps = study.origin, [branch.steps for branch in study.branches]
     num_todo, rate = len(steps) - num_done, origin.tokens_per_sec
-    scales = sorted({branch.lr_scale for branch in study.branches})
     batches = counted(len({branch.batch.factor for branch in study.branches}), "batch")
-    shape = f"{batches} x {counted(len(scales), 'learning rate')} x {counted(study.num_seeds, 'seed')}"
+    rates = counted(len({branch.lr_scale for branch in study.branches}), "learning rate")
+    shape = f"{batches} x {rates} x {counted(study.num_seeds, 'seed')}"
     done = f", of which {num_done} are done" if num_done else ""
     kind = "held-out loss" if study.is_held_out else "training loss over the last quarter (eval.holdout_fraction is 0)"
     total = num_todo * study.tokens
@@ -313,10 +287,7 @@ def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
     at_once = f", {num_slots} at once" if num_slots > 1 else ""
     return [
         f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}{done}",
-        f"each trains {study.tokens:,.0f} tokens ({study.tokens_note}) in {min(steps):,} to {max(steps):,} steps; "
-        f"what counts is the {kind}",
-        f"learning rate: {number_text(origin.lr)} in force, constant, times factor^{LR_EXPONENTS[study.lr_rule]:g} "
-        f"({study.lr_rule}), times {', '.join(map(number_text, scales))}",
+        f"each trains {study.tokens:,.0f} tokens in {min(steps):,} to {max(steps):,} steps; what counts is the {kind}",
         *study.impossible,
         f"cost: {counted(num_todo, 'branch')}{at_once}, {total:,.0f} tokens, {predicted}",
     ]

@@ -233,7 +233,6 @@ class Study:
         directory: `RUN_DIR/cbs/STEP`.
         base_steps: steps of today's batch whose tokens every branch trains on.
         impossible: one line on each factor that no branch can have.
-        tokens_note: why this many tokens.
     """
 
     directory: Path
@@ -243,7 +242,6 @@ class Study:
     lr_rule: LrRule
     branches: Sequence[Branch]
     impossible: Sequence[str]
-    tokens_note: str
 
     @property
     def tokens(self) -> float:
@@ -310,9 +308,7 @@ def make_study(
     if len(batches) < 2:
         problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
         raise UserError("--factors", problem, "name others, such as 1,2,4")
-    base_steps, note = _base_steps(
-        origin, [batch.factor for batch in batches], tokens, (before or {}).get("base_steps")
-    )
+    base_steps = _base_steps(origin, [batch.factor for batch in batches], tokens, (before or {}).get("base_steps"))
     rule = lr_rule or ("linear" if origin.config.optimizer.name == "sgd" else "sqrt")
     branches = []
     for batch in batches:
@@ -320,7 +316,7 @@ def make_study(
         steps, scales = batch.steps(base_steps), sorted(set(map(float, lr_grid)))
         branches += [Branch(batch, scale, lr * scale, n, steps) for n in range(num_seeds) for scale in scales]
     is_held_out = origin.config.eval.holdout_fraction > 0
-    study = Study(directory, origin, base_steps, is_held_out, rule, branches, impossible, note)
+    study = Study(directory, origin, base_steps, is_held_out, rule, branches, impossible)
     if before is not None and (changed := [key for key, now in study.common.items() if before.get(key) != now]):
         listed = ", ".join(f"{key} {before.get(key)} (now {study.common[key]})" for key in changed)
         fix = "give the same options, or move the directory away"
@@ -328,19 +324,13 @@ def make_study(
     return study
 
 
-def _base_steps(origin: Origin, factors: Sequence[Fraction], tokens: int | None, before: int | None) -> tuple[int, str]:
-    """(today's steps, why so many)."""
+def _base_steps(origin: Origin, factors: Sequence[Fraction], tokens: int | None, before: int | None) -> int:
+    """Today's steps whose tokens every branch trains on."""
     if tokens is None and before is not None and before % _base_steps_unit(factors) == 0:
-        return before, "as many as the branches that are done"
-    per_step = origin.tokens_per_step
-    share, least = DEFAULT_SHARE * origin.tokens_seen, float(LEAST_STEPS * max(factors) * per_step)
-    if tokens is not None:
-        share, note = float(tokens), f"--tokens {tokens:,}, rounded up to whole steps of every batch"
-    elif least > share:
-        share, note = least, f"{LEAST_STEPS} steps of the largest batch"
-    else:
-        note = f"{DEFAULT_SHARE:.0%} of the {origin.tokens_seen:,} so far"
-    return base_steps_for(share, per_step, factors), note
+        return before
+    least = LEAST_STEPS * float(max(factors)) * origin.tokens_per_step
+    wanted = max(DEFAULT_SHARE * origin.tokens_seen, least) if tokens is None else tokens
+    return base_steps_for(wanted, origin.tokens_per_step, factors)
 
 
 def parse_numbers(option: str, text: str) -> list[Fraction]:

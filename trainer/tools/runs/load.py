@@ -121,8 +121,7 @@ class _Reader:
         self.restarts: list[Restart] = []
         self.steps_redone: list[int] = []
         self._num_lines = 0
-        self._num_other_versions = 0
-        self._num_damaged = 0
+        self._num_skipped = 0
         self._num_decreases = 0
         self._is_truncated = False
         self._first_error: tuple[int, PayloadError] | None = None
@@ -170,11 +169,8 @@ class _Reader:
     def _take_any(self, line: bytes) -> None:
         try:
             found = parse_line(strip_launcher_prefix(line.decode("utf-8").strip()))
-        except UnicodeDecodeError as error:
-            self._skip(PayloadError("line", f"not UTF-8 at byte {error.start}"))
-            return
-        except PayloadError as error:
-            self._skip(error)
+        except (PayloadError, UnicodeDecodeError) as error:
+            self._skip(error if isinstance(error, PayloadError) else PayloadError("line", "is not UTF-8"))
             return
         if found.global_step > MAX_STEP:
             self._skip(PayloadError("global_step", f"must be at most {MAX_STEP}"))
@@ -194,12 +190,8 @@ class _Reader:
         table.add(step, len(self.restarts), keys, values)
 
     def _skip(self, error: PayloadError) -> None:
-        if error.key == "schema_version":
-            self._num_other_versions += 1
-        else:
-            self._num_damaged += 1
-        if self._first_error is None:
-            self._first_error = self._num_lines, error
+        self._num_skipped += 1
+        self._first_error = self._first_error or (self._num_lines, error)
 
     def check_usable(self, path: Path, *, allow_empty: bool) -> None:
         """Refuse a file without a usable row.
@@ -219,13 +211,9 @@ class _Reader:
         found = []
         if self._is_truncated:
             found.append("skipped the last line, which is cut off: the run was killed or is still writing")
-        if self._num_other_versions:
-            number = counted(self._num_other_versions, "line")
-            found.append(f"skipped {number} of another schema version (this reader supports {SCHEMA_VERSION})")
-        if self._num_damaged:
-            assert self._first_error is not None
+        if self._first_error is not None:
             line, error = self._first_error
-            number = counted(self._num_damaged, "damaged line")
+            number = counted(self._num_skipped, "damaged line")
             found.append(f"skipped {number}, the first at line {line}: {error.key}: {error.reason}")
         replaced = self.train.num_replaced + self.evals.num_replaced
         if replaced:

@@ -10,7 +10,6 @@ import typer
 
 from trainer.cli.options import JsonOption, TrustOption, require_run, uncollected
 from trainer.cli.terminal import echo, output, print_json, writing
-from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.tools.branching.run_branches import BranchResult
@@ -48,8 +47,6 @@ def cbs(
     """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
     run = require_run(run_dir)
     with uncollected():
-        import torch
-
         from trainer.tools.branching.run_branches import STUDY_FILE, read_kept, slots
         from trainer.tools.branching.study import make_study, open_origin, parse_numbers, reserved
         from trainer.tools.pictures import check_picture
@@ -59,8 +56,6 @@ def cbs(
     path = find_checkpoint(run, at, option="--at")
     with writing(str(run / "cbs")), reserved(run):
         origin = open_origin(run, path, num_ranks=nproc, trust_code=trust_code)
-        if at is None:
-            echo(f"--at is not given: branching from the latest checkpoint, step {origin.step:,}", err=True)
         directory = run / "cbs" / str(origin.step)
         study = make_study(
             origin,
@@ -73,9 +68,6 @@ def cbs(
             before=read_kept(directory / STUDY_FILE),
         )
         environments = slots(origin.num_ranks, devices, parallel)
-        if devices is not None and not torch.cuda.is_available():
-            problem = "names CUDA devices, but torch finds none here"
-            raise UserError("--devices", problem, "leave it out; --parallel runs several at once on the CPU")
         _run(study, environments, asks=not yes and sys.stdin.isatty())
         _print(study, tolerance, out, as_json=as_json)
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from trainer.cli.options import JsonOption, RunsArgument
 from trainer.cli.terminal import COLOURS, output, print_json
 from trainer.errors import UserError
-from trainer.tools.fitted_table import Column, fitted_table, folded, needed_width
+from trainer.tools.fitted_table import Column, fitted_table, needed_width
 from trainer.wording import few, number_text
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from trainer.tools.report.seed_groups import Excess, SeedGroup
     from trainer.tools.runs.load import RunRecord
 
-KEY_WIDTH = 26  # of a folded key, so that a row of two runs fits into 80 characters
-NO_LIMIT = 10_000
 # By importance; of a narrow terminal the last are left out first.
 LOSSES = ("Held-out loss", "Final loss", "Best held-out loss", "Best loss")
 IF_ANY = ("Cold starts", "False evictions", "Rejected steps", "Restarts")
@@ -117,11 +115,7 @@ def _print_two(diagnoses: Sequence[Diagnosis], window: int | None) -> None:
     means = key_means(runs[0], runs[1], window=window)
     console.print(_config_table(runs))
     console.print(_outcome_table(diagnoses, window))
-    table = _means_table(runs, means, window)
-    # Where a line per key is too wide, keys and scatter are folded.
-    if console.measure(table, options=console.options.update(width=NO_LIMIT)).maximum > console.width:
-        table = _means_table(runs, means, window, is_folded=True)
-    console.print(table)
+    console.print(_means_table(runs, means, window))
 
 
 def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
@@ -175,9 +169,7 @@ def _fact_cell(fact: SummaryRow) -> Text:
     return Text.assemble(fact.text, (f"\n({fact.note})" if has_note else "", "dim"))
 
 
-def _means_table(
-    runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None, *, is_folded: bool = False
-) -> Table:
+def _means_table(runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
     """Keys that differ; bold where the difference exceeds both standard deviations together, which single values lack."""
     from trainer.tools.report.run_summary import end_of
 
@@ -188,15 +180,13 @@ def _means_table(
     for row in differing:
         scatter = [deviation for deviation in row.deviations if deviation is not None]
         is_large = bool(scatter) and row.difference is not None and abs(row.difference) > sum(scatter)
-        around = [f" ± {number_text(deviation)}" if deviation else "" for deviation in row.deviations]
         shown = [
-            "–" if mean is None else number_text(mean) + (text.replace(" ±", "\n±") if is_folded else text)
-            for mean, text in zip(row.means, around, strict=True)
+            "–" if mean is None else number_text(mean) + (f" ± {number_text(deviation)}" if deviation else "")
+            for mean, deviation in zip(row.means, row.deviations, strict=True)
         ]
         relative = f"{100 * row.relative:+.1f}" if row.relative is not None else ""
         difference = _signed(row.difference) if row.difference is not None else ""
-        key = folded(row.key, KEY_WIDTH) if is_folded else row.key
-        table.add_row(Text(key), *map(Text, shown), difference, relative, style="bold" if is_large else "")
+        table.add_row(Text(row.key), *map(Text, shown), difference, relative, style="bold" if is_large else "")
     if len(differing) < len(means):
         table.caption_justify = "left"
         table.caption = f"{len(means) - len(differing)} other keys have the same mean in both"

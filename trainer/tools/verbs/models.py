@@ -246,7 +246,7 @@ def export(
     if not target.absolute().parent.is_dir():
         raise UserError(out, "is in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
     if format in ("safetensors", "hf"):
-        from trainer.tools.trained.export import export_model
+        from trainer.tools.trained.saved_model import export_model
 
         with writing(out):
             saved = export_model(
