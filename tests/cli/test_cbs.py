@@ -182,9 +182,7 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
         (["--at", "9"], "--at: RUN has no checkpoint after step 9; use one of 4, 8, 12"),
         (["--factors", "1/16,1"], "fewer than two batches to compare; 1/16 of today's batch is impossible"),
         (["--factors", "1,none"], "--factors: 'none' is no positive number"),
-        (["--lr-grid", "0"], "--lr-grid: '0' is no positive number"),
         (["--devices", "0,0"], "--devices: '0,0' does not name different devices"),
-        (["--devices", "0,1,2", "--nproc", "2"], "in groups of 2, the ranks of a branch"),
         (["--out", "x.gif"], "--out: must end in .png or .svg"),
     ],
 )
@@ -196,14 +194,6 @@ def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, cap
     assert not list(trained.glob("cbs/*/*"))
 
 
-def test_a_run_without_checkpoints_is_refused_with_the_keys_that_keep_them(trained, capsys):
-    run_dir = copied(trained, "bare")
-    shutil.rmtree(run_dir / "checkpoints")
-    refused = program(["cbs", run_dir], capsys)
-    assert refused.returncode == 2
-    assert "has no complete checkpoint; name a run that has saved one: checkpoint.every, keep_last" in refused.stderr
-
-
 def test_a_run_that_is_still_trained_is_refused(trained, capsys):
     run_dir = copied(trained, "running")
     with (run_dir / ".lock").open("w") as lock:
@@ -212,17 +202,6 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
         refused = program(["cbs", run_dir, "--factors", "0"], capsys)
     assert refused.returncode == 2
     assert "is still being trained" in refused.stderr
-
-
-def test_a_second_call_at_the_same_time_is_refused(trained, capsys):
-    run_dir = copied(trained, "busy")
-    (run_dir / "cbs").mkdir(exist_ok=True)
-    with (run_dir / "cbs" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Another mistake, so that nothing would be trained if this one were not seen.
-        refused = program(["cbs", run_dir, "--factors", "0"], capsys)
-    assert refused.returncode == 2
-    assert "is in use by another run" in refused.stderr
 
 
 def test_included_sources_are_found_from_anywhere_and_keep_their_weight(tmp_path):

@@ -47,11 +47,6 @@ def test_the_restart_says_what_changed_in_both_records(resumed: Path) -> None:
     assert restart.details["changed"] == event["changed"]
 
 
-def test_the_warning_of_a_change_reaches_the_log_of_the_rank(resumed: Path) -> None:
-    log = (resumed / "changed" / "logs" / "rank_000.log").read_text()
-    assert log.count("WARNING resuming with another config: optimizer.lr: 0.01 -> 0.5") == 1
-
-
 def test_compare_names_a_setting_that_differed_for_some_of_the_steps(
     resumed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

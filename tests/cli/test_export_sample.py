@@ -81,13 +81,6 @@ def test_a_sample_that_fails_costs_the_samples_and_not_the_run(folder, tmp_path)
     assert "sample failed and is off from now on: GenerationError" in result.stderr
 
 
-def test_the_program_writes_the_prompt_and_what_follows(folder):
-    first = run("sample", folder / "run", "--prompt", "the ", "--bytes", "30", "--seed", "4")
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("the ")
-    assert first.stderr == ""
-
-
 def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
     def said(where, **changes):
         generate(folder / where, **changes)

@@ -32,13 +32,6 @@ def test_the_learning_rate_follows_the_batch_by_the_rule_of_the_optimizer(make_s
     assert {branch.lr for branch in study.branches if branch.batch.factor == 1} == {0.5e-3, 1e-3, 2e-3}
 
 
-def test_every_combination_is_a_branch_of_its_own(make_study):
-    study = make_study()
-    assert len(study.branches) == 3 * 3 * 2
-    assert len({branch.name for branch in study.branches}) == len(study.branches)
-    assert {branch.seed for branch in study.branches} == {0, 1}
-
-
 def test_the_tokens_are_a_share_of_the_run_so_far_or_enough_steps_of_the_largest_batch(make_study):
     short = make_study()
     assert short.tokens == 64_000  # 16 steps of the largest batch
