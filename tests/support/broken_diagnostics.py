@@ -49,16 +49,16 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.rank_reduction.rank_operations": "which keys are reduced; the same on all ranks",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.background.BackgroundSink._run": "holds a guard",
+    "trainer.extensions.mirror": "has faults of its own",
+    "trainer.extensions.contract_check": "refuses a model",
+    "trainer.extensions.batch_growth": "decides on the batch",
 }
 SHOWN = (
     "trainer.tools.verbs.records",
-    "trainer.ledger.probe",
+    "trainer.extensions",
     "trainer.objective.token_types",
-    "trainer.training.evaluation.sampler",
     "trainer.training.messages.summarize",
-    "trainer.training.progress",
     "trainer.training.run_dir.StatusKeeper",
-    "trainer.training.step.carry",
     "trainer.training.step.details",
     "trainer.data.mixing.pool.ActivePool.snapshot",
 )
@@ -288,8 +288,8 @@ def _called(directory: Path, world_size: int) -> dict[str, int]:
 
 def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begun) -> tuple[int | str, str]:
     from trainer.config.load import load_config
-    from trainer.tools.verbs.records import LiveVerdict
     from trainer.training.main import train
+    from trainer.training.setup.open_run import Launch
     from trainer.training.step.step import TrainStep
 
     said = directory / f"{name}.{rank}"
@@ -303,7 +303,7 @@ def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begu
     try:
         loaded = load_config(str(config), [])
         with replaced(Target("", TrainStep, "accumulate"), begun.mark):
-            code = train(loaded, config, str(directory / f"run {name}"), verdict_of=LiveVerdict)
+            code = train(loaded, Launch(config_path=config, run_dir=str(directory / f"run {name}")))
     except BaseException:  # noqa: BLE001 - the outcome is compared
         code = traceback.format_exc()
     sys.stderr.flush()

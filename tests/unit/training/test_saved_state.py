@@ -122,7 +122,7 @@ def test_any_other_value_anywhere_is_refused_in_one_line_or_restored(saved, data
         (("tracker", "tokens_seen"), None),
         (("tracker", "smoothed"), []),
         (("gns", "noise", "weight"), "x"),
-        (("spikes",), []),
+        (("extensions",), []),
         (("config",), "x"),
         (("evaluation_is_due",), 3),
     ],
