@@ -12,14 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
 from trainer.files import replacing
 from trainer.metrics.payload_contract import Mode
-
-if TYPE_CHECKING:
-    from trainer.tools.runs.load import RunRecord
 
 
 class _Block:
@@ -143,11 +139,11 @@ class Row:
     values: dict[str, float]
 
 
-def rows_of(run: RunRecord) -> list[Row]:
-    """All rows, ordered by step, training before evaluation."""
+def rows_of(train: RowTable, evals: RowTable) -> list[Row]:
+    """All rows of a run, ordered by step, training before evaluation."""
     rows: list[Row] = []
     modes: tuple[Mode, Mode] = ("train", "eval")
-    for mode, table in zip(modes, (run.train, run.evals), strict=True):
+    for mode, table in zip(modes, (train, evals), strict=True):
         by_step: dict[int, dict[str, float]] = {step: {} for step in table.steps}
         for key in table.keys:
             for step, value in zip(*table.column(key), strict=True):
@@ -156,7 +152,7 @@ def rows_of(run: RunRecord) -> list[Row]:
     return sorted(rows, key=lambda row: (row.step, row.mode == "eval"))
 
 
-def write_csv(run: RunRecord, path: Path) -> int:
+def write_csv(train: RowTable, evals: RowTable, path: Path) -> int:
     """Write `mode,global_step,<key>,...`, empty cells for absent keys; returns the number of rows.
 
     Numbers are written with `repr`, so that reading them back gives the same float64; NaN and infinities as nan, inf, -inf.
@@ -164,19 +160,19 @@ def write_csv(run: RunRecord, path: Path) -> int:
     Raises:
         OSError: the file cannot be written.
     """
-    rows = rows_of(run)
+    rows, keys = rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
     with replacing(path, follow=True) as raw:
         file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         writer = csv.writer(file)
-        writer.writerow(["mode", "global_step", *run.keys])
+        writer.writerow(["mode", "global_step", *keys])
         for row in rows:
-            cells = (repr(row.values[key]).removesuffix(".0") if key in row.values else "" for key in run.keys)
+            cells = (repr(row.values[key]).removesuffix(".0") if key in row.values else "" for key in keys)
             writer.writerow([row.mode, row.step, *cells])
         file.detach()  # flushes
     return len(rows)
 
 
-def write_parquet(run: RunRecord, path: Path) -> int:
+def write_parquet(train: RowTable, evals: RowTable, path: Path) -> int:
     """Write columns `mode`, `global_step` and one float64 column per key, null where absent; returns the number of rows.
 
     Raises:
@@ -189,12 +185,12 @@ def write_parquet(run: RunRecord, path: Path) -> int:
     except ImportError:
         fix = "run: pip install pyarrow, or use --format csv"
         raise UserError("--format parquet", "needs the package pyarrow, which is not installed", fix) from None
-    rows = rows_of(run)
+    rows, keys = rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
     columns = {
         "mode": pyarrow.array([row.mode for row in rows], pyarrow.string()),
         "global_step": pyarrow.array([row.step for row in rows], pyarrow.int64()),
     }
-    for key in run.keys:
+    for key in keys:
         # from_pandas=False keeps NaN apart from null.
         columns[key] = pyarrow.array([row.values.get(key) for row in rows], pyarrow.float64(), from_pandas=False)
     with replacing(path, follow=True) as file:

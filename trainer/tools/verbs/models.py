@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from trainer.config.data_tables import EvalSourceTable
     from trainer.model.generate import Draw
-    from trainer.tools.runs.load import RunRecord
+    from trainer.tools.runs.table import RowTable
     from trainer.tools.trained.saved_model import SavedModel
 
 ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
@@ -262,20 +262,23 @@ def export(
     writers = {"csv": write_csv, "parquet": write_parquet, "tensorboard": _write_tensorboard}
     run = load_run(run_dir)
     with writing(out):
-        count = writers[format](run, target)
+        count = writers[format](run.train, run.evals, target)
     for note in run.notes:
         echo(f"note: {note}", err=True)
     echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
 
 
-def _write_tensorboard(run: RunRecord, out: Path) -> int:
+def _write_tensorboard(train: RowTable, evals: RowTable, out: Path) -> int:
     from trainer.metrics.payload_contract import build_payload
     from trainer.metrics.sinks.tensorboard import TensorboardSink
     from trainer.tools.runs.table import rows_of
 
     shutil.rmtree(out, ignore_errors=True)
     failures: list[str] = []
-    sink, rows = TensorboardSink(out, on_event=lambda event: failures.append(str(event["error"]))), rows_of(run)
+    sink, rows = (
+        TensorboardSink(out, on_event=lambda event: failures.append(str(event["error"]))),
+        rows_of(train, evals),
+    )
     for row in rows:
         sink.log(build_payload(row.mode, row.step, row.values))
     sink.close()
