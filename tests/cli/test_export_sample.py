@@ -161,7 +161,7 @@ def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path, 
         table = [row for row in csv.DictReader(file) if row["mode"] == "train"]
     assert {int(row["global_step"]): float(row["loss"]) for row in table} == losses(folder / "run" / "metrics.jsonl")
     again = program(["export", folder / "run", "--format", "csv", "--out", out], capsys)
-    assert again.stderr == f"{out}: exists already; name another one, or add --force\n"
+    assert again.stderr == f"{out}: exists already; name another file, or add --force\n"
     foreign = program(["export", folder / "run", "--format", "safetensors", "--out", folder, "--force"], capsys)
     assert foreign.returncode == 2
     assert "with other files than an export" in foreign.stderr

@@ -88,7 +88,7 @@ def refuse_existing(out: str, *, force: bool) -> None:
         UserError: it exists.
     """
     if Path(out).exists() and not force:
-        raise UserError(out, "exists already", "name another one, or add --force")
+        raise UserError(out, "exists already", "name another file, or add --force")
 
 
 def put_text(text: str, out: str | None) -> None:
