@@ -91,7 +91,7 @@ def _run_to_end(run: Run) -> int:
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
             reason = run_loop(run)
-        run.at("end", run.position.step, may_wait=True)
+        run.watchdog.at("end", run.position.step, may_wait=True)
         state = "stopped" if reason.startswith("stopped") else FINISHED
         run.saver.close()
         # Stopped before the first step there is no checkpoint, and what follows in a script must not take it for done.
@@ -119,7 +119,7 @@ def _run_to_end(run: Run) -> int:
             run.watchdog.write(frames)
         raise RunFailed from error
     finally:
-        run.at("end", run.position.step, may_wait=True)
+        run.watchdog.at("end", run.position.step, may_wait=True)
         guard = run.diagnostics.best_effort
         run.extensions.call("before_output")
         if run.info.is_main:
