@@ -34,10 +34,9 @@ from trainer.import_path import PROGRAM
 from trainer.tools.branching.study import Branch, Study
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, write_tensors
-from trainer.training.checkpointing.tree import pack, unpack
-from trainer.training.parent import PARENT
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack, write_tensors
 from trainer.training.run_dir import FINISHED, RunDir
+from trainer.training.signals import PARENT
 from trainer.untrusted import open_plain, read_json
 
 STUDY_FILE, RESULT_FILE, ANSWER_FILE, OUTPUT_FILE = "study.json", "result.json", "cbs.json", "output.txt"

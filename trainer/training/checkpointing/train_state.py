@@ -111,3 +111,18 @@ class Position:
         self.skipped_in_a_row = int(saved.get("in_a_row", 0))
         if state.ledger is not None and "ledger" in saved:
             state.ledger.load_undrained(saved["ledger"])
+
+
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Of the CPU's generator and, where there is one, the device's; both are kept on the host, so nothing waits."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Go on from `generator_states`."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
