@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
-from trainer.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.model.families import DEFAULT
@@ -29,6 +29,22 @@ from trainer.training.checkpointing.tensor_files import DamagedFile
 from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_PARTS = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+)
+"""What `transformers` reads beside a tokenizer.json, of which it makes the same tokenizer."""
 HUGGING_FACE_CONFIG, CARD = "config.json", "README.md"
 SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
 _USE = """\
@@ -221,6 +237,22 @@ def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int
     check_fit(model, weights, key=str(source), path="the file")
     model.load_state_dict(dict(weights))
     return model
+
+
+def copy_tokenizer(path: Path, directory: Path) -> None:
+    """Copy a tokenizer.json, and what belongs to it, for `AutoTokenizer`.
+
+    Without a `tokenizer_config.json`, `transformers` would take the tokenizer of the model's family and give it special tokens,
+    the first of which gets the id that begins documents; one that names no family is written then.
+    """
+    shutil.copyfile(path, directory / "tokenizer.json")
+    for part in (path.with_name(name) for name in TOKENIZER_PARTS if path.name == "tokenizer.json"):
+        if part.is_dir():
+            shutil.copytree(part, directory / part.name)
+        elif part.exists():
+            shutil.copyfile(part, directory / part.name)
+    if not (directory / TOKENIZER_CONFIG).exists():
+        write_file(directory / TOKENIZER_CONFIG, '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
 
 
 def export_model(

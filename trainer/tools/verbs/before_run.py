@@ -110,7 +110,7 @@ def _num_bytes(streams: Any) -> int:
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
-    from trainer.data.streams.layout import refuse_empty
+    from trainer.data.layout import refuse_empty
     from trainer.storage import Storage, is_url
     from trainer.training.checkpointing.resume_checks import check_resume
 
@@ -205,7 +205,7 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
     from trainer.import_path import format_error
     from trainer.metrics.logger import get_logger
-    from trainer.tools.check.memory import predict_memory, resident_bytes
+    from trainer.tools.memory import predict_memory, resident_bytes
     from trainer.training.setup.plausible import memory_bytes
     from trainer.training.setup.sharding import bypassed
 
@@ -304,7 +304,7 @@ def doctor(
 ) -> None:
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
     nothing could be checked."""
-    from trainer.config.overrides import parse_value
+    from trainer.config.load import parse_value
     from trainer.config.schema import ModelTable
     from trainer.contracts import check_model
     from trainer.training.setup.plan import build_model

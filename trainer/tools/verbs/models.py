@@ -99,7 +99,7 @@ def _text_pieces(
     device: torch.device,
 ) -> Iterator[str]:
     """The generated text, piece by piece, up to the requested length."""
-    from trainer.data.text_stream import TextStream, prompt_ids
+    from trainer.data.tokenizer import TextStream, prompt_ids
     from trainer.model.generate import generate
 
     is_text = saved.tokenizer.name != "ids"
@@ -290,11 +290,11 @@ def _write_tensorboard(train: RowTable, evals: RowTable, out: Path) -> int:
 
 def _is_export(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
-    from trainer.data.tokenizer import PARTS
+    from trainer.tools.trained.saved_model import TOKENIZER_PARTS
 
     own = {"model.safetensors", "config.toml", "README.md", "config.json", "generation_config.json", "tokenizer.json"}
     names = {path.name for path in directory.iterdir()}
     card = directory / "README.md"  # a folder of someone else's model may have the same files
-    if names and names <= own | set(PARTS):
+    if names and names <= own | set(TOKENIZER_PARTS):
         return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
     return all(name.startswith("events.out.tfevents.") for name in names)
