@@ -53,7 +53,7 @@ NOT_DIAGNOSTIC = {
     "trainer.extensions.batch_growth": "decides on the batch",
 }
 SHOWN = (
-    "trainer.tools.verbs.diagnosis",
+    "trainer.tools.verbs.records",
     "trainer.extensions",
     "trainer.objective.token_types",
     "trainer.training.messages.summarize",
