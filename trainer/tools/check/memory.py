@@ -25,13 +25,14 @@ from trainer.distributed.env import RankInfo
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.blocks import use_kernels
 from trainer.model.scan.fused import HAS_TRITON
+from trainer.model.weights import tied_names
 from trainer.shards import own_part
 from trainer.tools.check.live_bytes import LiveBytes
 from trainer.training.setup.data import max_tokens_per_micro
 from trainer.training.setup.parts import autocast_context, in_cells, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import ledger_bytes
-from trainer.training.setup.sharding import average_over_ranks, make_empty, mesh_shape, run_mesh, shard_over
+from trainer.training.setup.sharding import average_over_ranks, mesh_shape, run_mesh, shard_over
 from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import StepSettings, TrainStep
@@ -96,7 +97,7 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
         if model is None:
             model = make_model(config, config.model, plan.vocab_size)
         else:
-            make_empty(model, CPU)
+            _make_empty(model)
         if HAS_TRITON and _is_for_cuda(plan):
             use_kernels(model)
         sizes = [live.now]
@@ -141,6 +142,15 @@ def _sharded_on_meta(plan: Plan, mesh: DeviceMesh) -> nn.Module:
         model = make_model(config, config.model, plan.vocab_size)
     shard_over(mesh, model, config)
     return model
+
+
+def _make_empty(model: nn.Module) -> None:
+    """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
+    tied = tied_names(model)
+    model.to_empty(device=CPU)
+    for name, owner in tied.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, model.get_parameter(owner))
 
 
 @contextmanager

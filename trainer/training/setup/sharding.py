@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.config.schema import DistributedTable, RunConfig
 from trainer.distributed.env import RankInfo, num_nodes
@@ -23,12 +23,9 @@ from trainer.distributed.strategy import (
 )
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.model.deferred.build import record
-from trainer.model.deferred.steps import NotReplayable, replay
 from trainer.model.headless import output_layer, run_few_tokens
 from trainer.model.protocol import ModelOutput
-from trainer.model.weights import tied_names
-from trainer.shards import is_dtensor, own_part, own_rows
+from trainer.shards import is_dtensor
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -84,42 +81,14 @@ def sharded_model(
 ) -> nn.Module:
     """The model that `build` makes, sharded over the mesh, with the weights that it would have on a single rank.
 
-    Its construction is recorded and replayed tensor by tensor, so that the whole model exists nowhere. One that cannot be
-    replayed is built on the host, whole on each rank, and then sharded.
+    Each rank builds the whole model in the host's memory, keeps its own rows and frees the rest.
 
     Raises:
         UserError: the model cannot be built, or its blocks are not known.
     """
-    try:
-        model, made = record(build)
-    except NotReplayable as reason:
-        model = build()  # which says what is wrong, if something is
-        logger.info("each rank builds the whole model in the host's memory before it is sharded: %s", reason)
-        shard_over(mesh, model, config)
-        return model.to(device)
+    model = build()
     shard_over(mesh, model, config)
-    make_empty(model, device)
-    places = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-    @torch.no_grad()
-    def keep(name: str, whole: Tensor) -> None:
-        place = places[name]
-        own_part(place).copy_(own_rows(whole, place) if is_dtensor(place) else whole)
-
-    replay(made, keep)
-    return model
-
-
-def make_empty(model: nn.Module, device: torch.device) -> None:
-    """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
-    tied = tied_names(model)
-    model.to_empty(device=device)
-    for name, owner in tied.items():
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, model.get_parameter(owner))
+    return model.to(device)
 
 
 def shard_over(mesh: DeviceMesh, model: nn.Module, config: RunConfig) -> None:
