@@ -42,7 +42,7 @@ from trainer.metrics.noise_scale.components import Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.metrics.noise_scale.square_norm import square_norm
-from trainer.model.build import build
+from trainer.model import build
 
 VOCAB = 256
 GOAL = 1.02

@@ -10,7 +10,7 @@ import torch
 from tests.support.gloo import run_on_ranks
 from trainer.distributed.strategy import with_ddp
 from trainer.metrics.rank_reduction import reduce_over_ranks
-from trainer.model.build import build
+from trainer.model import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training.step.details import StepDetails

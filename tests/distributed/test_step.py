@@ -12,7 +12,7 @@ from tests.support.gloo import run_on_ranks
 from trainer.distributed.strategy import GradientAveraging, with_ddp
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model.build import build
+from trainer.model import build
 from trainer.objective.compose import Objective
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.step import StepOutcome, StepSettings, TrainStep

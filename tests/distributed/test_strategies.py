@@ -390,7 +390,7 @@ def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(config, tmp_path,
 
 WATCHED = """
 import torch
-from trainer.model.build import build as build_reference
+from trainer.model import build as build_reference
 from trainer.training import loop
 from trainer.training.step.on_device import HostCopy
 

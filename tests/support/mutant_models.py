@@ -23,8 +23,7 @@ from tests.support.honest_models import (
     NestedLstm,
     Transformer,
 )
-from trainer.model.blocks import Block
-from trainer.model.encoder import RecurrentEncoder
+from trainer.model.encoder import Block, RecurrentEncoder
 from trainer.model.protocol import ModelOutput
 
 

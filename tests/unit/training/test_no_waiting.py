@@ -25,7 +25,7 @@ from trainer.config.load import load_config
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.per_layer import PerLayer
-from trainer.model.build import build
+from trainer.model import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training import loop

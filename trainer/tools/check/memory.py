@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.distributed.env import RankInfo
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model.blocks import use_kernels
-from trainer.model.scan.fused import HAS_TRITON
+from trainer.model.encoder import use_kernels
+from trainer.model.recurrence import HAS_TRITON
 from trainer.model.weights import tied_names
 from trainer.shards import own_part
 from trainer.tools.check.live_bytes import LiveBytes

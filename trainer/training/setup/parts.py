@@ -21,9 +21,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.cellwise import Cellwise
-from trainer.model.headless import Headless, output_layer, refuse_more_than_a_head
-from trainer.model.recompute import recompute_blocks
+from trainer.model.wrappers import Cellwise, Headless, output_layer, recompute_blocks, refuse_more_than_a_head
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Loss, Objective

@@ -23,8 +23,8 @@ from trainer.distributed.strategy import (
 )
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.model.headless import output_layer, run_few_tokens
 from trainer.model.protocol import ModelOutput
+from trainer.model.wrappers import output_layer, run_few_tokens
 from trainer.shards import is_dtensor
 from trainer.wording import counted
 
