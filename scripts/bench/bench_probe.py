@@ -21,6 +21,7 @@ from trainer_run import ALONE, CONFIG, write_corpus
 
 from trainer.config.load import load_config
 from trainer.config.schema import LedgerTable
+from trainer.distributed.strategy import Strategy
 from trainer.training.checkpointing.train_state import Position
 from trainer.training.loop import run_loop
 from trainer.training.run_dir import RunDir
@@ -57,7 +58,11 @@ def rows_of(plan: Plan, folder: Path, device: torch.device) -> list[dict[str, fl
     ):
         state = make_state(plan, ALONE, device)
         stop = StopRequest(lambda name: None)
-        run_loop(open_run(plan, state, Position.of(state), ALONE, device, run_dir, stop=stop, stack=stack))
+        run_loop(
+            open_run(
+                plan, state, Position.of(state), ALONE, device, run_dir, strategy=Strategy(), stop=stop, stack=stack
+            )
+        )
         if state.gns is not None:
             state.gns.close()
     lines = run_dir.metrics.read_text(encoding="utf-8").splitlines()

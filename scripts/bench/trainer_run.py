@@ -13,6 +13,7 @@ import torch
 
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.training.checkpointing.train_state import Position
 from trainer.training.loop import run_loop
 from trainer.training.run_dir import RunDir
@@ -134,7 +135,15 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, each_step: EachS
     ):
         state = with_noise_scale(make_state(plan, ALONE, device), plan.config, ALONE)
         run = open_run(
-            plan, state, Position.of(state), ALONE, device, run_dir, stop=StopRequest(lambda name: None), stack=stack
+            plan,
+            state,
+            Position.of(state),
+            ALONE,
+            device,
+            run_dir,
+            strategy=Strategy(),
+            stop=StopRequest(lambda name: None),
+            stack=stack,
         )
         run_loop(dataclasses.replace(run, progress=each_step))  # type: ignore[arg-type]
         if state.gns is not None:

@@ -19,8 +19,8 @@ from tests.support.runs import losses, write_tiny_config
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo, pick_backend
-from trainer.distributed.strategy import make_mesh, sharded_averaging
-from trainer.shards import is_dtensor, own_part
+from trainer.distributed.shards import Layout, is_dtensor, own_part
+from trainer.distributed.strategy import Sharded
 from trainer.training.checkpointing.train_state import Position
 from trainer.training.loop import run_loop
 from trainer.training.run_dir import RunDir
@@ -47,14 +47,17 @@ def group(device: torch.device) -> Iterator[None]:
 def train_sharded(path: Path, config: RunConfig, run_dir: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """Train with the model in shards; gives the weights."""
     plan = make_plan(config, path, 1)
-    mesh = make_mesh(world_size=1, replicas=1, device=device)
-    state = with_noise_scale(make_state(plan, ALONE, device, mesh), config, ALONE)
+    half = torch.bfloat16 if config.train.precision == "bf16" else None
+    strategy = Sharded(Layout(1, 1), device=device, param_dtype=half)
+    state = with_noise_scale(make_state(plan, ALONE, device, strategy), config, ALONE)
     assert all(is_dtensor(parameter) for parameter in state.model.parameters())
     record = RunDir(run_dir)
     record.create()
     with ExitStack() as stack:
         stop = StopRequest(lambda name: None)
-        run = open_run(plan, state, Position.of(state), ALONE, device, record, mesh=mesh, stop=stop, stack=stack)
+        run = open_run(
+            plan, state, Position.of(state), ALONE, device, record, strategy=strategy, stop=stop, stack=stack
+        )
         assert run_loop(run) == "all steps are done"
         if state.gns is not None:
             state.gns.close()
@@ -79,14 +82,14 @@ def test_a_sharded_run_trains_as_the_whole_model_does(tmp_path: Path, device: to
 def test_sharded_gradients_do_not_make_the_host_wait(tmp_path: Path, device: torch.device) -> None:
     path = write_tiny_config(tmp_path)
     plan = make_plan(load_config(path, settings(device, *SETS)), path, 1)
-    mesh = make_mesh(world_size=1, replicas=1, device=device)
-    model = make_state(plan, ALONE, device, mesh).model
-    averaging = sharded_averaging(model, mesh, keeps_whole=False)
+    strategy = Sharded(Layout(1, 1), device=device)
+    model = make_state(plan, ALONE, device, strategy).model
+    strategy.wrap(model, model)
     tokens = torch.randint(0, 99, (4, 16), generator=torch.Generator().manual_seed(0)).to(device)
     for number in range(3):
         with synchronization_forbidden(device) if number else nullcontext():
-            with averaging.no_sync():
+            with strategy.no_sync():
                 model(tokens=tokens, state=None).logits.float().square().mean().backward()
             model(tokens=tokens, state=None).logits.float().square().mean().backward()
-            averaging.refuse_unreduced()
+            strategy.refuse_unreduced()
     assert all(parameter.grad is not None and is_dtensor(parameter.grad) for parameter in model.parameters())

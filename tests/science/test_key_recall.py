@@ -19,6 +19,7 @@ import torch
 from tests.support.runs import ROOT, read_rows, run
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.tools.corpus.key_recall import REVEALED, build_key_recall
 from trainer.tools.diagnostics.diagnose import diagnose
@@ -99,7 +100,15 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
     state = make_state(plan, info, device)
     stack = ExitStack()
     training = open_run(
-        plan, state, Position.of(state), info, device, run_dir, stop=StopRequest(lambda name: None), stack=stack
+        plan,
+        state,
+        Position.of(state),
+        info,
+        device,
+        run_dir,
+        strategy=Strategy(),
+        stop=StopRequest(lambda name: None),
+        stack=stack,
     )
     oracle = StaleOracle(config.ledger.stale_threshold)
     answers: list[tuple[float, float]] = []

@@ -44,7 +44,7 @@ from trainer.training.setup.open_run import open_run
 from trainer.training.setup.parts import make_state, with_noise_scale
 from trainer.training.setup.plan import Plan, begin_from_weights, make_plan, width_of
 from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.sharding import refuse_bypassed_units, run_mesh
+from trainer.training.setup.sharding import make_strategy, refuse_bypassed_units
 from trainer.training.setup.tokens import Stopped, tokenize_once
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.schedule import Length
@@ -149,10 +149,10 @@ def _train_in_group(
     with ExitStack() as stack:
         run_dir, found, claimed = _place(plan, given, info, stack)
         data = check_data(plan, found[1] if found is not None else None, info, data_policy)
-        mesh = run_mesh(config, info, device)
+        strategy = make_strategy(config, info, device)
         with raise_on_all_ranks(world_size=info.world_size):
-            state = make_state(plan, info, device, mesh)
-        refuse_bypassed_units(state.model, device, seq_len=config.data.seq_len)
+            state = make_state(plan, info, device, strategy)
+        refuse_bypassed_units(strategy, state.model, device, seq_len=config.data.seq_len)
         state = with_noise_scale(state, config, info)
         if state.gns is not None:
             stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
@@ -171,7 +171,7 @@ def _train_in_group(
             if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
                 run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
             return 0
-        contract = _checked_contract(plan, state.model if mesh is None else None, info, device, position.step)
+        contract = _checked_contract(plan, strategy.whole(state.model), info, device, position.step)
         run_dir = _begin_record(info, run_dir, stack, position.step)
         mirror = None
         if claimed is not None:
@@ -184,7 +184,7 @@ def _train_in_group(
             info,
             device,
             run_dir,
-            mesh=mesh,
+            strategy=strategy,
             fingerprint=data.now,
             eval_sets=sets,
             resumed=found,

@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.distributed.shards import is_dtensor
 from trainer.metrics.catalog.rows_gns import ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
 from trainer.metrics.noise_scale.leaves import find_leaves
 from trainer.metrics.noise_scale.square_norm import square_norm
-from trainer.shards import is_dtensor
 
 log = logging.getLogger(__name__)
 

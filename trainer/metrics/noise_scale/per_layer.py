@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.distributed.shards import is_dtensor, own_part
 from trainer.errors import UserError
 from trainer.metrics.noise_scale.estimate import (
     KAPPA,
@@ -40,7 +41,6 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.layer_names import as_segment, grouped
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.metrics.noise_scale.weight_sample import WeightSample, sample_limit
-from trainer.shards import is_dtensor, own_part
 
 WHAT = ("grad_norm", "update_ratio", "b_simple")
 NUM_MEASURED = 0  # place of the sum to which each rank that has measured adds 1

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer.distributed.shards import is_dtensor, own_part, own_range
 from trainer.errors import UserError
-from trainer.shards import is_dtensor, own_part, own_range
 
 MOST_PER_TENSOR = 16_384
 MOST_IN_ALL = 2**20  # so that neither memory nor time grows with the model

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from torch import nn
 from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint
 from trainer.data.loader import Loader
-from trainer.distributed.agree import gather_from_ranks, most_of_ranks, raise_on_all_ranks
+from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.extensions.profile.step_profile import StepProfile
 from trainer.ledger.probe import CarryProbe
@@ -48,7 +49,6 @@ from trainer.training.setup.parts import (
     model_and_loss,
 )
 from trainer.training.setup.plan import Plan
-from trainer.training.setup.sharding import average_over_ranks
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest
 from trainer.training.step.batch_growth import BatchGrowth
@@ -60,9 +60,6 @@ from trainer.training.step.schedule import make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
 from trainer.wording import few
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = get_logger(__name__)
 
@@ -77,7 +74,7 @@ def open_run(
     *,
     stop: StopRequest,
     stack: ExitStack,
-    mesh: DeviceMesh | None = None,
+    strategy: Strategy,
     stdout: Output | None = None,
     fingerprint: Fingerprint | None = None,
     eval_sets: Sequence[EvalSet] = (),
@@ -90,7 +87,6 @@ def open_run(
 
     Args:
         stack: closes what is opened here.
-        mesh: over which the model's parameters are sharded.
         stdout: for payloads; None: the standard output as it is.
         fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
         eval_sets: what an evaluation reads.
@@ -99,7 +95,7 @@ def open_run(
         verdict: gives the words on the run's health that stand beside the progress bar.
         on_published: see `Saver`.
     """
-    build = _RunBuilder(plan, state, position, info, device, run_dir, stack, mesh)
+    build = _RunBuilder(plan, state, position, info, device, run_dir, stack, strategy)
     config, diagnostics = plan.config, state.tracker.diagnostics
     events: EventWriter | None = None
     wandb_run_id: str | None = None
@@ -109,8 +105,8 @@ def open_run(
             wandb_run_id = build.record(events, stdout or sys.stdout, resumed, describe)
             announce(plan, state, device, run_dir)
     stack.callback(state.tracker.close)
-    if config.train.compile and mesh is None:
-        state.model.compile()
+    if config.train.compile:
+        strategy.compile(state.model)
     # What a row is run through; everything that keeps or shows the model has the model itself.
     cell_model, loss = model_and_loss(state.model, config, device)
     row_model = in_cells(cell_model, config)
@@ -188,7 +184,7 @@ class _RunBuilder:
     device: torch.device
     run_dir: RunDir
     stack: ExitStack
-    mesh: DeviceMesh | None
+    strategy: Strategy
 
     @property
     def config(self) -> RunConfig:
@@ -197,11 +193,6 @@ class _RunBuilder:
     @property
     def diagnostics(self) -> Diagnostics:
         return self.state.tracker.diagnostics
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether a forward of one rank waits for the others, which hold shards of the model."""
-        return self.mesh is not None
 
     def events(self) -> EventWriter:
         """Of rank 0; what the guards have to say goes there too."""
@@ -258,9 +249,8 @@ class _RunBuilder:
 
     def train_step(self, row_model: nn.Module, loss: Loss) -> TrainStep:
         state, config = self.state, self.config
-        model, averaging = average_over_ranks(row_model, state.model, config, self.info, self.device, self.mesh)
         return TrainStep(
-            model=model,
+            model=self.strategy.wrap(row_model, state.model),
             ledger=state.ledger,
             objective=loss,
             optimizer=state.optimizer,
@@ -271,7 +261,7 @@ class _RunBuilder:
                 max_tokens_per_micro=max_tokens_per_micro(self.plan),
                 clip_grad_norm=config.train.clip_grad_norm,
             ),
-            averaging=averaging,
+            strategy=self.strategy,
             world_size=self.info.world_size,
             device=self.device,
             autocast=autocast_context(config, self.device),
@@ -313,7 +303,7 @@ class _RunBuilder:
             ),
             reading=lambda: loader.reading,
             is_asked=lambda: stop.is_heard or stop.requested,
-            groups=self.mesh.get_all_groups() if self.mesh is not None else (),
+            groups=self.strategy.groups,
         )
         self.stack.callback(watchdog.close)
         return watchdog
@@ -368,13 +358,12 @@ class _RunBuilder:
         table = self.config.ledger
         if self.state.ledger is None or not table.probe_every:
             return None
-        agree = partial(most_of_ranks, device=self.device, world_size=self.info.world_size)
         probe = CarryProbe(
             row_model,
             token_loss=lambda output, targets: loss(output, targets).token_loss,
             cells=table.probe_cells,
             cell_tokens=self.config.row_tokens,
-            agree=(lambda number: agree(number)[0]) if self.in_lockstep else None,
+            agree=self.strategy.most,
             autocast=autocast_context(self.config, self.device),
         )
         return StepProbe(probe, ledger=self.state.ledger, tracker=self.state.tracker, device=self.device)
@@ -396,12 +385,12 @@ class _RunBuilder:
             self.device,
             self.diagnostics,
             sets,
-            in_lockstep=self.in_lockstep,
+            most=self.strategy.most,
         )
 
     def sampler(self, events: EventWriter | None) -> Sampler | None:
         """Rank 0's; of a model in shards every rank has one, which sends nothing elsewhere."""
-        if not self.config.sample.every or (events is None and not self.in_lockstep):
+        if not self.config.sample.every or not self.strategy.runs_on(self.info.rank):
             return None
         return Sampler(
             model=self.state.model,

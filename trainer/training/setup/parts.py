@@ -6,8 +6,6 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from torch import nn
 from trainer.config.rules import check_state_rules, largest_batch
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.per_layer import PerLayer
@@ -29,29 +28,27 @@ from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.sharding import sharded_model
+from trainer.training.setup.sharding import shard_model
 from trainer.training.step.optimizer import build_optimizer, group_names
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_state(plan: Plan, info: RankInfo, device: torch.device, mesh: DeviceMesh | None = None) -> TrainState:
+def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy | None = None) -> TrainState:
     """Everything of a run that has a state, on this rank, as it is before the first step; `with_noise_scale` adds what is left.
 
     Args:
-        mesh: over which the parameters are sharded; None: every rank has all of them.
+        strategy: None: every rank has all of the parameters.
 
     Raises:
         UserError: something of the user's cannot be used.
     """
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    build = partial(make_model, config, config.model, plan.vocab_size)
-    model = build().to(device) if mesh is None else sharded_model(build, mesh, config, device)
+    model = make_model(config, config.model, plan.vocab_size)
+    shard_model(strategy or Strategy(), model, config)
+    model = model.to(device)
     check_state_rules(config, width_of(model))
     if not plan.has_built_in_model:  # whose needs were not known before
         refuse_unmet(plan.unmet_needs(device, model=model))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.shards import gathered, is_dtensor, own_part, own_rows
+from trainer.distributed.shards import gathered, layout_of, own_part, own_rows
 
 
 class Skipping(torch.optim.Optimizer):
@@ -69,7 +69,7 @@ class SkippingMuon(Skipping, torch.optim.Muon):
         self.keep_buffers()
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        if not is_dtensor(parameter):
+        if layout_of([parameter]) is None:
             super()._step_one(parameter, group)
             return
         # As torch's: the momentum is that of each element, so that one matrix alone is gathered.

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from trainer.config.schema import OptimizerTable
+from trainer.distributed.shards import layout_of
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
-from trainer.shards import is_dtensor
 from trainer.training.step.muon import MuonWithAdamW, SkippingSGD
 from trainer.training.step.schedule import LR_SCALE
 from trainer.wording import counted, few
@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
         return MuonWithAdamW(matrices, others, lr=table.lr, momentum=table.momentum, adamw=adamw)
     if table.name == "sgd":
         sgd: dict[str, Any] = {"momentum": table.momentum, "nesterov": table.momentum > 0}
-        shards = any(is_dtensor(parameter) for group in groups for parameter in group["params"])
+        shards = layout_of(parameter for group in groups for parameter in group["params"]) is not None
         optimizer = (
             SkippingSGD(groups, lr=table.lr, **sgd)
             if shards

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
-from trainer.distributed.strategy import GradientAveraging
+from trainer.distributed.shards import own_part
+from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import BIG_NOISE, FAULTS, KAPPA, NUM_SUMS, RANKS
@@ -38,7 +39,6 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.noise_scale.per_layer import NUM_MEASURED, PerLayer
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
-from trainer.shards import is_dtensor
 from trainer.training.step.carry import StepProbe
 from trainer.training.step.components import equations_of, no_equations, split
 from trainer.training.step.details import StepDetails
@@ -114,7 +114,7 @@ class TrainStep:
         per_layer: measures the layers on steps that log; None if it is off.
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
-        averaging: of the gradients over ranks; None on a single rank.
+        strategy: how gradients are averaged over ranks; None on a single rank.
         autocast: makes the context in which forward and loss run.
         diagnostics: guards of the noise scale, of a step's layers and details and of its probe: their failure costs them,
             never the step.
@@ -132,7 +132,7 @@ class TrainStep:
         scaler: torch.amp.GradScaler,
         settings: StepSettings,
         per_layer: PerLayer | None = None,
-        averaging: GradientAveraging | None = None,
+        strategy: Strategy | None = None,
         world_size: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
@@ -148,8 +148,7 @@ class TrainStep:
         self._measures_layers = False
         self._scaler = scaler
         self._clip_grad_norm = settings.clip_grad_norm
-        self._no_sync = nullcontext if averaging is None else averaging.no_sync
-        self._refuse_unreduced = None if averaging is None else averaging.refuse_unreduced
+        self._strategy = strategy or Strategy()
         self._world_size = world_size
         self._device = device
         self._autocast = autocast
@@ -160,8 +159,6 @@ class TrainStep:
         self._probe_guard = diagnostics.best_effort("carry probe")
         self._clock = clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._has_shards = any(map(is_dtensor, self._parameters))
-        self._copies = 1 if averaging is None else averaging.copies
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
         self._max_tokens_per_micro = settings.max_tokens_per_micro
         self._kappa = 1.0 / settings.max_tokens_per_micro  # of the step that accumulates
@@ -220,7 +217,7 @@ class TrainStep:
                 state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
                 if probe is not None:
                     self._probe_guard.run(probe.measure, micro, carry, state)
-            with nullcontext() if is_last else self._no_sync():
+            with nullcontext() if is_last else self._strategy.no_sync():
                 with self._autocast():
                     output = self._model(**micro.inputs, state=state)
                     result = self._objective(output.logits, micro.targets, meta=micro.meta)
@@ -273,8 +270,7 @@ class TrainStep:
         Raises:
             UserError: the gradient is not averaged, since a parameter had no part in it.
         """
-        if self._refuse_unreduced is not None:
-            self._refuse_unreduced()
+        self._strategy.refuse_unreduced()
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
         votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, save_due, spiked, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
@@ -286,14 +282,12 @@ class TrainStep:
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
         used = [p for p in self._parameters if p.grad is not None]
-        gradients: list[Any] = [p.grad for p in used]
-        if self._has_shards:
-            gradients = [gradient.to_local() for gradient in gradients]
+        gradients = [own_part(p.grad) for p in used if p.grad is not None]
         squares = [square_norm(gradient) for gradient in gradients]
         if self._per_layer is not None and self._measures_layers:
             self._per_layer_guard.run(self._per_layer.before_update, dict(zip(used, squares, strict=True)))
         own_sq = torch.stack(squares).sum()
-        packed = torch.cat([packed, own_sq.reshape(1) / self._copies])
+        packed = torch.cat([packed, own_sq.reshape(1) / self._strategy.copies])
         if self._world_size > 1:
             dist.all_reduce(packed)
         # Copied before the optimizer's work is queued, for which `finish` then does not wait.

@@ -1,0 +1,94 @@
+"""Tensors of which each rank holds some rows, as FSDP2 keeps parameters, gradients and optimizer state (a DTensor).
+
+Each function also takes a whole tensor, which is its own and only part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+
+from torch import Tensor, nn
+
+from trainer.wording import counted
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Layout(NamedTuple):
+    """How parameters are laid out over the ranks: `replicas` copies of `shards` parts, one part per rank."""
+
+    replicas: int
+    shards: int
+
+    def __str__(self) -> str:
+        shards = counted(self.shards, "shard")
+        return shards if self.replicas == 1 else f"{self.replicas} replicas of {shards}"
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """As `isinstance`, without an import that takes a quarter of a run's start: who has a DTensor has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
+    """How a model's parameters are laid out, by the first that is in shards; None if each rank holds them whole."""
+    mesh = next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
+    return None if mesh is None else Layout(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size(mesh.ndim - 1))
+
+
+def own_range(tensor: Tensor) -> tuple[int, int]:
+    """The rows [start, stop) of the whole tensor that this rank holds."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not is_dtensor(tensor):
+        return 0, rows
+    mesh = tensor.device_mesh
+    most = -(-rows // mesh.size(mesh.ndim - 1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * most, rows)
+    return start, min(start + most, rows)
+
+
+def own_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank would hold if it were laid out as `like` is."""
+    if not is_dtensor(like):
+        return whole
+    start, stop = own_range(like)
+    return whole[start:stop]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def as_shard(own: Tensor, like: Tensor) -> Tensor:
+    """The tensor, laid out as `like` is, of which this rank holds `own`; in the same memory, with the type of `own`."""
+    if not is_dtensor(like):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def gathered(own: Tensor, like: Tensor) -> Tensor:
+    """The whole tensor of which this rank holds the part that it holds of `like`. Every rank must call it."""
+    shard = as_shard(own, like)
+    return shard.full_tensor() if is_dtensor(shard) else shard
+
+
+def saving_ranks(model: nn.Module) -> list[int]:
+    """The ranks that save a part of the model: 0, or those of the first replica."""
+    layout = layout_of(model.parameters())
+    return list(range(1 if layout is None else layout.shards))
+
+
+def part_to_save(tensor: Tensor, rank: int) -> tuple[Tensor, int] | None:
+    """The rows that this rank saves of a tensor, and the first one's place; None: nothing. Rank 0 saves what is whole."""
+    start, stop = own_range(tensor)
+    saves = start < stop if is_dtensor(tensor) else rank == 0
+    return (own_part(tensor), start) if saves else None
