@@ -95,7 +95,7 @@ test-faults: setup
 	@$(BIN)/python -m pytest $(addprefix tests/distributed/test_,cut_data.py run_dir_faults.py data_change.py)
 	@$(BIN)/python scripts/make_fault_table.py
 
-# One module against its tests: make mutants MODULE=trainer/metrics/spikes.py TESTS=tests/unit/metrics/test_spikes.py
+# One module against its tests: make mutants MODULE=trainer/extensions/spikes.py TESTS=tests/unit/metrics/test_spikes.py
 mutants: setup
 	$(call install,-e '.[mutants]')
 	@$(BIN)/python scripts/mutate.py $(MODULE) $(TESTS)

@@ -38,9 +38,9 @@ import torch
 from bench_table import Figure, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
+from trainer.extensions.per_layer import PerLayer
 from trainer.metrics.noise_scale.components import Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.model import build
 

@@ -95,7 +95,7 @@ class BareLoop:
 
 
 class Alternating(EachStep):
-    """Replaces the trainer's progress bar: after each trainer step it runs one of the bare loop, and times both."""
+    """After each step of the trainer it runs one of the bare loop, and times both."""
 
     def __init__(self, bare: BareLoop | None, device: torch.device) -> None:
         self._bare = bare

@@ -36,7 +36,7 @@ class Watch(EachStep):
         self.in_use: list[float] = []
         self.peaks: list[float] = []
 
-    def update(self, reached: int, loss: float) -> None:
+    def update(self, step: int, loss: float) -> None:
         """After a step."""
         if self._device == "cuda":
             self.in_use.append(torch.cuda.memory_allocated() / 1e6)

@@ -21,14 +21,9 @@ from trainer_run import ALONE, CONFIG, write_corpus
 
 from trainer.config.load import load_config
 from trainer.config.schema import LedgerTable
-from trainer.distributed.strategy import Strategy
-from trainer.training.checkpointing.train_state import Position
 from trainer.training.loop import run_loop
-from trainer.training.run_dir import RunDir
-from trainer.training.setup.open_run import open_run
-from trainer.training.setup.parts import make_state
+from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.signals import StopRequest
 
 WARM_UP = 6
 MOST_SHARE = 0.01
@@ -49,23 +44,15 @@ def plan_of(folder: Path, given: Path | None, *, steps: int, device: str) -> Pla
 
 def rows_of(plan: Plan, folder: Path, device: torch.device) -> list[dict[str, float]]:
     """The logged steps of the run, in order."""
-    run_dir = RunDir(folder / "run")
-    run_dir.create()
     with (
         open("/dev/null", "w", encoding="utf-8") as nowhere,
         contextlib.redirect_stdout(nowhere),
         contextlib.ExitStack() as stack,
     ):
-        state = make_state(plan, ALONE, device)
-        stop = StopRequest(lambda name: None)
-        run_loop(
-            open_run(
-                plan, state, Position.of(state), ALONE, device, run_dir, strategy=Strategy(), stop=stop, stack=stack
-            )
-        )
-        if state.gns is not None:
-            state.gns.close()
-    lines = run_dir.metrics.read_text(encoding="utf-8").splitlines()
+        run = open_run(plan, Launch(run_dir=str(folder / "run")), ALONE, device, stack, stack)
+        assert run is not None
+        run_loop(run)
+    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["metrics"] for line in lines]
 
 

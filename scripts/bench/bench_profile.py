@@ -31,7 +31,7 @@ class StepProfiler(EachStep):
     def __init__(self, profiler: profile) -> None:
         self._profiler = profiler
 
-    def update(self, reached: int, loss: float) -> None:
+    def update(self, step: int, loss: float) -> None:
         """A step is finished, and the next one is launched."""
         self._profiler.step()
 

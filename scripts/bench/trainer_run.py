@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +12,12 @@ import torch
 
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Strategy
-from trainer.training.checkpointing.train_state import Position
+from trainer.training.extension import Extension
 from trainer.training.loop import run_loop
-from trainer.training.run_dir import RunDir
-from trainer.training.setup.open_run import open_run
-from trainer.training.setup.parts import make_state, with_noise_scale
+from trainer.training.run import StepInFlight
+from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.signals import StopRequest
+from trainer.training.step.step import StepOutcome
 
 LOG_INTERVAL = 10
 ALONE = RankInfo()
@@ -74,19 +71,24 @@ wandb = {{ mode = "disabled" }}
 
 
 class EachStep:
-    """Stands in the place of the trainer's progress bar, which is told of each step. Here it does nothing."""
+    """Is told of each step. Here it does nothing."""
 
-    def update(self, reached: int, loss: float) -> None:
+    def update(self, step: int, loss: float) -> None:
         """Called once a step is finished."""
 
-    def hide(self) -> None:
-        """There is no bar."""
 
-    def show(self) -> None:
-        """There is no bar."""
+class CallsBack(Extension):
+    """Tells `EachStep`, which the benchmark has made before the run."""
 
-    def close(self) -> None:
-        """There is no bar."""
+    told = EachStep()
+
+    def measures(self, step: int) -> bool:
+        """No step."""
+        return False
+
+    def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
+        """Tell it."""
+        CallsBack.told.update(taken.step, outcome.loss)
 
 
 def write_corpus(root: Path) -> None:
@@ -121,30 +123,18 @@ def overrides(steps: int, device: str) -> list[str]:
     quiet = ["eval.every=0", "checkpoint.every=0", 'metrics.wandb.mode="disabled"', "metrics.tensorboard=false"]
     # A warm-up of the learning rate longer than the run would be refused.
     whole = [f"train.steps={steps}", f"metrics.log_interval={LOG_INTERVAL}", f"scheduler.warmup_steps={min(steps, 10)}"]
+    whole.append('extension=[{target="trainer_run:CallsBack"}]')
     return [*whole, f'train.device="{device}"', 'metrics.stdout="json"', *quiet]
 
 
 def run_trainer(plan: Plan, folder: Path, device: torch.device, each_step: EachStep) -> None:
     """Run the full trainer from its first to its last step; its payloads go nowhere."""
-    run_dir = RunDir(folder / "run")
-    run_dir.create()
     with (
         open("/dev/null", "w", encoding="utf-8") as nowhere,
         contextlib.redirect_stdout(nowhere),
         contextlib.ExitStack() as stack,
     ):
-        state = with_noise_scale(make_state(plan, ALONE, device), plan.config, ALONE)
-        run = open_run(
-            plan,
-            state,
-            Position.of(state),
-            ALONE,
-            device,
-            run_dir,
-            strategy=Strategy(),
-            stop=StopRequest(lambda name: None),
-            stack=stack,
-        )
-        run_loop(dataclasses.replace(run, progress=each_step))  # type: ignore[arg-type]
-        if state.gns is not None:
-            state.gns.close()
+        CallsBack.told = each_step
+        run = open_run(plan, Launch(run_dir=str(folder / "run")), ALONE, device, stack, stack)
+        assert run is not None
+        run_loop(run)

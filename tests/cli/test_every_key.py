@@ -32,6 +32,10 @@ target = "slow_saves:evaluate"
 name = "mine"
 paths = ["mine.jsonl"]
 
+[[data.source]]
+name = "own"
+target = "slow_saves:batches"
+
 [checkpoint]
 every = 2
 """
@@ -62,6 +66,7 @@ def build(vocab_size, dim, num_layers):
 # Saves that take at least a known time, on one rank.
 SLOW_SAVES = """
 import os, time
+import numpy as np
 from trainer.model import build as build_ours
 from trainer.training.checkpointing import checkpoint
 
@@ -74,6 +79,9 @@ if os.environ.get("RANK") == "1":
 
 def build(vocab_size, dim, num_layers):
     return build_ours(vocab_size, dim=dim, num_layers=num_layers)
+
+def batches(seq_len, **_):
+    return [{"tokens": np.zeros((1, seq_len), dtype=np.int64), "targets": np.zeros((1, seq_len), dtype=np.int64)}]
 
 def evaluate(**_):
     return {"score": 1.0, "task/score": 2.0}

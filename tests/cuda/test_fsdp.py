@@ -21,13 +21,10 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo, pick_backend
 from trainer.distributed.shards import Layout, is_dtensor, own_part
 from trainer.distributed.strategy import Sharded
-from trainer.training.checkpointing.train_state import Position
 from trainer.training.loop import run_loop
-from trainer.training.run_dir import RunDir
-from trainer.training.setup.open_run import open_run
-from trainer.training.setup.parts import make_state, with_noise_scale
+from trainer.training.setup import open_run as opening
+from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan
-from trainer.training.signals import StopRequest
 
 pytestmark = [pytest.mark.cuda, pytest.mark.distributed]
 SETS = ("train.steps=8", "checkpoint.every=0", 'distributed.strategy="fsdp"')
@@ -49,19 +46,13 @@ def train_sharded(path: Path, config: RunConfig, run_dir: Path, device: torch.de
     plan = make_plan(config, path, 1)
     half = torch.bfloat16 if config.train.precision == "bf16" else None
     strategy = Sharded(Layout(1, 1), device=device, param_dtype=half)
-    state = with_noise_scale(make_state(plan, ALONE, device, strategy), config, ALONE)
-    assert all(is_dtensor(parameter) for parameter in state.model.parameters())
-    record = RunDir(run_dir)
-    record.create()
-    with ExitStack() as stack:
-        stop = StopRequest(lambda name: None)
-        run = open_run(
-            plan, state, Position.of(state), ALONE, device, record, strategy=strategy, stop=stop, stack=stack
-        )
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(opening, "make_strategy", lambda *_: strategy)  # which a run of one rank has not
+        run = opening.open_run(plan, opening.Launch(run_dir=str(run_dir)), ALONE, device, stack, stack)
+        assert run is not None
+        assert all(is_dtensor(parameter) for parameter in run.model.parameters())
         assert run_loop(run) == "all steps are done"
-        if state.gns is not None:
-            state.gns.close()
-    return {name: own_part(parameter).detach().clone() for name, parameter in state.model.named_parameters()}
+        return {name: own_part(parameter).detach().clone() for name, parameter in run.model.named_parameters()}
 
 
 @pytest.mark.usefixtures("group")

@@ -15,10 +15,10 @@ from tests.support.gloo import run_on_ranks
 from tests.support.late import events
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
 from tests.support.runs import read_rows, run, write_tiny_config
+from trainer.extensions.batch_growth import BatchGrowth
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window
 from trainer.micro_batches import AutoRule, MicroBatches
-from trainer.training.step.batch_growth import BatchGrowth
 
 pytestmark = pytest.mark.distributed
 

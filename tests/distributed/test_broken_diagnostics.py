@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.broken_diagnostics import find_diagnostics, losses, train_with_broken
 from tests.support.runs import read_rows, write_tiny_config
+from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY
 from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS
-from trainer.ledger.probe import SAMPLED_KEYS, SHARE_KEY
 
 pytestmark = pytest.mark.distributed
 
@@ -47,34 +47,34 @@ NAMED = [
     "trainer.data.blending.blend.BlendDataset.drain_step_metrics",
     "trainer.data.mixing.dataset.StreamMixingDataset.drain_step_metrics",
     "trainer.ledger.ledger.Ledger.drain_metrics",
-    "trainer.ledger.probe.CarryProbe.measure",
+    "trainer.extensions.carry_probe.CarryProbe.measure",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale.finish",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics",
-    "trainer.metrics.noise_scale.per_layer.PerLayer.before_update",
-    "trainer.metrics.noise_scale.per_layer.PerLayer.after_update",
-    "trainer.metrics.noise_scale.per_layer.PerLayer.finish",
-    "trainer.metrics.noise_scale.per_layer.PerLayer.drain_metrics",
-    "trainer.metrics.noise_scale.weight_sample.WeightSample.compare",
-    "trainer.metrics.spikes.SpikeDetector.update",
+    "trainer.extensions.per_layer.PerLayer.before_update",
+    "trainer.extensions.per_layer.PerLayer.after_update",
+    "trainer.extensions.per_layer.PerLayer.finish",
+    "trainer.extensions.per_layer.PerLayer.drain_metrics",
+    "trainer.extensions.per_layer.WeightSample.compare",
+    "trainer.extensions.spikes.SpikeDetector.update",
     "trainer.metrics.memory.get_memory_stats",
     "trainer.metrics.mfu.compute_mfu",
     "trainer.metrics.smoothing.Ema.update",
     "trainer.training.step.details.StepDetails.add",
     "trainer.training.step.details.StepDetails.drain_metrics",
     "trainer.metrics.sinks.stdout.StdoutSink.log",
-    "trainer.training.progress.Progress.update",
+    "trainer.extensions.progress.ProgressBar.step_finished",
 ]
 PROBED = (*SAMPLED_KEYS, SHARE_KEY)
 COUNTED = (*COUNTER_KEYS, *GAUGE_KEYS)
 # What is absent from the last row, and not 0, where a function is broken.
 ABSENT = {
     "trainer.ledger.ledger.Ledger.drain_metrics": COUNTED,
-    "trainer.ledger.probe.CarryProbe.measure": (*PROBED, "time/probe"),
+    "trainer.extensions.carry_probe.CarryProbe.measure": (*PROBED, "time/probe"),
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
-    "trainer.metrics.noise_scale.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
-    "trainer.metrics.noise_scale.per_layer.PerLayer.finish": ("layer/", "param_group/"),
+    "trainer.extensions.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
+    "trainer.extensions.per_layer.PerLayer.finish": ("layer/", "param_group/"),
     "trainer.metrics.mfu.compute_mfu": ("mfu", "smoothed/mfu"),
     "trainer.metrics.smoothing.Ema.update": "smoothed/",
     "trainer.training.step.details.StepDetails.drain_metrics": (
@@ -156,7 +156,7 @@ def test_each_that_is_named_in_an_issue_may_fail_alone(tmp_path):
     ("name", "prefix"),
     [
         ("trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure", "gns/"),
-        ("trainer.metrics.noise_scale.per_layer.PerLayer.after_update", "layer/"),
+        ("trainer.extensions.per_layer.PerLayer.after_update", "layer/"),
     ],
 )
 def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path, name, prefix):

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.checkpoints import weights
 from tests.support.runs import make_corpus, read_rows, run, write_tiny_config
-from trainer.ledger.probe import SAMPLED_KEYS, SHARE_KEY
+from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY
 
 pytestmark = pytest.mark.distributed
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
 from trainer.distributed.strategy import Replicated, Strategy
+from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.model import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
-from trainer.training.step.details import StepDetails
+from trainer.training.extension import Extensions
+from trainer.training.step.details import LoggedDetails, StepDetails
 from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.step import StepSettings, TrainStep
 
@@ -44,6 +48,9 @@ def make_model() -> torch.nn.Module:
     return build(VOCABULARY, dim=8, num_layers=1).double()
 
 
+EVERY_STEP: Any = SimpleNamespace(logs=lambda step: True)  # what a run says
+
+
 def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     """What rank `rank` of `world` logs of one step over its share of the rows."""
     inner = make_model()
@@ -61,6 +68,9 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         world_size=world,
         device=torch.device("cpu"),
         autocast=nullcontext,
+        extensions=Extensions(
+            {"details": LoggedDetails(EVERY_STEP, details)}, Diagnostics(), device=torch.device("cpu"), world_size=world
+        ),
     )
     data, share, window = rows(), ROWS // (world * micros), []
     for index in range(micros):
@@ -68,7 +78,7 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         part = slice(first, first + share)
         extras = {"token_types": data["types"][part], "dataset_labels": LABELS[part]}
         window.append(MicroBatch({"tokens": data["tokens"][part]}, data["targets"][part], None, extras))
-    step.accumulate(1, window, details=details)
+    step.accumulate(1, window)
     outcome = step.finish(step.launch(lr=1.0, stop=False, saved=False))
     reduced = reduce_over_ranks(details.drain_metrics(), details.metric_keys, device="cpu", world_size=world)
     assert reduced["loss"] == pytest.approx(outcome.loss, rel=1e-12), "both ways to the loss agree"

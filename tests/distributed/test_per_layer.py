@@ -15,7 +15,7 @@ from tests.support.checkpoints import weights
 from tests.support.gloo import run_on_ranks
 from tests.support.layered import everything
 from tests.support.runs import losses, read_rows, run, write_tiny_config
-from trainer.metrics.noise_scale.weight_sample import WeightSample
+from trainer.extensions.per_layer import WeightSample
 
 pytestmark = pytest.mark.distributed
 KEYS = ("layer/", "param_group/")

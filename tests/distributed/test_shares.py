@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.gloo import run_on_ranks
@@ -14,8 +15,9 @@ from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.tools.check.memory import predict_memory
-from trainer.training.setup.parts import autocast_context, make_objective, make_state, with_noise_scale
+from trainer.training.setup.parts import autocast_context, make_objective, make_state
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sharding import make_strategy
 from trainer.training.step.microbatch import MicroBatch
@@ -42,7 +44,8 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
     info = RankInfo(rank, rank, world_size)
     plan = plan_of(config, world_size, sets)
     strategy = make_strategy(plan.config, info, CPU)
-    state = with_noise_scale(make_state(plan, info, CPU, strategy), plan.config, info)
+    state = make_state(plan, info, CPU, strategy)
+    state.gns = GradientNoiseScale(state.model, process_group=dist.group.WORLD if world_size > 1 else None)
     step = TrainStep(
         model=strategy.wrap(state.model, state.model),
         ledger=None,
@@ -58,7 +61,7 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
     )
     tokens = torch.randint(plan.vocab_size, (4, 16))
     for number in (1, 2):
-        step.accumulate(number, [MicroBatch({"tokens": tokens}, tokens, None, {})] * 2, details=None)
+        step.accumulate(number, [MicroBatch({"tokens": tokens}, tokens, None, {})] * 2)
         gradients = stored(p.grad for p in state.model.parameters() if p.grad is not None)
         step.finish(step.launch(lr=1e-3, stop=False, saved=False))
     states = named_state(state.optimizer, state.model).values()

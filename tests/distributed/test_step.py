@@ -86,7 +86,7 @@ def one_step(
         with torch.no_grad():
             inner.embedding.weight[window[-1].inputs["tokens"][0, 0]] = float("nan")
     before = {name: value.clone() for name, value in inner.state_dict().items()}
-    step.accumulate(1, window, details=None)
+    step.accumulate(1, window)
     outcome = step.finish(step.launch(lr=1.0, stop=False, saved=False))
     change = {name: before[name] - value for name, value in inner.state_dict().items()}
     return outcome, change, int(ledger.drain_metrics()["ledger/live_groups"])
@@ -132,7 +132,7 @@ def noise_scale(max_tokens: int) -> dict[str, float]:
     step = make_step(model, model, None, micros=2, world=1, ledger=ledger, max_tokens=max_tokens)
     tokens, targets = rows()
     window = [micro_batch(tokens[first : first + 4], targets[first : first + 4], first) for first in (0, 4)]
-    step.accumulate(1, window, details=None)
+    step.accumulate(1, window)
     step.finish(step.launch(lr=1.0, stop=False, saved=False))
     assert step._gns is not None
     return step._gns.metrics()

@@ -19,17 +19,12 @@ import torch
 from tests.support.runs import ROOT, read_rows, run
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.tools.corpus.key_recall import REVEALED, build_key_recall
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
-from trainer.training.checkpointing.train_state import Position
-from trainer.training.run_dir import RunDir
-from trainer.training.setup.open_run import open_run
-from trainer.training.setup.parts import make_state
+from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import make_plan
-from trainer.training.signals import StopRequest
 from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.schedule import lr_at
 
@@ -94,32 +89,21 @@ def without_release(window: Sequence[MicroBatch]) -> list[MicroBatch]:
 def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: bool = True) -> Result:
     """Train the shipped config, changed by `overrides`."""
     config = load_config(CONFIG, [source_override(corpus), f"train.steps={steps}", "eval.every=0", *overrides])
-    info, device, run_dir = RankInfo(), torch.device("cpu"), RunDir(directory)
-    run_dir.create()
-    plan = make_plan(config, CONFIG, 1)
-    state = make_state(plan, info, device)
-    stack = ExitStack()
-    training = open_run(
-        plan,
-        state,
-        Position.of(state),
-        info,
-        device,
-        run_dir,
-        strategy=Strategy(),
-        stop=StopRequest(lambda name: None),
-        stack=stack,
-    )
+    plan, stack = make_plan(config, CONFIG, 1), ExitStack()
+    launch = Launch(run_dir=str(directory))
+    training = open_run(plan, launch, RankInfo(), torch.device("cpu"), stack, stack)
+    assert training is not None
+    state = training.state
     oracle = StaleOracle(config.ledger.stale_threshold)
     answers: list[tuple[float, float]] = []
     result = Result(0.0, {}, [], [])
     for step in range(1, steps + 1):
         window = training.windows.read(step, 1).micros
         window = window if releases else without_release(window)
-        training.train_step.accumulate(step, window, details=training.details)
+        training.train_step.accumulate(step, window)
         lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)
         training.train_step.finish(training.train_step.launch(lr=lr, stop=False, saved=False))
-        total, count = training.details.drain_metrics()["token_type/digit/loss"]
+        total, count = training.extensions.drain_metrics()["token_type/digit/loss"]
         answers.append((float(total), float(count)))
         drained = state.ledger.drain_metrics()
         result.false_by_step.append(drained[FALSE])

@@ -52,13 +52,13 @@ NOT_DIAGNOSTIC = {
 }
 SHOWN = (
     "trainer.tools.verbs.diagnosis",
-    "trainer.ledger.probe",
+    "trainer.extensions.carry_probe",
     "trainer.objective.token_types",
-    "trainer.training.evaluation.sampler",
+    "trainer.extensions.samples",
     "trainer.training.messages.summarize",
-    "trainer.training.progress",
+    "trainer.extensions.progress",
     "trainer.training.run_dir.StatusKeeper",
-    "trainer.training.step.carry",
+    "trainer.extensions.carry_probe",
     "trainer.training.step.details",
     "trainer.data.mixing.pool.ActivePool.snapshot",
 )
@@ -288,8 +288,8 @@ def _called(directory: Path, world_size: int) -> dict[str, int]:
 
 def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begun) -> tuple[int | str, str]:
     from trainer.config.load import load_config
-    from trainer.tools.verbs.diagnosis import LiveVerdict
     from trainer.training.main import train
+    from trainer.training.setup.open_run import Launch
     from trainer.training.step.step import TrainStep
 
     said = directory / f"{name}.{rank}"
@@ -303,7 +303,7 @@ def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begu
     try:
         loaded = load_config(str(config), [])
         with replaced(Target("", TrainStep, "accumulate"), begun.mark):
-            code = train(loaded, config, str(directory / f"run {name}"), verdict_of=LiveVerdict)
+            code = train(loaded, Launch(config_path=config, run_dir=str(directory / f"run {name}")))
     except BaseException:  # noqa: BLE001 - the outcome is compared
         code = traceback.format_exc()
     sys.stderr.flush()

@@ -107,6 +107,7 @@ def _train_all(rank: int, world_size: int, jobs: Sequence[tuple[Path, Path, int]
 
     from trainer.config.load import load_config
     from trainer.training.main import train
+    from trainer.training.setup.open_run import Launch
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -117,5 +118,5 @@ def _train_all(rank: int, world_size: int, jobs: Sequence[tuple[Path, Path, int]
     for config, run, port in jobs:
         os.environ.clear()
         os.environ.update(environment(rank_environment(rank, world_size, port) if world_size > 1 else {}))
-        code = code or train(load_config(config), config, str(run))
+        code = code or train(load_config(config), Launch(config_path=config, run_dir=str(run)))
     os._exit(code)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.extensions.per_layer import PerLayer
 from trainer.metrics.noise_scale.estimate import PairAverage
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.per_layer import PerLayer
 
 DIM, ROWS, MICROS = 20, 2, 4
 MEANS = {"blocks.0": 0.5, "blocks.1": 1.0, "head": 0.25}

@@ -14,7 +14,7 @@ from trainer.config.load import load_config
 from trainer.training import loop
 from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
-from trainer.training.signals import StopRequest
+from trainer.training.setup.open_run import Launch
 
 
 def settings(device: torch.device, *sets: str) -> list[str]:
@@ -27,7 +27,7 @@ def train_here(folder: Path, device: torch.device, *sets: str, extra: str = "") 
     folder.mkdir(parents=True, exist_ok=True)
     path = write_tiny_config(folder, extra)
     config = load_config(path, settings(device, *sets))
-    assert train(config, path, str(folder / "run"), stop=StopRequest(lambda name: None)) == 0
+    assert train(config, Launch(config_path=path, run_dir=str(folder / "run"))) == 0
     return folder / "run"
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,21 @@ def run_training(
     stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
-        live_verdict = importlib.import_module("trainer.tools.verbs.diagnosis").LiveVerdict
         from trainer.training.checkpointing.data_changes import DataPolicy
         from trainer.training.main import train
+        from trainer.training.setup.open_run import Launch
 
-    def verdict_of(run_dir: Path) -> Callable[[], str]:
-        report_to_launcher(RUN_DIR, str(run_dir))
-        verdict: Callable[[], str] = live_verdict(run_dir)
-        return verdict
-
-    policy = DataPolicy(verify_whole=verify_data, accept_change=accept_data_change)
+    # The user's code, which is imported from here on, may change the working directory.
+    launch = Launch(
+        stop=stop,
+        config_path=Path(config_path).absolute(),
+        run_dir=run_dir and os.path.abspath(run_dir),
+        data_policy=DataPolicy(verify_whole=verify_data, accept_change=accept_data_change),
+        on_run_dir=lambda path: report_to_launcher(RUN_DIR, str(path)),
+    )
     try:
         with located(config_path, overrides):
-            code = train(config, Path(config_path), run_dir, stop=stop, verdict_of=verdict_of, data_policy=policy)
+            code = train(config, launch)
     except UserError as error:
         refuse(error.message, speaker=error.speaker, is_told_to_end=stop.requested)
     report_to_launcher(EXIT_CODE, str(code))

@@ -285,6 +285,10 @@ class WandbTable(Table):
     """URL of a self-hosted server; absent: wandb's own setting."""
 
 
+FIRST_PROFILED = 11
+"""The first step of a run that `metrics.profile` records: compilation and full caches lie before it."""
+
+
 class MetricsTable(Table):
     """`[metrics]`: what is logged, when and where."""
 
@@ -368,6 +372,15 @@ class DistributedTable(Table):
     Without it, several ranks refuse such a model."""
 
 
+class ExtensionTable(Table):
+    """`[[extension]]`: a class of your own that rides on the run (docs/extensions.md)."""
+
+    target: ImportPath
+    """Import path `package.module:Class` of a subclass of `trainer.training.extension.Extension`."""
+    args: Args = {}
+    """Keyword arguments of the class."""
+
+
 class RunConfig(Table):
     """A whole, validated run."""
 
@@ -385,6 +398,7 @@ class RunConfig(Table):
     sample: SampleTable = SampleTable()
     checkpoint: CheckpointTable = CheckpointTable()
     distributed: DistributedTable = DistributedTable()
+    extension: list[ExtensionTable] = []
 
     @property
     def micro_batches(self) -> MicroBatches:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +68,28 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
     """
     together = getattr(tokenizer, "encode_together", None)
     return together(texts) if together is not None else [tokenizer.encode(text) for text in texts]
+
+
+class TimedTokenizer:
+    """A tokenizer, of the same class for `isinstance`, that counts the seconds that its encoding takes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.seconds = 0.0
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._tokenizer, name)
+        return partial(self._timed, value) if name in ("encode", "encode_together") else value
+
+    def _timed(self, encode: Callable[[Any], Any], text: Any) -> Any:
+        start = time.perf_counter()
+        ids = encode(text)
+        self.seconds += time.perf_counter() - start
+        return ids
 
 
 def _byte_types(names: tuple[str, ...]) -> npt.NDArray[np.int8]:

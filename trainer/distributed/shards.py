@@ -6,9 +6,10 @@ Each function also takes a whole tensor, which is its own and only part.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.wording import counted
@@ -40,6 +41,50 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
     return None if mesh is None else Layout(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size(mesh.ndim - 1))
 
 
+def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
+    """How `fully_shard` has laid out all of the parameters, and the ranks that average gradients; None if they have no group.
+
+    Raises:
+        ValueError: naming a layout of another kind.
+    """
+    meshes = []
+    for parameter in parameters:
+        if not is_dtensor(parameter):
+            raise ValueError("sharded next to unsharded parameters")
+        *over_replicas, over_shards = parameter.placements
+        if len(over_replicas) > 1 or not all(p.is_replicate() for p in over_replicas) or not over_shards.is_shard():
+            raise ValueError("parameters that are sharded otherwise than by fully_shard alone")
+        meshes.append(parameter.device_mesh)
+    mesh = meshes[0]
+    if any(other != mesh for other in meshes):
+        raise ValueError("parameters sharded over several meshes")
+    layout, world = layout_of(parameters), dist.group.WORLD
+    assert layout is not None
+    if mesh.ndim == 1:
+        return layout, mesh.get_group()
+    return layout, world if world is not None and mesh.size() == world.size() else None
+
+
+def unsharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters to which autograd adds gradients while they are whole, of those that are trained. This all-gathers each
+    once, so all ranks must call it.
+
+    Raises:
+        ValueError: parameters stay sharded.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    found = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for module in modules:
+        module.reshard()
+    if any(map(is_dtensor, found)):
+        raise ValueError("parameters that stay sharded in the backward (tensor parallelism)")
+    return found
+
+
 def own_range(tensor: Tensor) -> tuple[int, int]:
     """The rows [start, stop) of the whole tensor that this rank holds."""
     rows = tensor.shape[0] if tensor.ndim else 1
@@ -49,6 +94,19 @@ def own_range(tensor: Tensor) -> tuple[int, int]:
     most = -(-rows // mesh.size(mesh.ndim - 1))
     start = min(mesh.get_local_rank(mesh.ndim - 1) * most, rows)
     return start, min(start + most, rows)
+
+
+def own_entries(tensor: Tensor) -> tuple[int, int]:
+    """The entries [first, stop) of the whole tensor, counted row by row, that this rank holds.
+
+    Raises:
+        ValueError: it is sharded along another dimension.
+    """
+    if is_dtensor(tensor) and not tensor.placements[-1].is_shard(0):
+        raise ValueError(f"sharded as {tensor.placements[-1]}")
+    start, stop = own_range(tensor)
+    row = tensor.numel() // max(tensor.shape[0], 1) if tensor.ndim else 1
+    return start * row, stop * row
 
 
 def own_rows(whole: Tensor, like: Tensor) -> Tensor:

@@ -4,13 +4,11 @@ from trainer.hashing import splitmix64
 from trainer.ledger.eviction import WIPE_MODES, WipeMode
 from trainer.ledger.exchange import owner_of
 from trainer.ledger.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, Ownership
-from trainer.ledger.probe import CarryProbe
 
 __all__ = [
     "COUNTER_KEYS",
     "GAUGE_KEYS",
     "WIPE_MODES",
-    "CarryProbe",
     "Ledger",
     "Ownership",
     "WipeMode",

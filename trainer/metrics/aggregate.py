@@ -141,8 +141,9 @@ class WindowAggregator:
         self.metric_keys = tuple(metric_keys)
         self._known = frozenset(self.metric_keys)
         self._entries: dict[str, _Entry] = {}
+        self._moments: dict[str, Moments] = {}  # of the last sample
 
-    def add(self, values: Mapping[str, Input | None]) -> None:
+    def add(self, values: Mapping[str, Input | Moments | None]) -> None:
         """Take in one micro-step's values; a pair is (sum, count), None a value that could not be given.
 
         A key that is not in the catalog is a gauge.
@@ -156,6 +157,9 @@ class WindowAggregator:
             raise KeyError(f"not among the metric_keys: {', '.join(sorted(values.keys() - self._known))}")
         for key, value in values.items():
             how, entry = lookup_or_gauge(key).window, self._entries.get(key)
+            if isinstance(value, Moments):
+                self._moments[key] = value
+                continue
             if value is None:
                 if how not in ("mean", "weighted_mean"):
                     self._entries[key] = _Entry(how, None, 1.0)
@@ -176,9 +180,9 @@ class WindowAggregator:
             else:
                 entry.total, entry.count = entry.total + total, entry.count + count
 
-    def result(self) -> dict[str, Value | None]:
+    def result(self) -> dict[str, Reported]:
         """The aggregates so far; weighted means still as `SumCount`."""
-        return {key: entry.value() for key, entry in self._entries.items()}
+        return {**{key: entry.value() for key, entry in self._entries.items()}, **self._moments}
 
     def state_dict(self) -> dict[str, list[float | None]]:
         """Sum (or extreme, or last; None: not known) and count of each key, as plain numbers; waits for their devices."""
@@ -193,10 +197,10 @@ class WindowAggregator:
             key: _Entry(lookup_or_gauge(key).window, total, count) for key, (total, count) in state.items()
         }
 
-    def drain_metrics(self) -> dict[str, Value | None]:
+    def drain_metrics(self) -> dict[str, Reported]:
         """The aggregates so far; starts anew."""
         result = self.result()
-        self._entries = {}
+        self._entries, self._moments = {}, {}
         return result
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -73,10 +73,21 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class _LogFile(logging.FileHandler):
-    """Appends to a plain file."""
+    """Appends to a plain file. On a full disk lines are lost, and nothing else: stderr has them too."""
 
     def _open(self) -> io.TextIOWrapper:
         return io.TextIOWrapper(open_plain(self.baseFilename, "ab"), encoding=self.encoding)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class _Early(logging.Handler):

@@ -9,17 +9,25 @@ that is asked to stop does not read for another step: nobody else has to agree, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.watchdog import DATA
 from trainer.metrics.logger import get_logger
-from trainer.training.finish import evaluate, finish, report_spikes, stopped_by
+from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.training.run import Run, StepInFlight
 from trainer.training.signals import StopNow
-from trainer.training.step.batch_growth import BatchGrowth
+from trainer.training.step.step import StepOutcome
+
+if TYPE_CHECKING:
+    from trainer.extensions.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
+
+
+class NonFiniteError(Exception):
+    """The loss or gradient was not finite, and the config says to stop (or skipping did not help)."""
 
 
 def run_loop(run: Run) -> str:
@@ -34,12 +42,11 @@ def run_loop(run: Run) -> str:
         reason = stopped_by(run)
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight)
-        if run.profile is not None:
-            run.profile.step()
-    report_spikes(run)
+        run.extensions.call("step_launched", position.step + (in_flight is not None))
+    run.extensions.exchange()
     if run.saver.last_saved != position.step and position.step > 0:
         run.at("checkpoint", position.step, may_wait=True)
-        with run.paused():
+        with run.output():
             run.saver.save(position, in_background=False)
     return reason or "all steps are done"
 
@@ -48,7 +55,8 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
     step = run.position.step + (1 if previous is None else 2)
     tokens_before = run.position.tokens_before if previous is None else run.position.tokens  # through step - 2
-    num_micros, num_before, change = run.num_micros, run.num_micros * (step > 1), None
+    num_micros = run.config.micro_batches.first
+    num_before, change = num_micros * (step > 1), None
     if run.growth is not None:
         num_micros, num_before, change = micro_batches_of(run, run.growth, step, previous, tokens_before)
     reached = run.length.reached_by(step, tokens_before, num_before + num_micros)
@@ -73,18 +81,9 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     if change is not None:
         logger.info("step %d: %d micro-batches instead of %d: %s", step, num_micros, num_before, change["reason"])
         run.event(change)
-    coincidence = None
-    if run.coincidence_at is not None and run.splits(step):
-        coincidence = run.coincidence_at(step, (step - 1) * num_micros)
     run.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
-        run.train_step.accumulate(
-            step,
-            window.micros,
-            details=run.details if run.logs(step) else None,
-            probe=run.probe if run.probes(step) else None,
-            coincidence=coincidence,
-        )
+        run.train_step.accumulate(step, window.micros)
     run.at("optimizer", step)
     with run.tracker.section("optimizer"):
         launched = run.train_step.launch(
@@ -92,7 +91,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
             stop=run.stop.requested,
             saved=run.saver.is_written,
             save_due=run.saver.time_is_up,
-            spiked=bool(run.position.found_spikes),
+            exchange=run.extensions.want_exchange,
             exhausted=window.is_exhausted,
         )
     current = StepInFlight(step, reached, window, launched, lr)
@@ -124,6 +123,175 @@ def micro_batches_of(
 def is_read_at_once(run: Run, step: int) -> bool:
     """Whether the step's numbers are needed right after it; the same on all ranks."""
     config = run.config
-    intervals = (config.eval.every, config.checkpoint.every, config.sample.every)
-    is_asked = run.growth is not None and run.growth.decides_after(step)
-    return run.logs(step) or is_asked or any(every and step % every == 0 for every in intervals)
+    is_asked = run.extensions.needs_boundary(step) or (run.growth is not None and run.growth.decides_after(step))
+    is_due = any(every and step % every == 0 for every in (config.eval.every, config.checkpoint.every))
+    return run.logs(step) or is_asked or is_due
+
+
+def finish(run: Run, taken: StepInFlight) -> str | None:
+    """Read the step's numbers and do what they call for. Returns the stop reason, or None.
+
+    Raises:
+        NonFiniteError: see `reject`.
+    """
+    outcome = run.train_step.finish(taken.launched)
+    if outcome.is_exhausted:
+        return "data exhausted"
+    position, step = run.position, taken.step
+    if ended := newly_ended(position.data_state, taken.window.data_state):
+        logger.info("step %d: read to the end: source %s", step, ", ".join(ended))
+        run.event({"event": "source_ended", "global_step": step, "sources": ended})
+    position.step, position.reached, position.data_state = step, taken.reached, taken.window.data_state
+    position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens_trained
+    if len(taken.window.micros) != position.micro_batches:
+        position.micro_batches, position.micro_batches_since = len(taken.window.micros), step
+    for metrics in taken.window.metrics:
+        run.record_all(metrics)
+    run.extensions.call("step_finished", taken, outcome)
+    if not outcome.is_finite:
+        reject(run, taken, outcome)
+    elif outcome.tokens:
+        position.skipped_in_a_row = 0
+        position.last_loss = step, outcome.loss
+        position.first_loss = position.first_loss or position.last_loss
+    if outcome.wants_exchange:
+        run.extensions.exchange()
+    end_step(run, taken, outcome, is_logged=run.logs(step))
+    if outcome.all_saved:
+        run.at("checkpoint", step, may_wait=True)
+        run.saver.publish_pending()
+    every, is_last = run.config.eval.every, step == position.last_step
+    position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or is_last)
+    if outcome.should_stop or not at_boundary(run, is_last=is_last):
+        return stopped_by(run)
+    if outcome.save_is_due:  # the next step may be in flight, and the weights are no longer this one's
+        run.saver.due_at = step
+    return None
+
+
+def newly_ended(before: Any, after: Any) -> list[str]:
+    """The sources that gave this rank their last batch between two states of the blend."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping) or before.get("names") != after["names"]:
+        return []
+    return [
+        name for name, was, now in zip(after["names"], before["ended"], after["ended"], strict=True) if now and not was
+    ]
+
+
+def stopped_by(run: Run) -> str:
+    """The reason of a run that stops on request."""
+    return f"stopped by {run.stop.signal_name or 'a signal on another rank'}"
+
+
+def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, *, is_logged: bool, drains: bool = True) -> None:
+    """Hand the step to the tracker; on a logged one with the metrics of all ranks, reduced in one collective.
+
+    Args:
+        drains: False: what the host has recorded is all that there is.
+    """
+    step, extra = taken.step, {}
+    if is_logged:
+        run.at("logging", step)
+        extra = reduced_metrics(run, taken, drains=drains)
+    with run.output() if is_logged else nullcontext():
+        run.tracker.end_step(
+            step,
+            loss=outcome.loss if outcome.tokens else None,
+            grad_norm=outcome.grad_norm if outcome.tokens else None,
+            lr=taken.lr,
+            tokens_in_step=outcome.tokens,
+            tokens_trained=outcome.tokens_trained,
+            extra=extra,
+            force_log=is_logged,
+        )
+    if is_logged and run.status is not None:
+        run.diagnostics.best_effort("status.json").run(run.status, step)
+
+
+def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str, float]:
+    """What was recorded since the last logged step, over all ranks."""
+    guard = run.diagnostics.best_effort
+    run.record("non_finite_steps", 0.0)  # reported as 0, not left out
+    if run.growth is not None:
+        run.record("train/micro_batches", float(len(taken.window.micros)))
+    if (grad_scale := run.train_step.grad_scale) is not None:
+        run.record("grad_scale", grad_scale)
+    if run.info.world_size > 1:
+        ready_after = taken.launched.ready_at - run.tracker.step_start
+        run.record_all({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
+    if drains:
+        for name, reporter in run.reporters.items():
+            drained = guard(name).run(reporter.drain_metrics)
+            run.record_all(dict.fromkeys(reporter.metric_keys) if drained is None else drained)
+        run.record_all(run.extensions.drain_metrics())
+    recorded = run.position.unlogged.drain_metrics()
+    world_size = run.info.world_size
+    reduced = reduce_over_ranks(
+        recorded, run.operations, device=run.device, world_size=world_size, guard=guard("reduction")
+    )
+    reduced.pop("loss", None)  # the outcome has it, from the step's own reduction
+    return reduced
+
+
+def at_boundary(run: Run, *, is_last: bool) -> bool:
+    """Evaluation, sample and checkpoint, where they are due after the step. False: the run is to stop."""
+    position, config = run.position, run.config
+    if position.evaluation_is_due and not evaluate(run):
+        return False
+    if run.extensions.has("at_boundary") and is_read_at_once(run, position.step):
+        run.at("extensions", position.step)
+        run.extensions.call("at_boundary", position.step, is_last=is_last)
+    every = config.checkpoint.every
+    is_due = run.saver.must_save or (every and position.step % every == 0)
+    if is_due and not is_last:  # after the last step the loop saves
+        run.at("checkpoint", position.step, may_wait=True)
+        run.extensions.exchange()
+        with run.output():
+            run.saver.save(position, in_background=config.checkpoint.background)
+    return True
+
+
+def evaluate(run: Run) -> bool:
+    """Evaluate and log. False, and nothing is logged, if a stop is requested meanwhile; a resumed run makes up for it."""
+    assert run.evaluator is not None
+    position = run.position
+
+    def should_stop() -> bool:  # asked between micro-batches
+        run.at("evaluation", position.step, may_wait=run.config.eval.target is not None)
+        return run.stop.requested
+
+    should_stop()
+    found: dict[str, float] | None = None
+    with suppress(StopNow), run.reading():
+        found = run.evaluator.run(position.step, should_stop)
+    position.evaluation_is_due = found is None
+    if found is None:
+        return False
+    position.last_eval = position.step, found
+    with run.output():
+        run.tracker.log_eval(found, position.step)
+    return True
+
+
+def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
+    """Record which batches made the loss or the gradient non-finite, and stop or continue, on all ranks alike.
+
+    Raises:
+        NonFiniteError: the policy is to stop, or too many steps in a row were skipped.
+    """
+    position, table = run.position, run.config.train
+    position.skipped_in_a_row += 1
+    run.record("non_finite_steps", 1.0)
+    metas = gather_from_ranks([micro.meta for micro in taken.window.micros], world_size=run.info.world_size)
+    run.event({"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas})
+    what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
+    if (
+        table.on_non_finite == "stop" and table.precision != "fp16"
+    ):  # fp16 overflows in the normal course of loss scaling
+        run.extensions.exchange()
+        # The record ends with this step. If it is not a logged one, the next step is in flight and the ledger already counts
+        # in it, so that the row holds the host's values alone.
+        end_step(run, taken, outcome, is_logged=True, drains=run.logs(taken.step))
+        raise NonFiniteError(f'{what}; its batches are in events.jsonl; train.on_non_finite = "skip" would continue')
+    if position.skipped_in_a_row > table.max_skips:
+        raise NonFiniteError(f"{what}; {position.skipped_in_a_row} steps in a row were skipped (train.max_skips)")

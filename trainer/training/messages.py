@@ -103,7 +103,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     """Log what happened, where the record is, and what to look at next."""
     position = run.position
     # In tokens, how many steps a run has is known at its end alone if its batch decides for itself.
-    grows = run.length.is_in_tokens and run.micro_batches.auto is not None
+    grows = run.length.is_in_tokens and run.config.micro_batches.auto is not None
     of = "" if grows else f" of {run.config.train.steps}"
     lines = [f"{state} at step {position.step}{of}: {reason}"]
     first, last = position.first_loss, position.last_loss

@@ -1,37 +1,41 @@
-"""The parts of a run, assembled, and where it is."""
+"""A run: its parts, and where it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
-from trainer.extensions.profile.step_profile import StepProfile
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.aggregate import Reported
 from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.rank_reduction import Operations, Reporter
 from trainer.metrics.sinks.events import EventWriter
-from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
-from trainer.micro_batches import MicroBatches
+from trainer.objective.compose import Loss
 from trainer.training.checkpointing.saver import Saver
-from trainer.training.checkpointing.train_state import Position
+from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluation.evaluator import Evaluator
-from trainer.training.evaluation.sampler import Sampler
-from trainer.training.progress import Progress
-from trainer.training.run_dir import StatusKeeper
+from trainer.training.extension import Extensions
+from trainer.training.run_dir import RunDir, StatusKeeper
+from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest
-from trainer.training.step.batch_growth import BatchGrowth
-from trainer.training.step.carry import StepProbe
-from trainer.training.step.details import StepDetails
 from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
 from trainer.training.step.window import Window, WindowReader
+from trainer.wording import message_of
+
+if TYPE_CHECKING:
+    from trainer.extensions.batch_growth import BatchGrowth
 
 
 @dataclass(frozen=True)
@@ -46,53 +50,79 @@ class StepInFlight:
     lr: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """The parts of a run. Only `position` changes, and what the parts hold."""
+    """The parts of a run, made by `open_run`. During the run only `position` changes, and what the parts hold."""
 
-    config: RunConfig
+    plan: Plan
     info: RankInfo
     device: torch.device
+    strategy: Strategy
+    run_dir: RunDir
+    state: TrainState
     position: Position
-    windows: WindowReader
-    train_step: TrainStep
-    length: Length
-    micro_batches: MicroBatches
-    num_micros: int
-    """Micro-batches of every step, where nothing makes that change."""
-    growth: BatchGrowth | None
-    """Decides on a step's micro-batches; None: they are always the same."""
-    schedule: Schedule
-    details: StepDetails
-    probe: StepProbe | None
-    """None: off, or the model has no state."""
-    reporters: Mapping[str, Reporter]
-    """What a logged step reports beside its loss, by the name of its guard; `position.unlogged` and `details` among them."""
-    coincidence_at: Callable[[int, int], float] | None
-    """Step and its first micro-batch -> probability that two rows of the data, drawn independently, come from the same
-    stream; None: where gradient noise comes from is not measured."""
-    metric_keys: Mapping[str, Sequence[str]]
-    """Reporter -> its keys on this rank."""
-    operations: Operations
-    """How each key that a reporter of any rank can have combines; the same on all ranks."""
-    diagnostics: Diagnostics
-    """Guards of everything that only measures or shows: its failure costs one warning, never the run."""
-    tracker: MetricsTracker
-    spikes: SpikeDetector | None
-    """None: not looked for."""
-    evaluator: Evaluator | None
-    sampler: Sampler | None
-    """Rank 0 only, but for a model in shards."""
-    saver: Saver
     stop: StopRequest
-    watchdog: Watchdog
-    events: EventWriter | None
+    events: EventWriter | None = None
     """Rank 0 only."""
-    progress: Progress
-    profile: StepProfile | None
-    """Rank 0 only; None: off."""
-    status: StatusKeeper | None
+    status: StatusKeeper | None = None
     """Rank 0 only."""
+    evaluator: Evaluator | None = None
+    growth: BatchGrowth | None = None
+    """Decides on a step's micro-batches; None: all steps have as many."""
+    windows: WindowReader = field(init=False)
+    schedule: Schedule = field(init=False)
+    row_model: nn.Module = field(init=False)
+    """What a row is run through."""
+    loss: Loss = field(init=False)
+    train_step: TrainStep = field(init=False)
+    extensions: Extensions = field(init=False)
+    saver: Saver = field(init=False)
+    watchdog: Watchdog = field(init=False)
+    reporters: Mapping[str, Reporter] = field(init=False)
+    """Parts that collect metrics themselves, drained on logged steps."""
+    operations: Operations = field(init=False)
+    """How every metric of any rank combines; the same on all ranks."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.config
+
+    @property
+    def length(self) -> Length:
+        return self.plan.length
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, without DDP."""
+        return self.state.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.state.optimizer
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """None for a model without state."""
+        return self.state.ledger
+
+    @property
+    def gns(self) -> GradientNoiseScale | None:
+        """None if the noise scale is off."""
+        return self.state.gns
+
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the noise scale is on and has not failed."""
+        return self.gns is not None and self.diagnostics.best_effort("gns").enabled
+
+    @property
+    def tracker(self) -> MetricsTracker:
+        return self.state.tracker
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        """Guards of what only measures or shows: its failure costs one warning, never the run."""
+        return self.state.tracker.diagnostics
 
     def at(self, what: str, step: int, *, may_wait: bool = False) -> None:
         """Record the current phase for the watchdog; see `Watchdog.at`."""
@@ -104,34 +134,36 @@ class Run:
         with self.stop.interrupting(self.info.world_size == 1):
             yield
 
-    def count(self, values: Mapping[str, float]) -> None:
-        """Count on this rank until the next logged step."""
-        self.diagnostics.best_effort("counters").run(self.position.unlogged.add, values)
+    def record(self, name: str, value: Reported) -> None:
+        """Count a metric on this rank until the next logged step, which reports it.
+
+        The catalog says how the values between two logged steps and those of all ranks combine (`trainer.metrics.register`
+        adds metrics). A value that is no number is left out with one warning.
+
+        Args:
+            value: a number, a tensor of one element, a pair (sum, weight), or None: it should be there and is not known.
+        """
+        try:
+            self.position.unlogged.add({name: value})
+        except Exception as error:  # noqa: BLE001 - one value must not cost the others
+            self.diagnostics.best_effort("metrics").leave_out(name, message_of(error))
+            with suppress(Exception):
+                self.position.unlogged.add({name: None})
+
+    def record_all(self, values: Mapping[str, Reported]) -> None:
+        """Record several metrics."""
+        for name, value in values.items():
+            self.record(name, value)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Write to events.jsonl (rank 0; other ranks do nothing)."""
         if self.events is not None:
             self.diagnostics.best_effort("events.jsonl").run(self.events.write, event)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Take the progress bar off the screen while something is written there."""
-        guard = self.diagnostics.best_effort("progress")
-        guard.run(self.progress.hide)
-        try:
-            yield
-        finally:
-            guard.run(self.progress.show)
+    def output(self) -> AbstractContextManager[None]:
+        """Around what may be written to the terminal."""
+        return self.extensions.output()
 
     def logs(self, step: int) -> bool:
         """Whether `step` is logged; the same on all ranks."""
         return self.tracker.will_log(step) or step == self.position.last_step
-
-    def splits(self, step: int) -> bool:
-        """Whether `step` measures where gradient noise comes from, if any does; the same on all ranks."""
-        return step % self.config.gns.components_every == 0 and self.logs(step)
-
-    def probes(self, step: int) -> bool:
-        """Whether `step` measures what carrying is worth; the same on all ranks."""
-        every = self.config.ledger.probe_every
-        return every > 0 and step % every == 0 and self.logs(step)

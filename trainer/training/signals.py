@@ -45,7 +45,7 @@ class StopRequest:
         self._on_first = on_first
         self._clock = clock
         self._since = 0.0
-        self._interrupts = False
+        self._interrupts = self._is_installed = False
         self.is_heard = False
         """True from the first signal on, also while the main thread is in a call that handles none."""
         self.is_watched = False
@@ -62,7 +62,10 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def install(self) -> None:
-        """Handle the stop signals of this process, from its main thread."""
+        """Handle the stop signals of this process, from its main thread. A second call does nothing."""
+        if self._is_installed:
+            return
+        self._is_installed = True
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.metric_streams import Scenario, write_run
-from trainer import diagnostics
 from trainer.metrics.catalog.lookup import is_known
 from trainer.metrics.payload_contract import Restart
+from trainer.tools import diagnostics
 from trainer.tools.diagnostics.diagnose import Ruling, diagnose
 from trainer.tools.diagnostics.facts import batches_through, micro_batches
 from trainer.tools.diagnostics.outcome import KNOBS, Outcome
@@ -211,9 +211,12 @@ FAULTY: dict[str, RunRecord] = {
 }
 
 
-def data_bound(waits: list[float], tokenizer: str = "bytes") -> Ruling:
-    config = {**CONFIG, "data": {**CONFIG["data"], "tokenizer": tokenizer, "prefetch": 2}}
+def data_bound(waits: list[float], tokenizer: str = "bytes", sources: str = "", **stages: list[float]) -> Ruling:
+    """The ruling on these waits; `stages`: the seconds of all sources in a stage."""
+    named = [{"name": name} for name in sources.split()]
+    config = {**CONFIG, "data": {**CONFIG["data"], "tokenizer": tokenizer, "prefetch": 2, "source": named}}
     rows = {"time/data_sec": waits, "step_time_sec": [0.6 + wait for wait in waits]}
+    rows |= {f"time/{stage}/all": seconds for stage, seconds in stages.items()}
     return next(each for each in diagnose(make_run(rows, config=config)).rulings if each.rule.name == "data_bound")
 
 
@@ -236,6 +239,25 @@ def test_reading_ahead_is_advised_only_where_it_helps() -> None:
     assert "prefetch" not in steady.fix
     assert "train data tokenize" in steady.fix
     assert "tokenize" not in data_bound([0.3] * 80).fix
+
+
+def test_the_stage_that_took_the_time_decides_what_helps() -> None:
+    waits = [0.3] * 80
+    only = data_bound(waits, "tokenizer.json", "books", open=[0.3] * 80, read=[0.1] * 80)
+    assert "75% of the time of reading went into opening the files of source books" in only.outcome.sentence
+    assert "fewer, larger files" in only.fix
+    several = data_bound(waits, sources="books code", open=[0.1] * 80, own_code=[0.3] * 80)
+    assert "the own code (metrics.per_source = true names the source)" in several.outcome.sentence
+    other = data_bound(waits, sources="books", read=[0.1] * 80)
+    assert "went into" not in other.outcome.sentence, "the time that was spent reading does not explain the wait"
+    first = data_bound([9.0, *waits], sources="books", tokenize=[20.0] + [0.0] * 80, read=[0.3] * 81)
+    assert "100% of the time of reading went into reading" in first.outcome.sentence, "not what the first rows took"
+
+
+def test_reading_ahead_is_not_advised_for_files_that_take_as_long_as_many_steps() -> None:
+    bursts = [0.0, 0.0, 0.0, 4.0] * 20
+    assert "train data tokenize" in data_bound(bursts, tokenize=bursts).fix
+    assert data_bound(bursts, read=bursts).fix.startswith("try data.prefetch = 4")
 
 
 def test_a_source_that_ended_is_named_with_its_step() -> None:

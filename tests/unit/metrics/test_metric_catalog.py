@@ -74,6 +74,7 @@ def test_an_unknown_key_names_the_nearest_one() -> None:
         ("step_time_sec", "max"),
         ("time/slowest_rank_sec", "max"),
         ("time/fastest_rank_sec", "min"),
+        ("time/tokenize/books", "max"),
         ("gpu/peak_gb", "max"),
         ("objective/coord", "weighted_mean"),
         ("source/a/loss", "weighted_mean"),

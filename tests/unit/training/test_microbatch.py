@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.errors import UserError
-from trainer.training.step.components import split as in_halves
+from trainer.extensions.noise_components import split as in_halves
 from trainer.training.step.microbatch import accepted_inputs, masked_copy, split
 
 

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,21 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
+from trainer.config.schema import GnsTable, OptimizerTable
+from trainer.distributed.env import RankInfo
+from trainer.extensions.per_layer import LayerNumbers
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.per_layer import PerLayer
 from trainer.model import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training import loop
+from trainer.training.extension import Extensions
 from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
+from trainer.training.setup.open_run import Launch
 from trainer.training.signals import STOP_SIGNALS
-from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy
 from trainer.training.step.step import HEAD, StepSettings, TrainStep
@@ -101,13 +106,22 @@ def make_step(
         wipe_every=2,
         device=device,
     )
+    config = SimpleNamespace(gns=GnsTable(), optimizer=OptimizerTable())
+    run: Any = SimpleNamespace(
+        model=model,
+        optimizer=optimizer,
+        gns=gns,
+        config=config,
+        info=RankInfo(),
+        measures_noise=True,
+        logs=lambda step: True,
+    )
     step = TrainStep(
         model=model,
         ledger=ledger,
         objective=Objective(z_loss=1e-2, coord=CoordSettings(first_token=2, num_bins=4, sigma=1.0)),
         optimizer=optimizer,
         gns=gns,
-        per_layer=PerLayer(model, optimizer, gns) if has_layers else None,
         scaler=torch.amp.GradScaler(device.type, enabled=False),
         settings=StepSettings(
             max_tokens_per_micro=ROWS * LENGTH,
@@ -116,6 +130,9 @@ def make_step(
         world_size=1,
         device=device,
         autocast=nullcontext,
+        extensions=Extensions(
+            {"layers": LayerNumbers(run)} if has_layers else {}, Diagnostics(), device=device, world_size=1
+        ),
     )
     return step, ledger
 
@@ -141,7 +158,7 @@ def test_steps_that_do_not_log_read_nothing_but_the_step_before(numbers_of_a_goo
     launched = None
     for number, window in enumerate(itertools.islice(windows(META), 8), start=1):
         with NoBlockingCopies():
-            step.accumulate(number, window, details=None)
+            step.accumulate(number, window)
             previous, launched = launched, step.launch(lr=0.1, stop=False, saved=False)
             if previous is not None:
                 assert step.finish(previous).loss == 2.0
@@ -153,9 +170,9 @@ def test_layers_are_measured_without_waiting(numbers_of_a_good_step):
     step, _ = make_step(META, GuardedSgd, has_layers=True)
     for number, window in enumerate(itertools.islice(windows(META), 3), start=1):
         with NoBlockingCopies():
-            step.accumulate(number, window, details=StepDetails(()))
+            step.accumulate(number, window)
             launched = step.launch(lr=0.1, stop=False, saved=False)
-        assert launched.layer_numbers is not None
+        assert launched.measured is not None
 
 
 def test_the_check_sees_a_reading_of_each_kind():
@@ -229,7 +246,7 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
     monkeypatch.setattr(HostCopy, "read", allow)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        assert train(config, path, str(tmp_path / "run")) == 0
+        assert train(config, Launch(config_path=path, run_dir=str(tmp_path / "run"))) == 0
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -249,7 +266,7 @@ def test_cuda_finds_no_synchronisation_in_steps_that_do_not_log():
     for number, window in zip(range(1, 9), list(itertools.islice(windows(device), 8)), strict=True):
         torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
         try:
-            step.accumulate(number, window, details=None)
+            step.accumulate(number, window)
             previous, launched = launched, step.launch(lr=0.1, stop=False, saved=False)
             if previous is not None:
                 assert step.finish(previous).is_finite

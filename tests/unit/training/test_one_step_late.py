@@ -12,6 +12,7 @@ from tests.support.runs import read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.training.main import train
+from trainer.training.setup.open_run import Launch
 from trainer.training.step.window import WindowReader
 
 EXTRA = """
@@ -48,7 +49,7 @@ def both(tmp_path, monkeypatch):
         directories = {"every": 1, "late": 8}
         for name, interval in directories.items():
             config = load_config(path, [*SETTINGS, f"metrics.log_interval={interval}", *settings])
-            assert train(config, path, str(tmp_path / name)) == code
+            assert train(config, Launch(config_path=path, run_dir=str(tmp_path / name))) == code
         return [tmp_path / name for name in directories]
 
     return go

@@ -12,6 +12,7 @@ from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.training.main import train
+from trainer.training.setup.open_run import Launch
 
 EXTRA = """
 stdout = "off"
@@ -43,7 +44,7 @@ def go(tmp_path, monkeypatch):
 
     def run(name: str, fault: dict[str, object], *, code: int = 0) -> dict[str, object]:
         monkeypatch.setenv("FAULT", json.dumps(fault))
-        assert train(config, path, str(tmp_path / name)) == code
+        assert train(config, Launch(config_path=path, run_dir=str(tmp_path / name))) == code
         return json.loads((tmp_path / name / "status.json").read_text())
 
     return run
@@ -111,7 +112,7 @@ def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
         checkpoint = tmp_path / "whole" / "checkpoints" / f"step_{saved:08d}"
         config = load_config(path, [*settings, f'checkpoint.resume="{checkpoint}"'])
         run_dir = tmp_path / f"from{saved}"
-        assert train(config, path, str(run_dir)) == 0
+        assert train(config, Launch(config_path=path, run_dir=str(run_dir))) == 0
         again = read_rows(run_dir / "metrics.jsonl")
         for step in later:
             same = {k: v for k, v in rows["train", step].items() if not k.startswith(MEASURED)}

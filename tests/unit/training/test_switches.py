@@ -11,6 +11,7 @@ from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.metrics.payload_contract import validate_stream
 from trainer.training.main import train
+from trainer.training.setup.open_run import Launch
 
 EXTRA = """
 stdout = "off"
@@ -33,7 +34,7 @@ def corpus(tmp_path_factory):
 
 def train_once(config_path: Path, run_dir: Path, *overrides: str) -> dict[int, float]:
     config = load_config(config_path, ["train.steps=10", *overrides])
-    assert train(config, config_path, str(run_dir)) == 0
+    assert train(config, Launch(config_path=config_path, run_dir=str(run_dir))) == 0
     assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
     return losses(run_dir / "metrics.jsonl")
 
@@ -211,5 +212,5 @@ def test_too_many_bad_steps_in_a_row_end_the_run(corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainStep, "launch", poison)
     config = load_config(corpus, ["train.steps=10", "train.on_non_finite=skip", "train.max_skips=3"])
-    assert train(config, corpus, str(tmp_path / "run")) == 1
+    assert train(config, Launch(config_path=corpus, run_dir=str(tmp_path / "run"))) == 1
     assert "4 steps in a row were skipped" in (tmp_path / "run" / "status.json").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +16,7 @@ from trainer.data.blending.sources import UnreadSource, parts_of
 from trainer.data.blending.weights import WeightSpec, positions
 from trainer.data.keyed import BLOCK, KeyedUniforms
 from trainer.data.mixing.collate import Batch
-from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.mixing.dataset import STAGES, StreamMixingDataset
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
@@ -70,6 +72,7 @@ class BlendDataset:
         micro_batches: micro-batches per optimizer step; if it is a number m, batch i belongs to step `i // m + 1`. Where the
             step is not known ahead, `window_begins` tells it.
         per_source: also report `blend/share/<name>`.
+        times: also report what reading took since the last drain: `time/<stage>/all`, or by source with `per_source`.
         history_every, history_tokens: the batches of steps that are a multiple of `history_every` have `history_tokens`
             tokens before each cell (see `Collator`), where the source has `next_with_tokens_before`; 0: none have.
 
@@ -84,6 +87,7 @@ class BlendDataset:
         seed: int,
         micro_batches: int | MicroBatches = 1,
         per_source: bool = False,
+        times: bool = False,
         history_every: int = 0,
         history_tokens: int = 0,
     ) -> None:
@@ -120,6 +124,9 @@ class BlendDataset:
         self._errors = [0.0]  # the largest difference between those and the actual batches, likewise
         keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
         shares = [SHARE_PREFIX + name for name in names] if per_source else []
+        self._time_names = (names if per_source else ["all"] * len(names)) if times else []
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by key, since the last drain
+        keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
         self._drains: dict[int, Callable[[], Drained]] = {}  # of the sources that report metrics
         for index, source in enumerate(sources):
             guard = BestEffort(f"metrics of the source {source.name}")
@@ -195,6 +202,7 @@ class BlendDataset:
             self._now = chosen
             self._unsaved.add(chosen)
             self._undrained.add(chosen)
+            start = time.perf_counter()
             try:
                 batch = _next(self._iterators[chosen], tokens_before)
             except StopIteration:
@@ -202,11 +210,19 @@ class BlendDataset:
                 self._choose(self._expected[at])
                 continue
             break
+        if self._time_names:
+            self._add_times(chosen, time.perf_counter() - start)
         self._counts[chosen] += 1
         self._batch_index += 1
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
         return batch
+
+    def _add_times(self, chosen: int, seconds: float) -> None:
+        dataset = self.sources[chosen].dataset
+        stages = dataset.drain_seconds(seconds) if isinstance(dataset, StreamMixingDataset) else {"own_code": seconds}
+        for stage, part in stages.items():
+            self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
 
     @property
     def now_reading(self) -> str:
@@ -296,6 +312,8 @@ class BlendDataset:
         if self._per_source:
             for name, count in zip(self._names, self._counts, strict=True):
                 metrics[SHARE_PREFIX + name] = count / self._batch_index
+        metrics.update(self._seconds)
+        self._seconds.clear()
         return metrics
 
     def _merged(self, key: str, values: Collection[float | None]) -> float | None:

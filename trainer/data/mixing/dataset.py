@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from trainer.data.formats.documents import ReadOptions
+from trainer.data.formats.own_format import is_import_path
 from trainer.data.keyed import KeyedUniforms
 from trainer.data.mixing import state as mixing_state
 from trainer.data.mixing.collate import Batch, Collator
@@ -22,7 +24,7 @@ from trainer.data.streams.holdout import Split, check_split
 from trainer.data.streams.layout import Stream
 from trainer.data.streams.open_stream import CutOptions
 from trainer.data.streams.opener import StreamOpener
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import TimedTokenizer, Tokenizer
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
 from trainer.wording import printable
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 BatchingMode: TypeAlias = Literal["per_stream", "device_per_stream"]
 BATCHING_MODES: tuple[BatchingMode, ...] = ("per_stream", "device_per_stream")
+STAGES = ("open", "tokenize", "read", "own_code")  # of reading, whose seconds are told apart
 EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
 logger = logging.getLogger("trainer.data")
 
@@ -140,7 +143,10 @@ class StreamMixingDataset:
         self._guard = BestEffort(f"pool metrics of {name} ({split})")
         self._batch_sizes = BatchSizes(batch_size, sizes)
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
-        options = ReadOptions(tokenizer, dtype, eod, text_split)
+        self._tokenizer = TimedTokenizer(tokenizer)
+        self._opening = "own_code" if is_import_path(format) else "open"
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # see `drain_seconds`
+        options = ReadOptions(cast(Tokenizer, self._tokenizer), dtype, eod, text_split)
         cut = CutOptions(name, seq_len, max_group_cells, pack, split, holdout_fraction)
         self._fixed_state = {  # the part of a state that is constant throughout a run
             "version": mixing_state.VERSION,
@@ -200,7 +206,7 @@ class StreamMixingDataset:
             pool.note(slot)
         else:
             self._exhaust_events += 1
-            pool.replace(slot, queue.next_reader())
+            pool.replace(slot, self._next_reader())
         return batch
 
     @property
@@ -214,7 +220,7 @@ class StreamMixingDataset:
         while not self._has_no_cells:
             # The rest of an epoch may hold nothing for this rank; only a whole one proves that none ever does.
             is_whole = queue.is_whole
-            while len(pool.readers) < self._num_streams_mixed and (reader := queue.next_reader()) is not None:
+            while len(pool.readers) < self._num_streams_mixed and (reader := self._next_reader()) is not None:
                 pool.add(reader)
             if pool.readers:
                 return True
@@ -227,6 +233,20 @@ class StreamMixingDataset:
             else:
                 queue.begin_epoch(queue.epoch + 1, queue.points)
         return False
+
+    def _next_reader(self) -> StreamReader | None:
+        start, before = time.perf_counter(), self._tokenizer.seconds
+        reader = self._queue.next_reader()
+        tokenizing = self._tokenizer.seconds - before
+        self._seconds["tokenize"] += tokenizing
+        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
+        return reader
+
+    def drain_seconds(self, seconds: float) -> dict[str, float]:
+        """What each of the `STAGES` took since the last call, of so many seconds in all."""
+        stages = {**self._seconds, "read": seconds - sum(self._seconds.values())}
+        self._seconds.clear()
+        return stages
 
     def count_cells(self) -> dict[str, int]:
         """Cells per epoch over all ranks, by modality. Opens every stream, so it finds damaged files in advance.

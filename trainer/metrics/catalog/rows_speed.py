@@ -61,6 +61,25 @@ ROWS: tuple[MetricSpec, ...] = (
             ("optimizer", "clipping and the optimizer", "A few percent.", "Large: tiny batch or an unfused optimizer."),
         )
     ),
+    *(
+        _TimeRow(
+            name=f"time/{stage}/<source>",
+            unit="s",
+            kind="counter",
+            window="sum",
+            title=f"Reading: {words}",
+            description=f"Time since the last logged step in {words}, on the slowest rank, also while the step did not wait; "
+            "all sources together, or each (with metrics.per_source).",
+            healthy="Far below the time of the steps.",
+            pathological=f"Close to it, while time/data_sec is large: {fix}.",
+        )
+        for stage, words, fix in (
+            ("open", "opening files", "there are many small ones, or text that can be tokenized ahead"),
+            ("tokenize", "tokenizing", "tokenize ahead"),
+            ("read", "reading opened files and making batches", "the disk is slow"),
+            ("own_code", "the user's data set or format", "its code is slow"),
+        )
+    ),
     _TimeRow(
         name="time/probe_sec",
         unit="s",

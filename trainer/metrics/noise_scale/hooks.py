@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.distributed.shards import is_dtensor
+from trainer.distributed.shards import own_part
 from trainer.metrics.catalog.rows_gns import ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
@@ -192,8 +192,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         total = self._sums.new_zeros(())
         for parameter in self._parameters:
             if parameter.grad is not None:
-                grad = parameter.grad
-                total = total + square_norm(grad.to_local() if is_dtensor(grad) else grad).to(total.device)
+                total = total + square_norm(own_part(parameter.grad)).to(total.device)
         return total / self._leaves.copies
 
     def finish(

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed.shards import is_dtensor
+from trainer.distributed.shards import layout_and_group, layout_of, unsharded_parameters
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -60,50 +56,18 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise UserError("gns.enabled", "the model has no trainable parameter", "set it to false")
-    if not any(map(is_dtensor, parameters)):
+    if layout_of(parameters) is None:
         if not isinstance(model, DistributedDataParallel):
             return Leaves(parameters, parameters, process_group, is_sharded=False)
         return Leaves(parameters, parameters, process_group or model.process_group, is_sharded=False, ddp=model)
-    from torch.distributed.fsdp import FSDPModule
-
-    mesh = _mesh_of(parameters)
-    copies = mesh.size(0) if mesh.ndim == 2 else 1
-    group = process_group or _group_of(mesh)
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.unshard()
-    hooked = [p for p in model.parameters() if p.requires_grad]
-    for module in modules:
-        module.reshard()
-    if any(map(is_dtensor, hooked)):
-        raise _refusal("parameters that stay sharded in the backward (tensor parallelism)")
-    return Leaves(hooked, parameters, group, is_sharded=True, copies=copies)
-
-
-def _mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh:
-    """The mesh over which every parameter is sharded."""
-    meshes = []
-    for parameter in parameters:
-        if not is_dtensor(parameter):
-            raise _refusal("sharded next to unsharded parameters")
-        *over_replicas, over_shards = parameter.placements
-        if len(over_replicas) > 1 or not all(p.is_replicate() for p in over_replicas) or not over_shards.is_shard():
-            raise _refusal("parameters that are sharded otherwise than by fully_shard alone")
-        meshes.append(parameter.device_mesh)
-    if any(mesh != meshes[0] for mesh in meshes):
-        raise _refusal("parameters sharded over several meshes")
-    return meshes[0]
-
-
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of the mesh: those that average gradients."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    world = dist.group.WORLD
-    if world is None or mesh.size() != world.size():
-        raise _refusal("a mesh of replicas and shards that is a part of the ranks, unless process_group names them")
-    return world
-
-
-def _refusal(what: str) -> UserError:
-    return UserError("gns.enabled", f"not possible with {what}", "use DDP or fully_shard alone, or set it to false")
+    try:
+        layout, own_group = layout_and_group(parameters)
+        if (group := process_group or own_group) is None:
+            raise ValueError(
+                "a mesh of replicas and shards that is a part of the ranks, unless process_group names them"
+            )
+        hooked = unsharded_parameters(model)
+    except ValueError as error:
+        fix = "use DDP or fully_shard alone, or set it to false"
+        raise UserError("gns.enabled", f"not possible with {error}", fix) from None
+    return Leaves(hooked, parameters, group, is_sharded=True, copies=layout.replicas)

@@ -114,7 +114,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
             else:
                 window *= 2  # FSDP2 has its own place for them
         live.peak = live.now
-        step.accumulate(1, window, details=None)
+        step.accumulate(1, window)
         gradients = 0 if has_buckets else _gradient_bytes(model)
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))

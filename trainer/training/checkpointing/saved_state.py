@@ -35,12 +35,6 @@ class _NoiseScale(_Part):
     components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]]
 
 
-class _Spikes(_Part):
-    count: Count
-    mean: float
-    variance: Annotated[float, Field(ge=0)]
-
-
 class _SavedState(_Part):
     """What restoring needs of state.json."""
 
@@ -53,7 +47,7 @@ class _SavedState(_Part):
     evaluation_is_due: bool
     tracker: _Tracker
     gns: _NoiseScale | None
-    spikes: _Spikes | None
+    extensions: dict[str, dict[str, Any] | None]
     wandb_run_id: str | None = None
     config: dict[str, Any]
 

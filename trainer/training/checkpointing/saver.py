@@ -17,7 +17,6 @@ from trainer.config.schema import CheckpointTable
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import saving_ranks
-from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import BackgroundWriter, Part, StatePart, TensorPart
@@ -26,6 +25,7 @@ from trainer.training.checkpointing.model_part import model_part
 from trainer.training.checkpointing.tensor_files import Rows
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.checkpointing.tree import pack
+from trainer.training.extension import Extensions
 
 logger = get_logger(__name__)
 ALIGNMENT = 64  # bytes
@@ -40,10 +40,11 @@ class Saver:
 
     Args:
         state: what has a state.
+        extensions: what rides on the run.
         shared: further values that are the same on all ranks and fit JSON (config, versions, the wandb run).
-        diagnostics: guards what is counted about saving.
+        on_saving: called with the seconds that training has waited for a save.
         last_saved: step of the checkpoint that the run continues from; -1 without one.
-        on_published: called with a complete checkpoint, in place of retention (rank 0).
+        retain: called with a new checkpoint, to remove what is not kept (rank 0); None: by `table`.
         clock: monotonic seconds.
     """
 
@@ -54,21 +55,23 @@ class Saver:
         table: CheckpointTable,
         info: RankInfo,
         state: TrainState,
+        extensions: Extensions,
         device: torch.device,
         shared: Mapping[str, Any],
-        diagnostics: Diagnostics,
+        on_saving: Callable[[float], None],
         last_saved: int = -1,
-        on_published: Callable[[Path], None] | None = None,
+        retain: Callable[[Path], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._table = table
         self._info = info
         self._state = state
+        self._extensions = extensions
         self._device = device
         self._shared = shared
-        self._diagnostics = diagnostics
-        self._on_published = on_published
+        self._on_saving = on_saving
+        self._retain = retain
         self._writer = BackgroundWriter()
         self._staging = Staging(is_pinned=device.type == "cuda")
         self._pending: tuple[int, dict[str, Any], int] | None = None
@@ -121,6 +124,7 @@ class Saver:
             "model_files": saving_ranks(self._state.model),
             "evaluation_is_due": position.evaluation_is_due,
             **self._state.shared(),
+            "extensions": self._extensions.state_dict(),
             **self._shared,
         }
         self._pending = (step, shared, needed_by_all)
@@ -131,9 +135,9 @@ class Saver:
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
             self._conclude()
-        self._count(position, started)
+        self._on_saving(time.monotonic() - started)
 
-    def publish_pending(self, position: Position) -> None:
+    def publish_pending(self) -> None:
         """Turn a pending save's files into a checkpoint, if there is one; every rank must call it at the same step.
 
         Raises:
@@ -141,11 +145,7 @@ class Saver:
         """
         started = time.monotonic()
         self._conclude()
-        self._count(position, started)
-
-    def _count(self, position: Position, started: float) -> None:
-        counted = {"checkpoint/save_sec": time.monotonic() - started}
-        self._diagnostics.best_effort("counters").run(position.unlogged.add, counted)
+        self._on_saving(time.monotonic() - started)
 
     def _conclude(self) -> None:
         if self._pending is None:
@@ -190,8 +190,8 @@ class Saver:
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
         path = files.finish(self._directory, step, shared)
         logger.info("saved %s", path)
-        if self._on_published is not None:
-            self._on_published(path)
+        if self._retain is not None:
+            self._retain(path)
         else:
             files.prune(self._directory, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -13,14 +13,12 @@ from trainer.data.blending.blend import BlendDataset
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import WindowAggregator
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.per_layer import PerLayer
-from trainer.metrics.spikes import Spike, SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainState:
-    """The parts of a run that have a state of their own."""
+    """The parts of a run that have a state of their own; extensions have theirs besides."""
 
     model: nn.Module
     """Without DDP."""
@@ -30,17 +28,13 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     tracker: MetricsTracker
-    gns: GradientNoiseScale | None
-    spikes: SpikeDetector | None
-    per_layer: PerLayer | None = None
+    gns: GradientNoiseScale | None = None
 
     def shared(self) -> dict[str, Any]:
         """The states that are the same on all ranks and fit JSON."""
         return {
             "tracker": self.tracker.state_dict(),
             "gns": self.gns.state_dict() if self.gns is not None else None,
-            "spikes": self.spikes.state_dict() if self.spikes is not None else None,
-            "per_layer": self.per_layer.state_dict() if self.per_layer is not None else None,
             "state_layout": self.state_layout,
         }
 
@@ -55,16 +49,11 @@ class TrainState:
         self.tracker.load_state_dict(saved["tracker"])
         if self.gns is not None and saved["gns"] is not None:
             self.gns.load_state_dict(saved["gns"])
-        if self.spikes is not None and saved.get("spikes") is not None:
-            self.spikes.load_state_dict(saved["spikes"])
-        if self.per_layer is not None and saved.get("per_layer") is not None:
-            self.per_layer.load_state_dict(saved["per_layer"])
 
 
 # What the host counts itself, beside the data set's metrics: see `Position.unlogged`.
 HOST_KEYS = (
     "non_finite_steps",
-    "loss_spike",
     "grad_scale",
     "train/micro_batches",
     "checkpoint/save_sec",
@@ -72,15 +61,6 @@ HOST_KEYS = (
     "time/fastest_rank_sec",
     "stream_mixing/masked_share",
 )
-
-
-@dataclass(frozen=True, order=True)
-class FoundSpike:
-    """A loss spike, and the gradient norm of its step."""
-
-    step: int
-    spike: Spike
-    grad_norm: float
 
 
 @dataclass
@@ -113,16 +93,11 @@ class Position:
     last_loss: tuple[int, float] | None = None
     last_eval: tuple[int, dict[str, float]] | None = None
     """The step of the last evaluation, and what it found."""
-    found_spikes: list[FoundSpike] = field(default_factory=list)
-    """Loss spikes that this rank has found and the ranks have not reported yet."""
-    recent_batches: dict[int, list[str]] = field(default_factory=dict)
-    """Step -> what identifies this rank's micro-batches, of the last few steps: a spike's are asked for later."""
 
     @classmethod
     def of(cls, state: TrainState, step: int = 0) -> Self:
         """The position after `step`, of which `state` holds the data set's state."""
-        unlogged = WindowAggregator([*state.dataset.metric_keys, *HOST_KEYS])
-        return cls(state.dataset.state_dict(), unlogged, step=step)
+        return cls(state.dataset.state_dict(), WindowAggregator(), step=step)
 
     def counts(self, state: TrainState) -> dict[str, Any]:
         """What this rank has counted since the last logged step, for a checkpoint between two of them."""

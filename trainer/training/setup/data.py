@@ -90,6 +90,7 @@ def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
         seed=plan.config.run.seed,
         micro_batches=plan.config.micro_batches,
         per_source=plan.config.metrics.per_source,
+        times=True,
         history_every=plan.config.ledger.probe_every,
         history_tokens=plan.config.ledger.probe_cells * plan.config.row_tokens,
     )

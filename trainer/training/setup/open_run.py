@@ -1,155 +1,295 @@
-"""Opens a run: wraps the model for the ranks, opens the record, starts reading and puts the parts together."""
+"""From a plan to a run that is ready for its first step: directory, state, resume, record, parts."""
 
 from __future__ import annotations
 
-import itertools
+import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from trainer.config.schema import RunConfig
-from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint
+from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader
-from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
+from trainer.distributed.agree import from_main_rank, gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Strategy
-from trainer.distributed.watchdog import Watchdog, start_watchdog
-from trainer.extensions.profile.step_profile import StepProfile
-from trainer.ledger.probe import CarryProbe
-from trainer.metrics.best_effort import Diagnostics
+from trainer.distributed.watchdog import start_watchdog
+from trainer.errors import UserError
+from trainer.import_path import format_error, resolve_target
 from trainer.metrics.catalog.spec import RankReduction
-from trainer.metrics.logger import get_logger
-from trainer.metrics.rank_reduction import Operations, Reporter, rank_operations
+from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.metrics.rank_reduction import Operations, rank_operations
 from trainer.metrics.run_status import dead
 from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
-from trainer.objective.compose import Loss
+from trainer.storage import is_url
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.data_changes import DataPolicy, check_data
+from trainer.training.checkpointing.restore import restore
 from trainer.training.checkpointing.resume_checks import changed_settings
+from trainer.training.checkpointing.saved_state import loading
 from trainer.training.checkpointing.saver import Saver
-from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
 from trainer.training.checkpointing.tree import pack
-from trainer.training.evaluation.evaluator import Evaluator
-from trainer.training.evaluation.sampler import Sampler
-from trainer.training.messages import announce
-from trainer.training.progress import Progress
+from trainer.training.extension import Extension, Extensions
+from trainer.training.messages import announce, say_rate_change
 from trainer.training.run import Run
-from trainer.training.run_dir import RunDir, StatusKeeper, environment
-from trainer.training.setup.data import EvalSet, max_tokens_per_micro
+from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir, environment
+from trainer.training.setup.data import EvalSet, eval_sets, max_tokens_per_micro
 from trainer.training.setup.evaluation import make_details, make_evaluator
-from trainer.training.setup.parts import (
-    autocast_context,
-    in_cells,
-    model_and_loss,
-)
-from trainer.training.setup.plan import Plan
+from trainer.training.setup.parts import autocast_context, in_cells, make_state, model_and_loss
+from trainer.training.setup.plan import Plan, begin_from_weights, width_of
+from trainer.training.setup.sharding import make_strategy, refuse_bypassed_units
 from trainer.training.setup.sinks import make_sinks, wandb_id
-from trainer.training.signals import StopRequest
-from trainer.training.step.batch_growth import BatchGrowth
-from trainer.training.step.carry import StepProbe
-from trainer.training.step.components import coincidence
-from trainer.training.step.details import StepDetails
+from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.step.details import LoggedDetails
 from trainer.training.step.microbatch import accepted_inputs
-from trainer.training.step.schedule import make_schedule
+from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
-from trainer.wording import few
+from trainer.wording import few, printable
+
+if TYPE_CHECKING:
+    from trainer.extensions.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
+Found = tuple[Path, dict[str, Any]]
+"""A checkpoint and its state.json."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run is started, beside what its config says.
+
+    Attributes:
+        stop: tells when somebody asks the run to stop.
+        config_path: where the config was read from; None: it is not recorded.
+        run_dir: what --run-dir says.
+        stdout: for payloads.
+        data_policy: what to do about data that changed since the checkpoint.
+        on_run_dir: called with the run's directory.
+    """
+
+    stop: StopRequest = field(default_factory=lambda: StopRequest(say_stopping))
+    config_path: Path | None = None
+    run_dir: str | None = None
+    stdout: Output | None = None
+    data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
+    on_run_dir: Callable[[Path], None] | None = None
 
 
 def open_run(
-    plan: Plan,
-    state: TrainState,
-    position: Position,
-    info: RankInfo,
-    device: torch.device,
-    run_dir: RunDir,
-    *,
-    stop: StopRequest,
-    stack: ExitStack,
-    strategy: Strategy,
-    stdout: Output | None = None,
-    fingerprint: Fingerprint | None = None,
-    eval_sets: Sequence[EvalSet] = (),
-    resumed: tuple[Path, Mapping[str, Any]] | None = None,
-    describe: Callable[[], None] | None = None,
-    verdict: Callable[[], str] | None = None,
-    on_published: Callable[[Path], None] | None = None,
-) -> Run:
-    """The run, ready for its first step. Every rank must call it: wrapping the model communicates.
+    plan: Plan, launch: Launch, info: RankInfo, device: torch.device, stack: ExitStack, after_group: ExitStack
+) -> Run | None:
+    """The run, ready for its first step; None if nothing is left of it. Every rank must call it.
 
     Args:
         stack: closes what is opened here.
-        stdout: for payloads; None: the standard output as it is.
-        fingerprint: of the data, for the checkpoints; None: a resume cannot tell whether the data changed.
-        eval_sets: what an evaluation reads.
-        resumed: the checkpoint that it continues from and its state.json; None without one.
-        describe: writes what the run was started with.
-        verdict: gives the words on the run's health that stand beside the progress bar.
-        on_published: see `Saver`.
+        after_group: is closed after the process group: the last upload is waited for when no rank waits for this one.
+
+    Raises:
+        UserError: on every rank alike.
     """
-    build = _RunBuilder(plan, state, position, info, device, run_dir, stack, strategy)
-    config, diagnostics = plan.config, state.tracker.diagnostics
-    events: EventWriter | None = None
+    config = plan.config
+    run_dir, found, claimed = _place(plan, launch.run_dir, info, stack)
+    data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
+    strategy = make_strategy(config, info, device)
+    with raise_on_all_ranks(world_size=info.world_size):
+        state = make_state(plan, info, device, strategy)
+    refuse_bypassed_units(strategy, state.model, device, seq_len=config.data.seq_len)
+    diagnostics, group = state.tracker.diagnostics, dist.group.WORLD if info.world_size > 1 else None
+    if config.gns.enabled:
+        state.gns = GradientNoiseScale(state.model, ema=config.gns.ema, process_group=group)
+        stack.callback(diagnostics.best_effort("end of gns").run, state.gns.close)
+    with raise_on_all_ranks(world_size=info.world_size):
+        sets = eval_sets(plan, info, device)
+        if found is None:
+            position = _start(plan, state)
+        else:
+            in_flight = plan.facts.groups_in_flight
+            position = restore(*found, state, config, info, device, data, groups_in_flight=in_flight)
+            say_rate_change(found[1]["config"], plan, position)
+    if _is_over(position, plan.length):
+        _say_over(run_dir, position, plan.length, info)
+        return None
+    contract = _checked_contract(plan, strategy.whole(state.model), info, device, position.step)
+    run_dir = _begin_record(info, run_dir, stack, position.step)
+    if launch.on_run_dir is not None:
+        launch.on_run_dir(run_dir.path)
+    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop)
+    retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     wandb_run_id: str | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
-            events = build.events()
-            wandb_run_id = build.record(events, stdout or sys.stdout, resumed, describe)
+            run.events = EventWriter(run_dir.events)
+            stack.callback(diagnostics.best_effort("end of events.jsonl").run, run.events.close)
+            diagnostics.on_event = run.events.write
+            wandb_run_id = _open_record(run, run.events, launch, found)
             announce(plan, state, device, run_dir)
+            run.status = StatusKeeper(run_dir, wandb_run_id)
     stack.callback(state.tracker.close)
+    _open_parts(run, sets, stack, is_resumed=found is not None)
+    if found is not None:
+        with loading(found[0], "extensions"):
+            run.extensions.load_state_dict(found[1]["extensions"])
+    run.saver = Saver(
+        directory=run_dir.checkpoints,
+        table=config.checkpoint,
+        info=info,
+        state=state,
+        extensions=run.extensions,
+        device=device,
+        shared={
+            "wandb_run_id": wandb_run_id,
+            "config": config.model_dump(mode="json"),
+            "environment": environment(info),
+            FINGERPRINT_KEY: data.now.to_state(),
+        },
+        last_saved=position.step if found is not None else -1,
+        on_saving=lambda seconds: run.record("checkpoint/save_sec", seconds),
+        retain=retain,
+    )
+    if contract is not None:
+        run.event(contract)
+    if data.change:
+        run.event({"event": "data_changed", "global_step": position.step, "change": str(data.change)})
+    return run
+
+
+def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[Path], None]:
+    """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
+    mirrors = importlib.import_module("trainer.extensions.mirror.mirror")
+    table, step = run.config.checkpoint, run.position.step
+    mirror = mirrors.start_mirror(claimed, run.run_dir, table, step, run.diagnostics)
+    after_group.callback(mirrors.wait_for_mirror, mirror, run.stop)
+    retain: Callable[[Path], None] = mirror.publish
+    return retain
+
+
+def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resumed: bool) -> None:
+    """Start reading and the watchdog, and make what steps, measures and evaluates. Every rank must call it.
+
+    Args:
+        sets: what an evaluation reads.
+        stack: closes what is opened here.
+    """
+    plan, config, state, position = run.plan, run.config, run.state, run.position
+    info, device, diagnostics = run.info, run.device, run.diagnostics
     if config.train.compile:
-        strategy.compile(state.model)
+        run.strategy.compile(state.model)
     # What a row is run through; everything that keeps or shows the model has the model itself.
-    cell_model, loss = model_and_loss(state.model, config, device)
-    row_model = in_cells(cell_model, config)
-    train_step = build.train_step(row_model, loss)
+    cell_model, run.loss = model_and_loss(state.model, config, device)
+    run.row_model = in_cells(cell_model, config)
+    step_model = run.strategy.wrap(run.row_model, state.model)
     pack(position.data_state, "data")  # one that a checkpoint cannot keep is refused before the first step
-    saver = build.saver(fingerprint, wandb_run_id, is_resumed=resumed is not None, on_published=on_published)
-    loader = build.loader()
-    watchdog = build.watchdog(stop, loader)
-    details = make_details(plan, diagnostics)
-    probe = build.probe(row_model, loss)
-    reporters = build.reporters(details, probe)
-    metric_keys = {name: tuple(reporter.metric_keys) for name, reporter in reporters.items()}
-    return Run(
-        config=config,
+    guard = diagnostics.best_effort("data metrics")
+    loader = Loader(state.dataset, device=device, prefetch=config.data.prefetch, guard=guard)
+    stack.callback(loader.close)
+    run.watchdog = start_watchdog(
+        info,
+        timeout_sec=config.distributed.timeout_sec,
+        log=run.run_dir.log_file(info.rank),
+        on_end=lambda reason: run.run_dir.leave_status(info, "failed", reason=reason, step=position.step),
+        reading=lambda: loader.reading,
+        is_asked=lambda: run.stop.is_heard or run.stop.requested,
+        groups=run.strategy.groups,
+    )
+    stack.callback(run.watchdog.close)
+    run.windows = WindowReader(
+        loader,
+        accepted=accepted_inputs(state.model),
+        data_state=position.data_state,
         info=info,
         device=device,
-        position=position,
-        windows=build.windows(loader, is_resumed=resumed is not None),
-        train_step=train_step,
-        length=plan.length,
-        micro_batches=config.micro_batches,
-        num_micros=config.micro_batches.first,
-        growth=build.growth(),
-        schedule=make_schedule(config, plan.length),
-        details=details,
-        probe=probe,
-        reporters=reporters,
-        coincidence_at=build.coincidence_at(),
-        metric_keys=metric_keys,
-        operations=agreed_operations(itertools.chain(*metric_keys.values()), info),
-        diagnostics=diagnostics,
-        tracker=state.tracker,
-        spikes=state.spikes,
-        evaluator=build.evaluator(cell_model, loss, eval_sets),
-        sampler=build.sampler(events),
-        saver=saver,
-        stop=stop,
-        watchdog=watchdog,
-        events=events,
-        progress=build.progress(verdict),
-        profile=build.profile(),
-        status=StatusKeeper(run_dir, wandb_run_id) if info.is_main else None,
+        is_resumed=is_resumed,
+        burns_in=config.ledger.burn_in > 0,
+        on_window=None if config.micro_batches.is_known_ahead else state.dataset.window_begins,
     )
+    run.schedule = make_schedule(config, plan.length)
+    if config.eval.every:
+        run.evaluator = make_evaluator(
+            plan, state.model, cell_model, run.loss, info, device, diagnostics, sets, most=run.strategy.most
+        )
+    run.growth = _growth(run)
+    run.extensions = _load_extensions(run)
+    stack.callback(run.extensions.call, "closed")
+    run.train_step = TrainStep(
+        model=step_model,
+        ledger=state.ledger,
+        objective=run.loss,
+        optimizer=state.optimizer,
+        gns=state.gns,
+        scaler=state.scaler,
+        settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        strategy=run.strategy,
+        world_size=info.world_size,
+        device=device,
+        autocast=autocast_context(config, device),
+        extensions=run.extensions,
+        diagnostics=diagnostics,
+    )
+    parts = {"ledger metrics": state.ledger, "gns": state.gns}
+    run.reporters = {name: part for name, part in parts.items() if part is not None}
+    keys = [*HOST_KEYS, *state.dataset.metric_keys, *run.extensions.metric_keys]
+    keys += [key for part in run.reporters.values() for key in part.metric_keys]
+    run.operations = agreed_operations(keys, info)
+
+
+def _load_extensions(run: Run) -> Extensions:
+    """The extensions that the config asks for. One that is off is not imported.
+
+    Raises:
+        UserError: one of the user's own cannot be imported, or fails when it is made.
+    """
+    config = run.config
+    shows_bar = run.info.is_main and sys.stderr.isatty()
+    asked = {
+        "carry probe": (run.ledger is not None and config.ledger.probe_every, "carry_probe:StepProbe"),
+        "gns components": (run.gns is not None and config.gns.components_every, "noise_components:NoiseSources"),
+        "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
+        "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
+        "sample": (config.sample.every, "samples:Samples"),
+        "profile": (run.info.is_main and config.metrics.profile, "profile.extension:StepProfile"),
+        "progress": (shows_bar, "progress:ProgressBar"),
+    }
+    found: dict[str, Extension] = {"step_details": LoggedDetails(run, make_details(run.plan, run.diagnostics))}
+    for name, (is_on, target) in asked.items():
+        if is_on:
+            found[name] = resolve_target(f"trainer.extensions.{target}", name)(run)
+    with raise_on_all_ranks(world_size=run.info.world_size):
+        for number, table in enumerate(config.extension):
+            key = f"extension {table.target}"
+            try:
+                found[f"{table.target} ({number})"] = resolve_target(table.target, "extension.target")(
+                    run, **table.args
+                )
+            except UserError:
+                raise
+            except Exception as error:
+                raise UserError(key, f"fails: {format_error(error)}", "fix it there") from error
+    return Extensions(found, run.diagnostics, device=run.device, world_size=run.info.world_size)
+
+
+def _growth(run: Run) -> BatchGrowth | None:
+    batches = run.config.micro_batches
+    if batches.is_constant:
+        return None
+    growth: BatchGrowth = resolve_target("trainer.extensions.batch_growth:BatchGrowth", "train.micro_batches")(
+        batches,
+        micro_tokens=run.plan.facts.tokens_per_micro,
+        noise=run.gns,
+        guard=run.diagnostics.best_effort("gns"),
+        world_size=run.info.world_size,
+    )
+    return growth
 
 
 def agreed_operations(keys: Iterable[str], info: RankInfo) -> Operations:
@@ -173,259 +313,152 @@ def agreed_operations(keys: Iterable[str], info: RankInfo) -> Operations:
     return dict(sorted(agreed.items()))
 
 
-@dataclass(frozen=True)
-class _RunBuilder:
-    """Makes the parts of a run that take more than one line; a part that is off is None."""
+def _open_record(run: Run, events: EventWriter, launch: Launch, found: Found | None) -> str | None:
+    """Open the sinks, say in them if the run restarts, and mark it as running (rank 0). Returns the wandb run's id, if any."""
+    plan, info, state, step, run_dir = run.plan, run.info, run.state, run.position.step, run.run_dir
+    # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
+    is_restart = run_dir.metrics.exists() or found is not None
+    saved = found[1] if found is not None else {}
+    sinks = make_sinks(
+        plan.config,
+        run_dir,
+        stdout=launch.stdout or sys.stdout,
+        wandb_run_id=saved.get("wandb_run_id"),
+        diagnostics=state.tracker.diagnostics,
+        on_event=events.write,
+    )
+    state.tracker.init_backends(sinks)
+    if is_restart:
+        previous = run_dir.status()
+        if previous.get("state") == "running":  # and this process has its lock
+            previous = dead(previous, run_dir.path)
+        if previous.get("state") == "died":
+            logger.warning("%s: %s; continuing from step %d", run_dir.path, previous["reason"], step)
+        details: dict[str, Any] = {"checkpoint": None}
+        if found is not None:
+            changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
+            pairs = {key: change._asdict() for key, change in changed.items()}
+            details = {"checkpoint": found[0].name, "changed": pairs}
+        state.tracker.log_restart(step, **details)
+        ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
+        events.write({"event": "restart", "global_step": step, **details, "previous": ended})
+    # After what says that the settings changed: the record is true, wherever this process is killed.
+    if launch.config_path is not None:
+        run_dir.describe(plan.config, launch.config_path, info, state_width=width_of(state.model))
+    run_dir.write_status("running", reason="", step=step, wandb_run_id=wandb_id(sinks))
+    return wandb_id(sinks)
 
-    plan: Plan
-    state: TrainState
-    position: Position
-    info: RankInfo
-    device: torch.device
-    run_dir: RunDir
-    stack: ExitStack
-    strategy: Strategy
 
-    @property
-    def config(self) -> RunConfig:
-        return self.plan.config
+def _say_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo) -> None:
+    text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
+    logger.info(text, run_dir.path, position.step, "tokens" if length.is_in_tokens else "steps", length.total)
+    if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
+        run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
 
-    @property
-    def diagnostics(self) -> Diagnostics:
-        return self.state.tracker.diagnostics
 
-    def events(self) -> EventWriter:
-        """Of rank 0; what the guards have to say goes there too."""
-        events = EventWriter(self.run_dir.events)
-        self.stack.callback(self.diagnostics.best_effort("end of events.jsonl").run, events.close)
-        self.diagnostics.on_event = events.write
-        return events
+def _is_over(position: Position, length: Length) -> bool:
+    """Whether nothing is left of the run, whose last step is noted where it is known."""
+    if not length.is_in_tokens:
+        position.last_step = length.total
+    elif position.reached >= length.total:
+        position.last_step = position.step
+    has_ended = position.last_step is not None and position.step >= position.last_step
+    return has_ended and not position.evaluation_is_due
 
-    def record(
-        self,
-        events: EventWriter,
-        stdout: Output,
-        resumed: tuple[Path, Mapping[str, Any]] | None,
-        describe: Callable[[], None] | None,
-    ) -> str | None:
-        """Open the sinks, say in them if the run restarts, and mark it as running (rank 0).
 
-        Returns:
-            The id of the wandb run; None without one.
-        """
-        # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
-        is_restart = self.run_dir.metrics.exists() or resumed is not None
-        saved = resumed[1] if resumed is not None else {}
-        sinks = make_sinks(
-            self.config,
-            self.run_dir,
-            stdout=stdout,
-            wandb_run_id=saved.get("wandb_run_id"),
-            diagnostics=self.diagnostics,
-            on_event=events.write,
-        )
-        self.state.tracker.init_backends(sinks)
-        step = self.position.step
-        if is_restart:
-            previous = self.run_dir.status()
-            if previous.get("state") == "running":  # and this process has its lock
-                previous = dead(previous, self.run_dir.path)
-            if previous.get("state") == "died":
-                logger.warning("%s: %s; continuing from step %d", self.run_dir.path, previous["reason"], step)
-            details: dict[str, Any] = {"checkpoint": None}
-            if resumed is not None:
-                then = saved["config"], saved.get("environment", {})
-                changed = changed_settings(*then, self.config, environment(self.info))
-                pairs = {key: change._asdict() for key, change in changed.items()}
-                details = {"checkpoint": resumed[0].name, "changed": pairs}
-            self.state.tracker.log_restart(step, **details)
-            ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
-            events.write({"event": "restart", "global_step": step, **details, "previous": ended})
-        # After what says that the settings changed: the record is true, wherever this process is killed.
-        if describe is not None:
-            describe()
-        self.run_dir.write_status("running", reason="", step=step, wandb_run_id=wandb_id(sinks))
-        return wandb_id(sinks)
+def _checked_contract(
+    plan: Plan, model: nn.Module | None, info: RankInfo, device: torch.device, step: int
+) -> dict[str, Any] | None:
+    """What the check of a model of the user's own found (rank 0); the tests prove the built-in one.
 
-    def train_step(self, row_model: nn.Module, loss: Loss) -> TrainStep:
-        state, config = self.state, self.config
-        return TrainStep(
-            model=self.strategy.wrap(row_model, state.model),
-            ledger=state.ledger,
-            objective=loss,
-            optimizer=state.optimizer,
-            gns=state.gns,
-            per_layer=state.per_layer,
-            scaler=state.scaler,
-            settings=StepSettings(
-                max_tokens_per_micro=max_tokens_per_micro(self.plan),
-                clip_grad_norm=config.train.clip_grad_norm,
-            ),
-            strategy=self.strategy,
-            world_size=self.info.world_size,
-            device=self.device,
-            autocast=autocast_context(config, self.device),
-            diagnostics=self.diagnostics,
-        )
+    On a resume too: the code of a model may have changed since.
 
-    def saver(
-        self,
-        fingerprint: Fingerprint | None,
-        wandb_run_id: str | None,
-        *,
-        is_resumed: bool,
-        on_published: Callable[[Path], None] | None,
-    ) -> Saver:
-        return Saver(
-            directory=self.run_dir.checkpoints,
-            table=self.config.checkpoint,
-            info=self.info,
-            state=self.state,
-            device=self.device,
-            shared={
-                "wandb_run_id": wandb_run_id,
-                "config": self.config.model_dump(mode="json"),
-                "environment": environment(self.info),
-                FINGERPRINT_KEY: None if fingerprint is None else fingerprint.to_state(),
-            },
-            last_saved=self.position.step if is_resumed else -1,
-            diagnostics=self.diagnostics,
-            on_published=on_published,
-        )
+    Args:
+        model: the run's; None if it is in shards, of which nothing is run on one rank alone: another one is built.
+    """
+    contract: dict[str, Any] | None = None
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main and not plan.has_built_in_model:
+            check = importlib.import_module("trainer.extensions.contract_check").check_before_run
+            contract = check(plan, model, device, step=step)
+    return contract
 
-    def watchdog(self, stop: StopRequest, loader: Loader) -> Watchdog:
-        watchdog = start_watchdog(
-            self.info,
-            timeout_sec=self.config.distributed.timeout_sec,
-            log=self.run_dir.log_file(self.info.rank),
-            on_end=lambda reason: self.run_dir.leave_status(
-                self.info, "failed", reason=reason, step=self.position.step
-            ),
-            reading=lambda: loader.reading,
-            is_asked=lambda: stop.is_heard or stop.requested,
-            groups=self.strategy.groups,
-        )
-        self.stack.callback(watchdog.close)
-        return watchdog
 
-    def reporters(self, details: StepDetails, probe: StepProbe | None) -> dict[str, Reporter]:
-        state = self.state
-        parts: dict[str, Reporter | None] = {
-            "counters": self.position.unlogged,
-            "step_details": details,
-            "ledger metrics": state.ledger,
-            "carry probe": probe,
-            "gns": state.gns,
-            "per_layer": state.per_layer,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+def _begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
+    """Lock the run's directory, clear what is left of work beyond `step`, and open this rank's log in it.
 
-    def loader(self) -> Loader:
-        loader = Loader(
-            self.state.dataset,
-            device=self.device,
-            prefetch=self.config.data.prefetch,
-            guard=self.diagnostics.best_effort("data metrics"),
-        )
-        self.stack.callback(loader.close)
-        return loader
+    Returns:
+        The directory: its name may have changed, see `claim`.
+    """
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main:
+            _make_ready(run_dir, stack)
+            run_dir.create()
+            checkpoint.discard_staging(run_dir.checkpoints)
+            for path in checkpoint.set_aside_after(run_dir.checkpoints, step):
+                logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
+    run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
+    handler = add_log_file(run_dir.log_file(info.rank))
+    stack.callback(remove_log_file, handler)
+    return run_dir
 
-    def windows(self, loader: Loader, *, is_resumed: bool) -> WindowReader:
-        return WindowReader(
-            loader,
-            accepted=accepted_inputs(self.state.model),
-            data_state=self.position.data_state,
-            info=self.info,
-            device=self.device,
-            is_resumed=is_resumed,
-            burns_in=self.config.ledger.burn_in > 0,
-            on_window=None if self.config.micro_batches.is_known_ahead else self.state.dataset.window_begins,
-        )
 
-    def growth(self) -> BatchGrowth | None:
-        batches = self.config.micro_batches
-        if batches.is_constant:
-            return None
-        return BatchGrowth(
-            batches,
-            micro_tokens=self.plan.facts.tokens_per_micro,
-            noise=self.state.gns,
-            guard=self.diagnostics.best_effort("gns"),
-            world_size=self.info.world_size,
-        )
+def _place(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
+    """The run's directory, the checkpoint to resume from, and (on rank 0) the store of its checkpoints: rank 0 decides.
 
-    def probe(self, row_model: nn.Module, loss: Loss) -> StepProbe | None:
-        table = self.config.ledger
-        if self.state.ledger is None or not table.probe_every:
-            return None
-        probe = CarryProbe(
-            row_model,
-            token_loss=lambda output, targets: loss(output, targets).token_loss,
-            cells=table.probe_cells,
-            cell_tokens=self.config.row_tokens,
-            agree=self.strategy.most,
-            autocast=autocast_context(self.config, self.device),
-        )
-        return StepProbe(probe, ledger=self.state.ledger, tracker=self.state.tracker, device=self.device)
+    A directory that exists is locked first: what another run is writing there looks like damage.
+    """
+    config = plan.config
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": plan.place(config.run.dir)})})
+    answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
+    run_dir: RunDir | None = None
+    claimed: Any = None
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main:
+            resume = effective_resume(plan.resume)
+            try:
+                run_dir = choose_run_dir(config, given, resume)
+                if run_dir.path.exists() and not run_dir.is_new:
+                    stack.enter_context(run_dir.lock())
+                if config.checkpoint.remote is None and not is_url(resume):
+                    found = checkpoint.find(run_dir.checkpoints, resume)
+                else:
+                    stores = importlib.import_module("trainer.extensions.mirror.resume")
+                    ready = partial(_make_ready, run_dir, stack)
+                    found, claimed = stores.find_checkpoint(config, run_dir, resume, ready)
+            except OSError as error:  # a name that is too long, a directory that may not be read
+                place = printable(str(error.filename or given or config.run.dir))
+                raise UserError(
+                    f"{place[:80]}{'...' if len(place) > 80 else ''}",
+                    f"cannot be used: {error.strerror}",
+                    "choose another place with --run-dir",
+                ) from None
+            answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
+    answer = from_main_rank(answer, world_size=info.world_size)
+    assert answer is not None
+    path, found_path = answer
+    return run_dir or RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None, claimed
 
-    def coincidence_at(self) -> Callable[[int, int], float] | None:
-        if not self.config.gns.components_every:
-            return None
-        return partial(coincidence, self.state.dataset, [source.concentration for source in self.plan.sources])
 
-    def evaluator(self, cell_model: nn.Module, loss: Loss, sets: Sequence[EvalSet]) -> Evaluator | None:
-        if not self.config.eval.every:
-            return None
-        return make_evaluator(
-            self.plan,
-            self.state.model,
-            cell_model,
-            loss,
-            self.info,
-            self.device,
-            self.diagnostics,
-            sets,
-            most=self.strategy.most,
-        )
+def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
+    """Make and lock the run's directory."""
+    if not run_dir.is_locked:
+        run_dir.claim()
+        stack.enter_context(run_dir.lock())
 
-    def sampler(self, events: EventWriter | None) -> Sampler | None:
-        """Rank 0's; of a model in shards every rank has one, which sends nothing elsewhere."""
-        if not self.config.sample.every or not self.strategy.runs_on(self.info.rank):
-            return None
-        return Sampler(
-            model=self.state.model,
-            tokenizer=self.plan.tokenizer,
-            table=self.config.sample,
-            seed=self.config.run.seed,
-            cell=self.config.data.seq_len,
-            device=self.device,
-            autocast=autocast_context(self.config, self.device),
-            send=[events.write, self.state.tracker.log_event] if events is not None else [],
-        )
 
-    def progress(self, verdict: Callable[[], str] | None) -> Progress:
-        progress = Progress(
-            is_shown=self.info.is_main and sys.stderr.isatty(),
-            total=self.plan.length.total,
-            done=self.position.reached,
-            name=self.config.run.name,
-            verdict=verdict,
-        )
-        # A guard of its own: a bar that failed is taken off the screen all the same.
-        self.stack.callback(self.diagnostics.best_effort("end of the progress bar").run, progress.hide)
-        return progress
+def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
+    """`auto` when torchrun has restarted the ranks (--max-restarts): they resume, whatever the config says."""
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if configured != "off" or restarts == "0":
+        return configured
+    logger.warning("torchrun restarted the ranks (restart %s): resuming from the newest checkpoint", restarts)
+    return "auto"
 
-    def profile(self) -> StepProfile | None:
-        """Rank 0's."""
-        if not (self.info.is_main and self.config.metrics.profile):
-            return None
-        profile = StepProfile(
-            self.run_dir.path,
-            num_steps=self.config.metrics.profile,
-            start=self.position.step,
-            device=self.device,
-            tracker=self.state.tracker,
-            guard=self.diagnostics.best_effort("profile"),
-        )
-        self.stack.callback(profile.close)
-        return profile
+
+def _start(plan: Plan, state: TrainState) -> Position:
+    """The position of a new run, with the weights that `[model] weights` names."""
+    if effective_resume(plan.config.checkpoint.resume) == "auto":
+        logger.info("--resume auto: no checkpoint found; starting at step 0")
+    begin_from_weights(plan, state.model)
+    return Position.of(state)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from trainer.config.rules import check_state_rules, largest_batch
@@ -16,9 +14,6 @@ from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.per_layer import PerLayer
-from trainer.metrics.spikes import SpikeDetector
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.wrappers import Cellwise, Headless, output_layer, recompute_blocks, refuse_more_than_a_head
 from trainer.objective.chunked import ChunkedObjective
@@ -29,14 +24,14 @@ from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.sharding import shard_model
-from trainer.training.step.optimizer import build_optimizer, group_names
+from trainer.training.step.optimizer import build_optimizer
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy | None = None) -> TrainState:
-    """Everything of a run that has a state, on this rank, as it is before the first step; `with_noise_scale` adds what is left.
+    """Everything of a run that has a state, on this rank, as it is before the first step, but for the noise scale.
 
     Args:
         strategy: None: every rank has all of the parameters.
@@ -69,23 +64,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
             peak_tflops=config.metrics.peak_tflops,
             rank=info.rank,
         ),
-        gns=None,
-        spikes=SpikeDetector(config.train.spike_sigma) if config.train.spike_sigma else None,
     )
-
-
-def with_noise_scale(state: TrainState, config: RunConfig, info: RankInfo) -> TrainState:
-    """The state with the noise scale's hooks and what measures the layers, if they are enabled. Every rank must call it: of
-    shards it gathers each once."""
-    group = dist.group.WORLD if info.world_size > 1 else None
-    if config.gns.enabled:
-        state = replace(state, gns=GradientNoiseScale(state.model, ema=config.gns.ema, process_group=group))
-    if config.metrics.per_layer:
-        names = group_names(state.optimizer, state.model, config.optimizer)
-        ema = config.gns.ema
-        layers = PerLayer(state.model, state.optimizer, state.gns, group_names=names, ema=ema, process_group=group)
-        state = replace(state, per_layer=layers)
-    return state
 
 
 def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Module:

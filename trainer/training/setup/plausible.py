@@ -10,11 +10,10 @@ import torch
 
 from trainer.config.data_tables import SourceTable
 from trainer.config.rules import largest_batch, mixing_of
-from trainer.config.schema import LedgerTable, RunConfig
+from trainer.config.schema import FIRST_PROFILED, LedgerTable, RunConfig
 from trainer.data.streams.unread import unread_parts
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError, UserErrors
-from trainer.extensions.profile.step_profile import FIRST_PROFILED
 from trainer.storage import is_url
 from trainer.training.setup.sharding import layout_for
 from trainer.training.setup.sources import Source

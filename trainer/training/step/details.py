@@ -5,7 +5,8 @@ All are sums and counts on the device, over this rank's micro-batches; on other 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from trainer.metrics.aggregate import SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.compose import ObjectiveOutput
 from trainer.objective.token_types import TokenTypeMismatch, token_type_sums
+from trainer.training.extension import Extension
 from trainer.training.step.microbatch import MicroBatch
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
 
 
 class StepDetails:
@@ -97,3 +102,24 @@ class StepDetails:
             rows = torch.tensor([label == name for label in labels], device=result.token_loss.device)
             count = (micro.targets[rows] != IGNORED).sum()
             self._put(f"{kind}/{name}/loss", result.token_loss[rows].sum(), count)
+
+
+class LoggedDetails(Extension):
+    """The details of logged steps."""
+
+    def __init__(self, run: Run, details: StepDetails) -> None:
+        super().__init__(run)
+        self._details = details
+        self.metric_keys = details.metric_keys
+
+    def measures(self, step: int) -> bool:
+        """Every logged step."""
+        return self.run.logs(step)
+
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+        """Take in one micro-batch."""
+        self._details.add(micro, result)
+
+    def drain_metrics(self) -> Mapping[str, SumCount]:
+        """The step's sums."""
+        return self._details.drain_metrics()

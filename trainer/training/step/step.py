@@ -7,9 +7,9 @@ window can hold: the windows of a step have as many micro-batches on every rank)
 gradient is divided by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
 Collectives. Beside those of DDP or FSDP there is one all-reduce per step: token and loss sums, the votes (stop, background save
-written, save due, loss spike found, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank
-may hold shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. With `metrics.per_layer` a
-logged step has a second one after its update.
+written, save due, exchange wanted, data exhausted), the noise scale's sums and the gradient's squared norm, of which a rank
+may hold shards alone, travel together. A NaN on one rank is a NaN in the sum, so all ranks see it. Extensions that need sums of
+a step get them from a second all-reduce after its update.
 
 Waiting. `launch` decides on the device whether the optimizer steps and copies the numbers to the host; `finish` reads them. The
 loop calls `finish` after the next step is launched, so that the device never runs out of work. Nothing has to be taken back
@@ -34,20 +34,17 @@ from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.noise_scale.estimate import BIG_NOISE, FAULTS, KAPPA, NUM_SUMS, RANKS
+from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.per_layer import NUM_MEASURED, PerLayer
 from trainer.metrics.noise_scale.square_norm import square_norm
 from trainer.objective.compose import Loss
-from trainer.training.step.carry import StepProbe
-from trainer.training.step.components import equations_of, no_equations, split
-from trainer.training.step.details import StepDetails
+from trainer.training.extension import Extensions, Measured
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.schedule import set_lr
 
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
-TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, SPIKED, EXHAUSTED = range(7)
+TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXCHANGE, EXHAUSTED = range(7)
 HEAD = 7
 
 
@@ -69,10 +66,10 @@ class Launched:
     ready_at: float
     """When this rank reached the backward that reduces the gradient over ranks, by the step's clock, without the time that
     it had spent waiting in the ledger's exchanges."""
-    coincidence: float | None
-    """See `TrainStep.accumulate`."""
-    layer_numbers: HostCopy | None = None
-    """The sums of `PerLayer`; None on steps that it does not measure."""
+    is_window: bool
+    """Whether it is a window of the noise scale's averages."""
+    measured: Measured | None = None
+    """The sums of extensions."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,8 @@ class StepOutcome:
     """The background save of every rank is written."""
     save_is_due: bool
     """The time between two saves has passed."""
-    has_spike: bool
-    """Some rank has found a loss spike that is not reported."""
+    wants_exchange: bool
+    """An extension asks for an exchange on some rank."""
 
     @property
     def tokens_trained(self) -> int:
@@ -111,13 +108,12 @@ class TrainStep:
         model: the model as its strategy runs it: with DDP around it, sharded, or itself on a single rank.
         ledger: where recurrent states live; None for a model without state.
         gns: hooks of the noise scale; None if it is off.
-        per_layer: measures the layers on steps that log; None if it is off.
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
         strategy: how gradients are averaged over ranks; None on a single rank.
         autocast: makes the context in which forward and loss run.
-        diagnostics: guards of the noise scale, of a step's layers and details and of its probe: their failure costs them,
-            never the step.
+        extensions: are called at the moments of the step.
+        diagnostics: guards of the noise scale, whose failure never costs the step.
         clock: monotonic seconds.
     """
 
@@ -131,11 +127,11 @@ class TrainStep:
         gns: GradientNoiseScale | None,
         scaler: torch.amp.GradScaler,
         settings: StepSettings,
-        per_layer: PerLayer | None = None,
         strategy: Strategy | None = None,
         world_size: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
+        extensions: Extensions | None = None,
         diagnostics: Diagnostics | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -144,27 +140,21 @@ class TrainStep:
         self._objective = objective
         self._optimizer = optimizer
         self._gns = gns
-        self._per_layer = per_layer
-        self._measures_layers = False
+        diagnostics = diagnostics or Diagnostics()
+        self._extensions = extensions or Extensions({}, diagnostics, device=device, world_size=world_size)
         self._scaler = scaler
         self._clip_grad_norm = settings.clip_grad_norm
         self._strategy = strategy or Strategy()
         self._world_size = world_size
         self._device = device
         self._autocast = autocast
-        diagnostics = diagnostics or Diagnostics()
         self._gns_guard = diagnostics.best_effort("gns")
-        self._per_layer_guard = diagnostics.best_effort("per_layer")
-        self._details_guard = diagnostics.best_effort("step_details")
-        self._probe_guard = diagnostics.best_effort("carry probe")
         self._clock = clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
         self._max_tokens_per_micro = settings.max_tokens_per_micro
         self._kappa = 1.0 / settings.max_tokens_per_micro  # of the step that accumulates
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=device)
-        self._coincidence: float | None = None
-        self._equations: Tensor | None = None
         self._ready_at = 0.0
 
     @property
@@ -176,33 +166,21 @@ class TrainStep:
         self,
         step: int,
         window: Sequence[MicroBatch],
-        *,
-        details: StepDetails | None,
-        probe: StepProbe | None = None,
-        coincidence: float | None = None,
     ) -> None:
-        """Forward and backward of this rank's micro-batches, and their states into the ledger.
-
-        Waits for nothing, but with `coincidence`.
+        """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
 
         Args:
             step: global step, for the ledger's clock.
-            details: collects what is logged beside the loss; None on steps that do not log, on which layers are not measured
-                either.
-            probe: measures what carrying is worth; None on steps that do not probe.
-            coincidence: micro-batches are run in halves, to find where gradient noise comes from; see
-                `NoiseComponents.update`. None on other steps.
         """
         if self._ledger is not None:
             self._ledger.begin_step(step)
-        self._measures_layers = self._per_layer is not None and details is not None
         # The same on all ranks, whatever the halves of a window are.
         self._kappa = 1.0 / (len(window) * self._max_tokens_per_micro)
-        if coincidence is not None:
-            window = split(window)
+        window = self._extensions.begin_step(step, window)
+        on_state, on_micro = self._extensions.in_step("state_found"), self._extensions.in_step("micro_done")
         if self._gns is not None:
-            pairs, by_parameter = coincidence is not None, self._measures_layers
-            self._gns_guard.run(self._gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
+            kept = {what: self._extensions.keeps(what) for what in ("pairs", "by_parameter")}
+            self._gns_guard.run(self._gns.begin_window, len(window), **kept)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros_like(self._loss_sum)
         exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
@@ -215,8 +193,8 @@ class TrainStep:
             state = None
             if self._ledger is not None and carry is not None:
                 state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
-                if probe is not None:
-                    self._probe_guard.run(probe.measure, micro, carry, state)
+                for look in on_state:
+                    look(micro, carry, state)
             with nullcontext() if is_last else self._strategy.no_sync():
                 with self._autocast():
                     output = self._model(**micro.inputs, state=state)
@@ -227,13 +205,10 @@ class TrainStep:
                 self._backward(micro, result.loss_sum, is_last=is_last)
             if self._ledger is not None and carry is not None and output.state is not None:
                 self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
-            if details is not None:
-                self._details_guard.run(details.add, micro, result)
+            for measure in on_micro:
+                measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
-        self._coincidence = coincidence
-        if coincidence is not None and self._gns is not None:
-            self._equations = self._gns_guard.run(equations_of, window, self._gns.pair_norms())
 
     def _backward(self, micro: MicroBatch, loss_sum: Tensor, *, is_last: bool) -> None:
         scaled: Any = self._scaler.scale(loss_sum * self._kappa)  # torch leaves backward without types
@@ -255,7 +230,7 @@ class TrainStep:
         stop: bool,
         saved: bool,
         save_due: bool = False,
-        spiked: bool = False,
+        exchange: bool = False,
         exhausted: bool = False,
     ) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and step the optimizer, or leave the weights as they were.
@@ -264,7 +239,7 @@ class TrainStep:
             stop: this rank was asked to stop.
             saved: this rank's background save is written.
             save_due: by this rank's clock it is time to save.
-            spiked: this rank has found a loss spike that is not reported.
+            exchange: an extension asks for an exchange on this rank.
             exhausted: this rank had no batch of its own, only masked copies.
 
         Raises:
@@ -272,20 +247,18 @@ class TrainStep:
         """
         self._strategy.refuse_unreduced()
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
-        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, save_due, spiked, exhausted)]
+        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, save_due, exchange, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self._gns is not None:
             sums = self._gns_guard.run(self._gns.local_sums)
             packed = torch.cat([packed, packed.new_zeros(NUM_SUMS) if sums is None else sums])
-            if self._coincidence is not None:
-                packed = torch.cat([packed, no_equations(self._device) if self._equations is None else self._equations])
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
         used = [p for p in self._parameters if p.grad is not None]
         gradients = [own_part(p.grad) for p in used if p.grad is not None]
         squares = [square_norm(gradient) for gradient in gradients]
-        if self._per_layer is not None and self._measures_layers:
-            self._per_layer_guard.run(self._per_layer.before_update, dict(zip(used, squares, strict=True)))
+        for look in self._extensions.in_step("gradient_ready"):
+            look(dict(zip(used, squares, strict=True)))
         own_sq = torch.stack(squares).sum()
         packed = torch.cat([packed, own_sq.reshape(1) / self._strategy.copies])
         if self._world_size > 1:
@@ -302,20 +275,10 @@ class TrainStep:
             self._scaler.step(self._optimizer)
         if self._scaler.is_enabled():
             self._scaler.update()
-        layer_numbers = None
-        if self._per_layer is not None and self._measures_layers:
-            layer_numbers = self._layer_numbers(self._per_layer)
+        measured = self._extensions.sum_up()
         self._optimizer.zero_grad(set_to_none=True)
-        return Launched(numbers, self._kappa, self._ready_at, self._coincidence, layer_numbers)
-
-    def _layer_numbers(self, per_layer: PerLayer) -> HostCopy:
-        has_noise = self._gns is not None and self._gns_guard.enabled
-        sums = self._per_layer_guard.run(per_layer.after_update, has_noise=has_noise)
-        if sums is None:
-            sums = self._tokens.new_zeros(per_layer.num_sums)
-        if self._world_size > 1:
-            dist.all_reduce(sums)
-        return HostCopy(sums)
+        is_window = self._gns is not None and not self._extensions.keeps("pairs")
+        return Launched(numbers, self._kappa, self._ready_at, is_window, measured)
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
@@ -325,17 +288,14 @@ class TrainStep:
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
         if self._gns is not None and tokens > 0:
             if reduced[HEAD + RANKS] == self._world_size:
-                self._gns_guard.run(self._finish_gns, reduced[HEAD:], grad_sq, factor, launched.coincidence)
+                if launched.is_window:
+                    self._gns_guard.run(self._gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
             else:
                 # On some rank it has failed: its averages would stand still from here on, and look like measurements.
                 self._gns_guard.enabled = False
-        if self._per_layer is not None and launched.layer_numbers is not None:
-            layer_sums = launched.layer_numbers.read()
-            if layer_sums[NUM_MEASURED] == self._world_size:
-                is_taken = is_finite and tokens > 0
-                self._per_layer_guard.run(self._per_layer.finish, layer_sums, grad_factor=factor, is_taken=is_taken)
-            else:
-                self._per_layer_guard.enabled = False  # as above
+        if launched.measured is not None:
+            is_taken = is_finite and tokens > 0
+            self._extensions.summed(launched.measured, grad_sq=grad_sq, grad_factor=factor, is_taken=is_taken)
         return StepOutcome(
             is_exhausted=reduced[EXHAUSTED] == self._world_size,
             is_finite=is_finite,
@@ -345,15 +305,5 @@ class TrainStep:
             should_stop=reduced[STOP] > 0,
             all_saved=reduced[SAVED] == self._world_size,
             save_is_due=reduced[SAVE_DUE] > 0,
-            has_spike=reduced[SPIKED] > 0,
+            wants_exchange=reduced[EXCHANGE] > 0,
         )
-
-    def _finish_gns(self, reduced: Sequence[float], grad_sq: float, factor: float, coincidence: float | None) -> None:
-        """Take the window into the noise scale: into the averages, or, if its micro-batches were split, into its components."""
-        assert self._gns is not None
-        sums, equations = reduced[:NUM_SUMS], reduced[NUM_SUMS:]
-        if coincidence is None:
-            self._gns.finish(sums, grad_sq, grad_factor=factor)
-        elif sums[FAULTS] == 0.0 and sums[BIG_NOISE] > 0.0:
-            num_rows = sums[KAPPA] ** 2 / sums[BIG_NOISE]
-            self._gns.components.update(equations, grad_sq / factor**2, num_rows, coincidence)

@@ -18,7 +18,7 @@ REPORTED_BY: Final[Mapping[str, str]] = {
     "stream_mixing/refill/": "trainer.data.StreamMixingDataset",
     "blend/": "trainer.data.BlendDataset",
     "gns/": "trainer.metrics.GradientNoiseScale",
-    "layer/": "trainer.metrics.noise_scale.per_layer.PerLayer",
+    "layer/": "trainer.extensions.per_layer.PerLayer",
     "time/data_sec": 'MetricsTracker.section("data")',
 }
 """The beginnings of keys, and what reports these keys in a loop without a config. The first that fits counts."""

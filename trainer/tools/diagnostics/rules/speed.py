@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -29,6 +29,13 @@ DATA_SHARE = 0.15
 MIN_ROWS = 8
 MIN_SECONDS = 60.0  # for which something else may keep a machine busy
 STRAGGLE_SHARE = 0.25
+STAGES = {  # of reading: in words, and what makes them faster
+    "open": ("opening the files", "fewer, larger files, or token ids that train data tokenize made of text"),
+    "tokenize": ("tokenizing the files", "files that train data tokenize made"),
+    "read": ("reading opened files", "files on a faster disk, or less work for each batch"),
+    "own_code": ("running the own code", "less work for each batch in its own code"),
+}
+STAGE_KEYS = tuple(f"time/{stage}/" for stage in STAGES)
 
 
 def _warm(run: RunRecord, key: str) -> Series:
@@ -135,13 +142,33 @@ def check_data_bound(run: RunRecord) -> Outcome:
         return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
     evidence = [waits.evidence(waits.largest(6))]
     typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
-    if typical <= DATA_SHARE / 3:
-        return finding(f"{words}, in single steps", evidence=evidence, knob=more_prefetch(run))
-    faster = "files on a faster disk, or less work for each batch"
+    steady = f"{typical:.0%} of a typical step: a batch takes longer to read than to train on"
+    words += f", {steady if typical > DATA_SHARE / 3 else 'in single steps'}"
+    stage, faster = "", STAGES["read"][1]
     if str(run.setting("data.tokenizer", "")).endswith(".json"):
-        faster = f"files that train data tokenize made, {faster}"
-    words += f", {typical:.0%} of a typical step: a batch takes longer to read than to train on"
+        faster = f"{STAGES['tokenize'][1]}, {faster}"
+    columns = [series(run, key).since(waits.steps[0]) for key in run.train.keys if key.startswith(STAGE_KEYS)]
+    total = sum(column.total for column in columns)
+    if columns and total >= waits.total / 2:  # otherwise something else took the time
+        slowest = max(columns, key=lambda column: column.total)
+        stage, source = slowest.key.split("/", 2)[1:]
+        what, faster = STAGES[stage]
+        words += f". {slowest.total / total:.0%} of the time of reading went into {what}{_of_source(run, source)}"
+        evidence.append(slowest.evidence(slowest.largest(6)))
+    if typical <= DATA_SHARE / 3 and stage not in (
+        "open",
+        "tokenize",
+    ):  # reading ahead hides a small part of what a file takes
+        return finding(words, evidence=evidence, knob=more_prefetch(run))
     return finding(words, evidence=evidence, knob=Knob("data.source", None, faster))
+
+
+def _of_source(run: RunRecord, name: str) -> str:
+    """Which source a key of a stage is about."""
+    sources = run.setting("data.source")
+    if name == "all" and isinstance(sources, list) and len(sources) == 1 and isinstance(sources[0], Mapping):
+        name = str(sources[0].get("name"))
+    return " (metrics.per_source = true names the source)" if name == "all" else f" of source {name}"
 
 
 def check_straggler(run: RunRecord) -> Outcome:
@@ -187,10 +214,13 @@ RULES = (
     Rule(
         name="data_bound",
         needs=(DATA_TIME, STEP_TIME),
+        uses=tuple(f"{key}<source>" for key in STAGE_KEYS),
         threshold=f"waiting for data takes more than {DATA_SHARE:.0%} of the logged step time, over {MIN_SECONDS:g} s or more",
         why="With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps where "
-        "single steps wait; where the typical step does, only faster reading helps. What the first rows waited is told apart.",
-        knob="the data: tokenized ahead (`train data tokenize`), on a faster disk; where single steps wait, `data.prefetch`",
+        "single steps wait; where the typical step does, only faster reading helps, of the stage that takes longest. The first "
+        "rows are told apart.",
+        knob="the data: tokenized ahead (`train data tokenize`), fewer files, a faster disk, or the data set's own code; where "
+        "single steps wait for reading, `data.prefetch`",
         severity="warning",
         check=check_data_bound,
     ),

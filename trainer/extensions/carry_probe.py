@@ -24,9 +24,10 @@ mode, leaves mode and generators as they were, changes no state, and holds no co
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +37,12 @@ from trainer.arrays import IGNORED, Flags, Ints
 from trainer.ledger.slab import to_device
 from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import SkipBatch
+from trainer.training.extension import Extension
+from trainer.training.setup.parts import autocast_context
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
+    from trainer.training.step.microbatch import Carry, MicroBatch
 
 SAMPLED_KEYS = ("ledger/state_age", "ledger/state_drift", "ledger/carry_gain", "ledger/stale_gap")
 """Means over the probed cells, each with its standard error as `<key>_se`."""
@@ -46,6 +53,7 @@ _SKIP = 1_000_000
 """What a rank says that cannot measure a micro-batch: no rank then does."""
 # What the probe can give a model for earlier cells too. `tokens_before`, `resets_before` and `continues` are the inputs of a
 # model that reads the end of the cell before again (burn-in).
+TIME_KEY = "time/probe_sec"
 _KNOWN_INPUTS = {"tokens", "resets", "tokens_before", "resets_before", "continues"}
 
 
@@ -274,3 +282,56 @@ def _without_history(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _norm(rows: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms
+
+
+class StepProbe(Extension):
+    """Probes the training step every `ledger.probe_every` steps that log."""
+
+    metric_keys = (*CarryProbe.metric_keys, TIME_KEY)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._probe = CarryProbe(
+            run.row_model,
+            token_loss=lambda output, targets: run.loss(output, targets).token_loss,
+            cells=run.config.ledger.probe_cells,
+            cell_tokens=run.config.row_tokens,
+            agree=run.strategy.most,
+            autocast=autocast_context(run.config, run.device),
+        )
+        self._seconds = 0.0
+
+    def measures(self, step: int) -> bool:
+        """Every `ledger.probe_every` steps."""
+        return step % self.run.config.ledger.probe_every == 0 and self.run.logs(step)
+
+    def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
+        """Measure a micro-batch, outside of the step's times."""
+        assert self.run.ledger is not None
+        with self.run.tracker.outside():
+            began = self._clock()
+            try:
+                self._probe.measure(
+                    micro.inputs,
+                    micro.targets,
+                    group_ids=carry.group_ids,
+                    cell_index=carry.cell_index,
+                    tokens_before=micro.extras.get("tokens_before"),
+                    resets_before=micro.extras.get("resets_before"),
+                    state=state,
+                    age=self.run.ledger.lookup_age(),
+                )
+            finally:
+                self._seconds += self._clock() - began
+
+    def drain_metrics(self) -> Mapping[str, Reported]:
+        """What was measured since the last drain, and its time; {} if nothing was."""
+        drained = self._probe.drain_metrics()
+        seconds, self._seconds = self._seconds, 0.0
+        return {**drained, TIME_KEY: seconds} if drained else {}
+
+    def _clock(self) -> float:
+        """Seconds, once the device has done what was queued: on the few steps that probe, which log, waiting costs little."""
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize(self.run.device)
+        return time.perf_counter()

@@ -1,0 +1,151 @@
+"""Real runs on two sources, one of them slow: `data_bound` names it, the stage that is slow, and what helps there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trainer.diagnostics.diagnose import diagnose
+from trainer.diagnostics.outcome import Outcome
+from trainer.diagnostics.rules import speed
+from trainer.runs.load import load_run
+
+from tests.support.runs import read_rows, run
+
+tokenizers = pytest.importorskip("tokenizers")
+SLOW_MODULE = """
+import itertools, os, time
+import numpy as np
+from trainer.data.formats.registry import open_documents
+from trainer.data.streams import open_stream, opener
+from trainer.data.tokenizer import HuggingFaceTokenizer
+from trainer.model import build as build_ours
+
+def slowed(call, is_slow):
+    def called(*arguments, **settings):
+        if is_slow(*arguments):
+            time.sleep(0.1)
+        return call(*arguments, **settings)
+    return called
+
+stage = os.environ["SLOW_STAGE"]
+if stage == "open":
+    opener.open_stream = slowed(opener.open_stream, lambda stream: "tortoise" in stream.path)
+if stage == "tokenize":
+    together = HuggingFaceTokenizer.encode_together
+    HuggingFaceTokenizer.encode_together = slowed(together, lambda _, texts: "slow" in texts[0])
+if stage == "read":
+    check_size = open_stream.OpenStream.check_size
+    open_stream.OpenStream.check_size = slowed(check_size, lambda self: "tortoise" in self.stream.path)
+
+def build(vocab_size, dim, num_layers):
+    model = build_ours(vocab_size, dim=dim, num_layers=num_layers)
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.03))  # beside which reading fast files is nothing
+    return model
+
+def batches(seq_len, **_):
+    for _ in itertools.count():
+        if stage == "own_code":
+            time.sleep(0.1)
+        tokens = np.zeros((1, seq_len), dtype=np.int64)
+        yield {"tokens": tokens, "targets": tokens}
+
+def load(path, options):
+    time.sleep(0.1)
+    return open_documents(path, format="jsonl", tokenizer=options.tokenizer)
+"""
+CONFIG = """
+[run]
+name = "slow"
+[train]
+device = "cpu"
+micro_batches = 2
+[data]
+seq_len = 8
+tokenizer = "tokenizer.json"
+[data.mixing]
+num_streams_mixed = 1
+[[data.source]]
+name = "hare"
+layout = "direct"
+paths = ["hare/*.jsonl"]
+[[data.source]]
+name = "tortoise"
+weight = 4.0
+{tortoise}
+[model]
+target = "slow_module:build"
+contract = false
+dim = 8
+num_layers = 1
+[metrics]
+log_interval = 1
+per_source = {per_source}
+"""
+FILES = 'layout = "direct"\npaths = ["tortoise/*.jsonl"]'
+OWN = 'target = "slow_module:batches"'
+FORMAT = FILES + '\nformat = "slow_module:load"'
+
+
+def judged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, stage: str, tortoise: str = FILES, *, per_source: bool = True
+) -> Outcome:
+    """What `data_bound` says of a run whose source `tortoise` is slow in a stage."""
+    (directory / "slow_module.py").write_text(SLOW_MODULE)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"slow": 0, "fast": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(directory / "tokenizer.json"))
+    for name, word in (("hare", "fast"), ("tortoise", "slow")):
+        (directory / name).mkdir()
+        for number in range(8):  # a batch each, more than are kept open
+            (directory / name / f"{number}.jsonl").write_text(json.dumps({"text": f"{word} " * 6}) + "\n")
+    config = directory / "config.toml"
+    config.write_text(CONFIG.format(tortoise=tortoise, per_source=str(per_source).lower()))
+    arguments = ("--config", config, "--run-dir", directory / "run", "--steps", 14)
+    done = run(*arguments, cwd=directory, extra={"SLOW_STAGE": stage})
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(speed, "MIN_SECONDS", 0.5)
+    (ruling,) = [each for each in diagnose(load_run(directory / "run")).rulings if each.rule.name == "data_bound"]
+    return ruling.outcome
+
+
+@pytest.mark.parametrize(
+    ("stage", "tortoise", "words", "advice"),
+    [
+        ("open", FILES, "opening the files", "fewer, larger files"),
+        ("tokenize", FILES, "tokenizing the files", "train data tokenize"),
+        ("read", FILES, "reading opened files", "a faster disk"),
+        ("own_code", OWN, "running the own code", "less work for each batch in its own code"),
+        ("own_code", FORMAT, "running the own code", "less work for each batch in its own code"),
+    ],
+    ids=["open", "tokenize", "read", "own data set", "own format"],
+)
+def test_the_slow_source_and_stage_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, tortoise: str, words: str, advice: str
+) -> None:
+    found = judged(tmp_path, monkeypatch, stage, tortoise)
+    assert found.verdict == "finding"
+    assert f"of the time of reading went into {words} of source tortoise" in found.sentence
+    assert found.knob is not None
+    assert advice in found.knob.suggested
+    assert found.evidence[-1].key == f"time/{stage}/tortoise"
+    seconds: dict[str, float] = {}
+    for row in read_rows(tmp_path / "run" / "metrics.jsonl").values():
+        for key in [key for key in row if key.endswith(("/tortoise", "/hare")) and key.startswith("time/")]:
+            seconds[key] = seconds.get(key, 0.0) + row[key]
+    slow = seconds.pop(f"time/{stage}/tortoise")
+    assert 1.2 < slow < 8.0  # at 0.1 s for each of the 28 batches that are of this source, of five about four
+    assert sum(seconds.values()) < slow / 4, "no other source or stage has it"
+
+
+def test_fast_sources_are_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judged(tmp_path, monkeypatch, "none").verdict == "healthy"
+
+
+def test_no_key_names_a_source_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged(tmp_path, monkeypatch, "tokenize", per_source=False)
+    assert "went into tokenizing the files (metrics.per_source = true names the source)" in found.sentence
+    keys = {key for row in read_rows(tmp_path / "run" / "metrics.jsonl").values() for key in row}
+    assert {"time/open/all", "time/tokenize/all", "time/read/all"} <= keys
+    assert [key for key in keys if key.startswith("time/") and key.endswith(("/tortoise", "/hare"))] == []

@@ -1,0 +1,142 @@
+"""Loss spikes: steps whose loss is far above that of the preceding steps, and the batches that every rank read in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.metrics.logger import get_logger
+from trainer.training.extension import Extension
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run, StepInFlight
+    from trainer.training.step.step import StepOutcome
+
+logger = get_logger(__name__)
+
+DECAY = 0.98  # of the averages: they span about the last 50 steps
+WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliable, and a run's loss first falls fast
+
+# A step's numbers are read after the next one is launched, the vote on them travels with the one after that, and is read later.
+KEPT_STEPS = 4
+
+
+@dataclass(frozen=True, order=True)
+class Spike:
+    """A loss far above the preceding ones, with their mean and standard deviation."""
+
+    loss: float
+    mean: float
+    sigma: float
+
+    @property
+    def num_sigma(self) -> float:
+        """Distance above the mean in standard deviations."""
+        return (self.loss - self.mean) / self.sigma if self.sigma > 0 else math.inf
+
+
+class SpikeDetector:
+    """Compares each loss with the exponential average and variance of the preceding ones.
+
+    A spike enters the averages clipped to `threshold` sigma above the mean, so that it does not mask the next one, while a
+    loss that stays high becomes the new baseline after some steps.
+
+    Args:
+        threshold: standard deviations above the mean that count as a spike.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._count = 0
+        self._mean = 0.0
+        self._variance = 0.0
+
+    def update(self, loss: float) -> Spike | None:
+        """Add a finite loss; returns the spike if it is one."""
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss must be finite, got {loss}")
+        sigma = math.sqrt(self._variance)
+        limit = self._mean + self._threshold * sigma
+        is_spike = self._count >= WARMUP and loss > limit
+        spike = Spike(loss, self._mean, sigma) if is_spike else None
+        self._count += 1
+        # A plain mean at first, until it would weigh the newest loss less than the decay does.
+        share = max(1.0 / self._count, 1.0 - DECAY)
+        distance = (limit if is_spike and sigma > 0 else loss) - self._mean
+        self._mean += share * distance
+        self._variance = (1.0 - share) * (self._variance + share * distance * distance)
+        return spike
+
+    def state_dict(self) -> dict[str, float]:
+        """The averages, for a resumed run."""
+        return {"count": self._count, "mean": self._mean, "variance": self._variance}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self._count = int(state["count"])
+        self._mean = float(state["mean"])
+        self._variance = float(state["variance"])
+
+
+class FoundSpike(NamedTuple):
+    """A loss spike, and the gradient norm of its step."""
+
+    step: int
+    spike: Spike
+    grad_norm: float
+
+
+class LossSpikes(Extension):
+    """Reports loss spikes with the batches of all ranks (`train.spike_sigma`).
+
+    The loss is the same on all ranks and so is what they find, but looking for it may fail on one of them: whether the ranks
+    exchange their batches is decided by a vote in the next step's reduction.
+    """
+
+    metric_keys = ("loss_spike",)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._detector = SpikeDetector(run.config.train.spike_sigma)
+        self._found: list[FoundSpike] = []  # not reported yet
+        self._recent: dict[int, Sequence[str]] = {}  # step -> what identifies this rank's micro-batches
+
+    def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
+        """Remember the step's batches, and the spike if its loss is one."""
+        step, spike = taken.step, None
+        if outcome.is_finite and outcome.tokens:
+            self._recent = {at: metas for at, metas in self._recent.items() if at > step - KEPT_STEPS}
+            self._recent[step] = [micro.meta for micro in taken.window.micros]
+            spike = self._detector.update(outcome.loss)
+            if spike is not None:
+                self._found.append(FoundSpike(step, spike, outcome.grad_norm))
+        self.run.record("loss_spike", float(spike is not None))
+
+    def wants_exchange(self) -> bool:
+        """Whether a spike is not reported yet."""
+        return bool(self._found)
+
+    def to_exchange(self) -> tuple[list[FoundSpike], dict[int, Sequence[str]]]:
+        """The spikes that this rank has found, and its recent batches."""
+        found, self._found = self._found, []
+        return found, self._recent
+
+    def exchanged(self, by_rank: Sequence[Any]) -> None:
+        """Write the spikes that any rank has found, with the batches of all."""
+        for found in sorted({found for spikes, _ in filter(None, by_rank) for found in spikes}):
+            step, spike = found.step, found.spike
+            text = "step %d: loss spike: %.4f, %.1f standard deviations above its average of %.4f"
+            logger.warning(text, step, spike.loss, spike.num_sigma, spike.mean)
+            values = {"loss": spike.loss, "mean": spike.mean, "sigma": spike.sigma, "grad_norm": found.grad_norm}
+            batches = [rank and rank[1].get(step) for rank in by_rank]
+            self.run.event({"event": "loss_spike", "global_step": step, **values, "batches": batches})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The detector's averages."""
+        return self._detector.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from saved averages."""
+        self._detector.load_state_dict(state)

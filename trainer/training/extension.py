@@ -1,0 +1,294 @@
+"""What rides on a run: an `Extension` is called at named moments of the loop, and one guard stands around every call.
+
+    class RouterBalance(Extension):
+        metric_keys = ("moe/balance",)
+
+        def micro_done(self, micro, result):
+            self.run.record("moe/balance", self.run.model.balance_loss)
+
+`[[extension]] target = "my_package.my_module:RouterBalance"` in the config adds it to a run. A moment that no extension
+overrides costs the loop a look at an empty list. An extension that fails is off from then on, with one warning and an event;
+the run goes on without it.
+
+An extension must not communicate by itself: if it failed on one rank, the others would wait for it. What `updated` returns is
+summed over ranks for `summed`; anything else goes through `to_exchange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.distributed.agree import gather_from_ranks
+from trainer.errors import UserError
+from trainer.metrics.best_effort import BestEffort, Diagnostics
+from trainer.training.step.on_device import HostCopy
+
+if TYPE_CHECKING:
+    from trainer.metrics.aggregate import Reported
+    from trainer.objective.compose import ObjectiveOutput
+    from trainer.training.run import Run, StepInFlight
+    from trainer.training.step.microbatch import Carry, MicroBatch
+    from trainer.training.step.step import StepOutcome
+
+
+class Extension:
+    """Measures or shows something of a run. Override the moments it needs; all of them are called on every rank.
+
+    Args:
+        run: `record(name, value)`, `event(mapping)`, `model`, `config`, `info` and the run's other parts.
+        args: `args` of its `[[extension]]`.
+
+    Attributes:
+        metric_keys: the names of all metrics that it reports.
+        num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
+        keeps: what the noise scale's hooks keep for it in the windows that it measures: `pairs`, `by_parameter` or nothing.
+    """
+
+    metric_keys: Sequence[str] = ()
+    num_sums: int = 0
+    keeps: str = ""
+
+    def __init__(self, run: Run, **args: Any) -> None:
+        self.run = run
+        if args:
+            raise UserError("extension.args", f"{type(self).__name__} takes no {', '.join(args)}", "take them out")
+
+    def measures(self, step: int) -> bool:
+        """Whether this step calls the moments from `window_read` to `summed`; the same on all ranks."""
+        return True
+
+    def window_read(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch] | None:
+        """Before a step's first forward pass. Returns micro-batches to run instead, or None."""
+
+    def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
+        """Before a forward pass, with the states [B, state_width] of its rows."""
+
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+        """After a backward pass."""
+
+    def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
+        """Before clipping and the update.
+
+        Args:
+            squares: square norm of each gradient; of a shard this rank's share.
+        """
+
+    def updated(self) -> Tensor | None:
+        """After the update. Returns float64 [num_sums], to be summed over ranks."""
+
+    def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
+        """The sums over ranks, if no rank failed.
+
+        Args:
+            grad_sq: square norm of the step's gradient.
+            grad_factor: c, where that gradient is c times that of the mean loss.
+            is_taken: False: the update was skipped.
+        """
+
+    def step_launched(self, step: int) -> None:
+        """The work of a step is queued; its numbers come later."""
+
+    def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
+        """The numbers of a launched step have been read; they are the same on all ranks."""
+
+    def drain_metrics(self) -> Mapping[str, Reported]:
+        """On a logged step: the metrics that it does not `record` as they come."""
+        return {}
+
+    def needs_boundary(self, step: int) -> bool:
+        """Whether the step's numbers must be read before the next step is launched; the same on all ranks."""
+        return False
+
+    def at_boundary(self, step: int, *, is_last: bool) -> None:
+        """After a step whose successor has not begun: every logged one, and those that need it."""
+
+    def wants_exchange(self) -> bool:
+        """Whether this rank asks all ranks to exchange what `to_exchange` returns, within the next two steps."""
+        return False
+
+    def to_exchange(self) -> Any:
+        """What the other ranks get."""
+
+    def exchanged(self, by_rank: Sequence[Any]) -> None:
+        """What `to_exchange` returned on each rank, None where it failed; of this rank alone where the run has failed."""
+
+    def before_output(self) -> None:
+        """Something is about to be written to the terminal."""
+
+    def after_output(self) -> None:
+        """It has been written."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: fits JSON, and is the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+
+    def closed(self) -> None:
+        """The run ends, in whatever way."""
+
+
+MOMENTS = [name for name, value in vars(Extension).items() if callable(value) and not name.startswith("_")]
+
+
+@dataclass(frozen=True)
+class _Rider:
+    """An extension and its guard."""
+
+    name: str
+    extension: Extension
+    guard: BestEffort
+
+    def has(self, moment: str) -> bool:
+        return getattr(type(self.extension), moment) is not getattr(Extension, moment)
+
+    def call(self, moment: str, *args: Any, **kwargs: Any) -> Any:
+        return self.guard.run(getattr(self.extension, moment), *args, **kwargs)
+
+
+class Measured(NamedTuple):
+    """The sums of a step on their way to the host."""
+
+    riders: list[_Rider]
+    numbers: HostCopy
+
+
+class Extensions:
+    """The extensions of a run, each behind its guard.
+
+    Args:
+        extensions: by name. Those that sum or exchange must be the same on all ranks.
+        device: where sums are reduced.
+    """
+
+    def __init__(
+        self, extensions: Mapping[str, Extension], diagnostics: Diagnostics, *, device: torch.device, world_size: int
+    ) -> None:
+        self._riders = [_Rider(name, each, diagnostics.best_effort(name)) for name, each in extensions.items()]
+        self._device = device
+        self._world_size = world_size
+        self._arrange()
+        self._measuring: list[_Rider] = []  # the step that was begun last
+
+    def _arrange(self) -> None:
+        self._by_moment = {moment: [each for each in self._riders if each.has(moment)] for moment in MOMENTS}
+
+    @property
+    def metric_keys(self) -> list[str]:
+        """The names of all their metrics on this rank."""
+        return [key for each in self._riders for key in each.extension.metric_keys]
+
+    def call(self, moment: str, *args: Any, **kwargs: Any) -> None:
+        """Call a moment of all extensions that have it."""
+        for each in self._by_moment[moment]:
+            each.call(moment, *args, **kwargs)
+
+    def begin_step(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Ask which extensions measure the step. Returns its micro-batches."""
+        # One that has failed on this rank keeps its place in the sums until all ranks know.
+        self._measuring = [each for each in self._riders if each.call("measures", step) is not False]
+        for each in self._measuring:
+            if each.has("window_read"):
+                window = each.call("window_read", step, window) or window
+        return window
+
+    def keeps(self, what: str) -> bool:
+        """Whether an extension that measures the step needs this of the noise scale's hooks."""
+        return any(each.extension.keeps == what for each in self._measuring)
+
+    def in_step(self, moment: str) -> list[Callable[..., Any]]:
+        """The calls of a moment of the extensions that measure the step."""
+        return [partial(each.call, moment) for each in self._measuring if each.has(moment)]
+
+    def sum_up(self) -> Measured | None:
+        """Call `updated`, and start to sum over ranks; None if nobody measures the step."""
+        riders = [each for each in self._measuring if each.extension.num_sums]
+        if not riders:
+            return None
+        parts = []
+        for each in riders:
+            sums = each.call("updated")
+            part = torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device)
+            if sums is not None:
+                part[0], part[1:] = 1.0, sums
+            parts.append(part)
+        packed = torch.cat(parts)
+        if self._world_size > 1:
+            dist.all_reduce(packed)
+        return Measured(riders, HostCopy(packed))
+
+    def summed(self, measured: Measured, *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
+        """Hand out the sums; an extension that has failed on any rank is off on all from now on."""
+        numbers = measured.numbers.read()
+        for each in measured.riders:
+            length = 1 + each.extension.num_sums
+            (num_ranks, *sums), numbers = numbers[:length], numbers[length:]
+            if num_ranks == self._world_size:
+                each.call("summed", sums, grad_sq=grad_sq, grad_factor=grad_factor, is_taken=is_taken)
+            elif each in self._riders:
+                each.guard.enabled = False
+                self._riders.remove(each)
+                self._arrange()
+
+    def needs_boundary(self, step: int) -> bool:
+        """Whether any extension needs the step's numbers before the next one."""
+        return any(each.extension.needs_boundary(step) for each in self._by_moment["needs_boundary"])
+
+    def has(self, moment: str) -> bool:
+        """Whether any extension has this moment."""
+        return bool(self._by_moment[moment])
+
+    def drain_metrics(self) -> dict[str, Reported]:
+        """The metrics of all; None for those of one that has failed."""
+        found: dict[str, Reported] = {}
+        for each in self._by_moment["drain_metrics"]:
+            drained = each.call("drain_metrics")
+            found |= dict.fromkeys(each.extension.metric_keys) if drained is None else drained
+        return found
+
+    @property
+    def want_exchange(self) -> bool:
+        """Whether any extension asks for an exchange on this rank."""
+        return any(each.call("wants_exchange") for each in self._by_moment["wants_exchange"])
+
+    def exchange(self, *, alone: bool = False) -> None:
+        """Exchange what `to_exchange` returns. Every rank must call it at the same step.
+
+        Args:
+            alone: the run has failed, and the other ranks cannot be asked.
+        """
+        riders = self._by_moment["to_exchange"]
+        if not riders:
+            return
+        own = [each.call("to_exchange") for each in riders]
+        by_rank = [own] if alone else gather_from_ranks(own, world_size=self._world_size)
+        for index, each in enumerate(riders):
+            each.call("exchanged", [values[index] for values in by_rank])
+
+    @contextmanager
+    def output(self) -> Iterator[None]:
+        """Around what is written to the terminal."""
+        self.call("before_output")
+        try:
+            yield
+        finally:
+            self.call("after_output")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the extensions that have one, by name."""
+        return {each.name: each.call("state_dict") for each in self._by_moment["state_dict"]}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Continue from saved states; an extension without one starts anew."""
+        for each in self._by_moment["load_state_dict"]:
+            if states.get(each.name) is not None:
+                each.extension.load_state_dict(states[each.name])
