@@ -1,4 +1,4 @@
-"""A custom model and stream format, named in own.toml, without registration or changes to the trainer."""
+"""A custom model, stream format and extension, named in own.toml, without registration or changes to the trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from trainer.data import ReadOptions, TokenTable, table_from_pieces
+from trainer.metrics import MetricSpec, register
 from trainer.model.protocol import ModelOutput
+from trainer.objective.compose import ObjectiveOutput
+from trainer.training.extension import Extension
+from trainer.training.step.microbatch import MicroBatch
 
 
 class GruModel(nn.Module):
@@ -27,6 +31,7 @@ class GruModel(nn.Module):
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         """Logits [B, T, V] of int64 [B, T] tokens, and the state after the last token."""
         hidden, last = self.gru(self.embedding(tokens), None if state is None else state[None].contiguous())
+        self.saturation = (hidden.detach().abs() > 0.99).float().mean()  # for the extension below
         return ModelOutput(self.head(hidden), last[0])
 
 
@@ -46,3 +51,28 @@ def load_csv(path: Path, options: ReadOptions) -> TokenTable:
     with path.open(encoding="utf-8", newline="") as file:
         pieces = [options.tokenizer.encode(row["sentence"]) for row in csv.DictReader(file)]
     return table_from_pieces(pieces, options.tokenizer.vocab_size)
+
+
+SATURATION = "my/saturation"
+register(
+    MetricSpec(
+        name=SATURATION,
+        unit="",
+        description="Share of the hidden units above 0.99 in size.",
+        healthy="Below 0.1.",
+        pathological="Near 1: the model no longer learns.",
+        group="My model",
+        title="Saturated units",
+    )
+)
+
+
+class Saturation(Extension):
+    """`[[extension]]`: reports what the model measured, on every logged step, as a mean over micro-batches and ranks."""
+
+    metric_keys = (SATURATION,)
+
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+        """After the backward pass of each micro-batch."""
+        if isinstance(self.run.model, GruModel):
+            self.run.record(SATURATION, self.run.model.saturation)

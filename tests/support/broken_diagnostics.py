@@ -49,16 +49,16 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.rank_reduction.rank_operations": "which keys are reduced; the same on all ranks",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.background.BackgroundSink._run": "holds a guard",
+    "trainer.extensions.mirror": "has faults of its own",
+    "trainer.extensions.contract_check": "refuses a model",
+    "trainer.extensions.batch_growth": "decides on the batch",
 }
 SHOWN = (
     "trainer.tools.verbs.diagnosis",
-    "trainer.extensions.carry_probe",
+    "trainer.extensions",
     "trainer.objective.token_types",
-    "trainer.extensions.samples",
     "trainer.training.messages.summarize",
-    "trainer.extensions.progress",
     "trainer.training.run_dir.StatusKeeper",
-    "trainer.extensions.carry_probe",
     "trainer.training.step.details",
     "trainer.data.mixing.pool.ActivePool.snapshot",
 )

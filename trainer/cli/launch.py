@@ -23,8 +23,7 @@ from trainer.ending import STOP_SIGNALS
 from trainer.errors import UserError, UserErrors
 from trainer.files import write_file
 from trainer.import_path import PROGRAM
-from trainer.training.parent import PARENT, stop_with_parent
-from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.signals import PARENT, StopRequest, say_stopping, stop_with_parent
 from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
@@ -67,7 +66,7 @@ def run_training(
     stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
-        from trainer.training.checkpointing.data_changes import DataPolicy
+        from trainer.training.checkpointing.resume_checks import DataPolicy
         from trainer.training.main import train
         from trainer.training.setup.open_run import Launch
 

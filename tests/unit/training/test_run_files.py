@@ -41,7 +41,7 @@ STATE = {
     "evaluation_is_due": False,
     "tracker": {"tokens_seen": 1, "smoothed": {}},
     "gns": None,
-    "spikes": None,
+    "extensions": {},
     "config": {},
 }
 

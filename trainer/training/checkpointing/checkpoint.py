@@ -37,9 +37,8 @@ from trainer.files import (
     write_json,
 )
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing.saved_state import problem_of
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
-from trainer.training.checkpointing.tree import unpack
+from trainer.training.checkpointing.resume_checks import problem_of
+from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, unpack, write_tensors
 from trainer.untrusted import is_file_name, open_plain, parse_json, read_bytes, read_json
 from trainer.wording import counted
 

@@ -32,13 +32,11 @@ from trainer.metrics.sinks.events import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import changed_settings
-from trainer.training.checkpointing.saved_state import loading
+from trainer.training.checkpointing.resume_checks import DataPolicy, changed_settings, check_data, loading
 from trainer.training.checkpointing.saver import Saver
+from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
-from trainer.training.checkpointing.tree import pack
 from trainer.training.extension import Extension, Extensions
 from trainer.training.messages import announce, say_rate_change
 from trainer.training.run import Run

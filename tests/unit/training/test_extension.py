@@ -1,0 +1,188 @@
+"""The seam for what rides on a run: own extensions, the guard around them, and what is imported when they are off."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
+from trainer.metrics.best_effort import Diagnostics
+from trainer.training.extension import Extension, Extensions
+
+OWN = '''
+import torch
+from trainer.training.extension import Extension
+
+
+class Counts(Extension):
+    """Reports, sums, exchanges and keeps what it has counted."""
+
+    metric_keys = ("own/micros", "own/sum")
+    num_sums = 1
+
+    def __init__(self, run, *, scale=1.0):
+        super().__init__(run)
+        self.scale, self.steps, self.has_asked = scale, 0, False
+
+    def micro_done(self, micro, result):
+        self.run.record("own/micros", self.scale)
+
+    def updated(self):
+        return torch.full((1,), self.run.info.rank + 1.0, dtype=torch.float64)
+
+    def summed(self, sums, **kwargs):
+        self.run.record("own/sum", sums[0])
+
+    def step_finished(self, taken, outcome):
+        self.steps += 1
+
+    def wants_exchange(self):
+        return self.steps == 3 and self.run.info.rank == 1
+
+    def to_exchange(self):
+        return self.run.info.rank
+
+    def exchanged(self, by_rank):
+        self.run.event({"event": "ranks", "ranks": by_rank, "steps": self.steps})
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+class Breaks(Extension):
+    """Raises on one rank in one of its moments."""
+
+    num_sums = 1
+    metric_keys = ("own/broken",)
+
+    def __init__(self, run, *, at, rank=0):
+        super().__init__(run)
+        self.at, self.rank = at, rank
+
+    def breaks(self, moment):
+        if moment == self.at and self.run.info.rank == self.rank:
+            raise RuntimeError("broken on purpose")
+
+    def measures(self, step):
+        self.breaks("measures")
+        return True
+
+    def window_read(self, step, window):
+        self.breaks("window_read")
+
+    def micro_done(self, micro, result):
+        self.breaks("micro_done")
+
+    def updated(self):
+        self.breaks("updated")
+        return torch.zeros(1, dtype=torch.float64)
+
+    def summed(self, sums, **kwargs):
+        self.breaks("summed")
+
+    def drain_metrics(self):
+        self.breaks("drain_metrics")
+        return {"own/broken": 1.0}
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Run the tiny config with extensions of one's own; the directory of the run."""
+    (tmp_path / "own_extensions.py").write_text(OWN)
+    config = write_tiny_config(tmp_path)
+
+    def go(*tables: str, nproc: int = 1, sets: tuple[str, ...] = (), more: tuple[str, ...] = (), code: int = 0):
+        extension = f"extension=[{', '.join(tables)}]"
+        words = [word for each in (extension, "train.steps=6", *sets) for word in ("--set", each)]
+        ranks = ("--nproc", str(nproc)) if nproc > 1 else ()
+        ended = run(*ranks, "--config", config, "--run-dir", tmp_path / "run", *words, *more, cwd=tmp_path)
+        assert ended.returncode == code, ended.stderr
+        return tmp_path / "run", ended.stderr
+
+    return go
+
+
+def table(name: str, **args: object) -> str:
+    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in args.items())
+    return f'{{target = "own_extensions:{name}", args = {{{given}}}}}'
+
+
+def test_an_extension_of_ones_own_reports_sums_exchanges_and_resumes(own):
+    place, _ = own(table("Counts", scale=2.5), nproc=2, sets=("checkpoint.every=4",))
+    rows = read_rows(place / "metrics.jsonl")
+    assert rows["train", 6]["own/micros"] == 2.5
+    assert rows["train", 6]["own/sum"] == 3.0  # 1 of rank 0 and 2 of rank 1
+    events = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
+    assert next((each["ranks"], each["steps"]) for each in events if each["event"] == "ranks") == ([0, 1], 4)
+    state = json.loads((place / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert [each for each in state["extensions"].values() if "steps" in (each or {})] == [{"steps": 6}]
+    own(table("Counts"), nproc=2, more=("--resume", "auto", "--steps", "8"))
+    state = json.loads((place / "checkpoints" / "step_00000008" / "state.json").read_text())
+    assert [each for each in state["extensions"].values() if "steps" in (each or {})] == [{"steps": 8}]
+
+
+@pytest.mark.parametrize("moment", ["measures", "window_read", "micro_done", "updated", "summed", "drain_metrics"])
+def test_one_that_fails_on_one_rank_costs_itself_alone(own, moment):
+    place, said = own(table("Breaks", at=moment, rank=1), table("Counts"), nproc=2)
+    rows = read_rows(place / "metrics.jsonl")
+    assert rows["train", 6]["own/sum"] == 3.0
+    assert "own/broken" not in rows["train", 6] or moment == "drain_metrics"
+    assert said.count("failed and is off from now on: RuntimeError: broken on purpose") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{target = "own_extensions:Absent"}', "own_extensions"),
+        ('{target = "own_extensions:Counts", args = {other = 1}}', "other"),
+        ('{target = "own_extensions:Breaks", args = {}}', "at"),
+    ],
+)
+def test_one_that_cannot_be_made_is_refused_before_the_first_step(own, given, message):
+    _, said = own(given, code=2)
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_what_is_off_is_not_imported(tmp_path):
+    config = write_tiny_config(tmp_path)
+    code = f"""
+import sys
+sys.argv = ["train", "--config", {str(config)!r}, "--run-dir", {str(tmp_path / "run")!r}, "--steps", "2",
+    "--set", "train.spike_sigma=0", "--set", "ledger.probe_every=0"]
+from trainer.cli.main import run
+try:
+    run()
+except SystemExit as end:
+    assert not end.code, end.code
+found = [name for name in sys.modules if name.startswith(("trainer.extensions.", "trainer.contracts.", "matplotlib", "plotly"))]
+assert not found, found
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment({"PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_moments_that_nobody_has_are_empty():
+    class Shy(Extension):
+        def closed(self) -> None:
+            self.is_closed = True
+
+    shy = Shy(None)  # type: ignore[arg-type]
+    extensions = Extensions({"shy": shy}, Diagnostics(), device=torch.device("cpu"), world_size=1)
+    assert not extensions.has("step_finished")
+    extensions.call("closed")
+    assert shy.is_closed
