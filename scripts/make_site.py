@@ -26,7 +26,7 @@ PARTS = (
     "trainer.metrics.tracker.MetricsTracker",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale",
     "trainer.ledger.ledger.Ledger",
-    "trainer.data.blending.blend.BlendDataset",
+    "trainer.data.blend.BlendDataset",
     "trainer.contracts.check.check_model",
     "trainer.metrics.catalog.lookup.register",
 )

@@ -20,12 +20,12 @@ from trainer.metrics.payload_contract import (
     build_payload,
     build_restart,
     encode_payload,
+    json_schema,
     parse_line,
     parse_payload,
     validate_payload,
     validate_stream,
 )
-from trainer.metrics.payload_schema import json_schema
 from trainer.metrics.rank_reduction import _combine, _pack, rank_operations
 from trainer.metrics.smoothing import Ema
 

@@ -32,13 +32,12 @@ from tests.support.runs import environment, free_port, rank_environment, read_ro
 NOT_DIAGNOSTIC = {
     "trainer.metrics.catalog": "tables",
     "trainer.metrics.payload_contract": "the format of the record",
-    "trainer.metrics.payload_schema": "the format of the record",
     "trainer.metrics.batch_extras": "takes batches apart for the model",
     "trainer.metrics.best_effort": "the guards themselves",
     "trainer.metrics.logger": "what warns of a failure",
     "trainer.metrics.tracker": "holds the guards, and writes the record",
-    "trainer.metrics.sinks.jsonl": "the record",
-    "trainer.metrics.sinks.line_file": "writes the record",
+    "trainer.metrics.sinks.jsonl.JsonlSink": "the record",
+    "trainer.metrics.sinks.jsonl.LineFile": "writes the record",
     "trainer.metrics.noise_scale.square_norm": "clipping needs the norm",
     "trainer.metrics.rank_reduction.reduce_over_ranks": "a collective",
     "trainer.metrics.rank_reduction._reduce": "a collective",
@@ -48,7 +47,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.rank_reduction._count_of_unknown": "what a rank sends whose part of the collective failed",
     "trainer.metrics.rank_reduction.rank_operations": "which keys are reduced; the same on all ranks",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
-    "trainer.metrics.sinks.background.BackgroundSink._run": "holds a guard",
+    "trainer.metrics.sinks.base.BackgroundSink._run": "holds a guard",
     "trainer.extensions.mirror": "has faults of its own",
     "trainer.extensions.contract_check": "refuses a model",
     "trainer.extensions.batch_growth": "decides on the batch",
@@ -60,7 +59,7 @@ SHOWN = (
     "trainer.training.messages.summarize",
     "trainer.training.run_dir.StatusKeeper",
     "trainer.training.step.details",
-    "trainer.data.mixing.pool.ActivePool.snapshot",
+    "trainer.data.pool.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")
 # What a checkpoint holds is no diagnostic: a state that cannot be saved or restored must not pass for one.

@@ -19,7 +19,7 @@ from trainer.metrics.aggregate import Recorder, Reported
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.rank_reduction import Operations, Reporter
-from trainer.metrics.sinks.events import EventWriter
+from trainer.metrics.sinks.jsonl import EventWriter
 from trainer.metrics.tracker import MetricsTracker
 from trainer.objective.compose import Loss
 from trainer.training.checkpointing.saver import Saver

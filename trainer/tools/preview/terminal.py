@@ -10,11 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trainer.data.mixing.dataset import BATCHING_MODES
+from trainer.data.mixing import BATCHING_MODES
 from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.preview.config_warnings import ConfigWarning
-from trainer.tools.preview.probes import ProbeView
-from trainer.tools.preview.summary import BatchChange, LedgerView, Preview, SourceView
+from trainer.tools.preview.summary import BatchChange, LedgerView, Preview, ProbeView, SourceView
 from trainer.wording import counted
 
 PLOT_HEIGHT = 14

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from trainer.config.compare import flatten, recorded_settings
+from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
-from trainer.data.blending.blend import BlendDataset
-from trainer.data.blending.sources import ALL_RANKS, parts_of, without_sources
+from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of, without_sources
 from trainer.data.fingerprint import (
     EVAL,
     FINGERPRINT_KEY,
@@ -26,15 +22,13 @@ from trainer.data.fingerprint import (
     mark_files,
     stream_files,
 )
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.mixing.restart import restart_streams
-from trainer.data.streams.layout import refuse_empty_files
+from trainer.data.layout import refuse_empty_files
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing_state import restart_streams
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.import_path import format_error
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.components import WINDOW_LENGTH
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.setup.plan import Plan
@@ -285,68 +279,3 @@ def _say(source: str, changed: Sequence[str], missing: Sequence[str], new: Seque
     done = (("read from the beginning", changed), ("dropped", missing), ("added", new))
     listed = ", ".join(f"{counted(len(paths), 'stream')} {what} ({few(paths)})" for what, paths in done if paths)
     logger.warning("--accept-data-change: source %s: %s; the others continue", source, listed)
-
-
-MOST = 2**62
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class _Tracker(_Part):
-    tokens_seen: Count
-    smoothed: dict[str, float | None]
-
-
-class _NoiseScale(_Part):
-    noise: dict[str, float]
-    consistency: dict[str, float]
-    gauges: dict[str, float]
-    history: list[list[Pair]]
-    components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]]
-
-
-class _SavedState(_Part):
-    """What restoring needs of state.json."""
-
-    step: Count
-    world_size: Annotated[int, Field(ge=1, le=MOST)]
-    model_files: Annotated[list[Count], Field(min_length=1)]
-    reached: Count
-    tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]
-    micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)]
-    evaluation_is_due: bool
-    tracker: _Tracker
-    gns: _NoiseScale | None
-    extensions: dict[str, dict[str, Any] | None]
-    wandb_run_id: str | None = None
-    config: dict[str, Any]
-
-
-def problem_of(state: Mapping[str, Any]) -> str | None:
-    """The first thing in a state.json that cannot be, as `tracker.tokens_seen: ...`; None if there is none."""
-    try:
-        _SavedState.model_validate(state)
-    except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-    return None
-
-
-@contextmanager
-def loading(path: Path, part: str) -> Iterator[None]:
-    """Load a part of a checkpoint. What it holds may raise anything: that is the checkpoint's fault, in one line.
-
-    Raises:
-        UserError: naming the part.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        problem = f"{path}: its {part} cannot be restored: {format_error(error)}"
-        raise UserError("--resume", problem, "resume from another checkpoint") from error

@@ -28,12 +28,13 @@ from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.rank_reduction import Operations, rank_operations
 from trainer.metrics.run_status import dead
-from trainer.metrics.sinks.events import EventWriter
+from trainer.metrics.sinks.jsonl import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import DataPolicy, changed_settings, check_data, loading
+from trainer.training.checkpointing.resume_checks import DataPolicy, changed_settings, check_data
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
@@ -209,7 +210,6 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         device=device,
         is_resumed=is_resumed,
         burns_in=config.ledger.burn_in > 0,
-        on_window=None if config.micro_batches.is_known_ahead else state.dataset.window_begins,
     )
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:

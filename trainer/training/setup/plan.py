@@ -15,8 +15,7 @@ from torch import nn
 
 from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
-from trainer.data.text_stream import prompt_ids
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import shard_units
 from trainer.errors import UserError
@@ -29,9 +28,8 @@ from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.model.wrappers import output_layer, recompute_blocks
 from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
-from trainer.training.setup.reading import check_reading
 from trainer.training.setup.sharding import layout_for
-from trainer.training.setup.sources import Source, leaf_tables, resolve_eval_sources, resolve_sources
+from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
 

@@ -1,0 +1,314 @@
+"""Memory of a rank, predicted by running its steps without numbers: what tensors exist together at the worst moment.
+
+The steps are the run's own, on tensors that have a size and no content (`FakeTensorMode`). A dispatch mode sees each tensor
+come into being, and a weak reference sees it go. So recomputation, the loss in chunks, mixed precision and models of the
+user's own need no formula. Nor do shards: FSDP2 itself runs, as the first of as many ranks as are assumed, in a process group
+that sends nothing (torch's backend "fake"). Only DDP's buckets, which its C++ code allocates unseen, are imitated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.distributed.env import RankInfo
+from trainer.distributed.shards import own_part
+from trainer.distributed.strategy import Replicated, Strategy
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.model.encoder import use_kernels
+from trainer.model.recurrence import HAS_TRITON
+from trainer.model.weights import tied_names
+from trainer.training.setup.data import max_tokens_per_micro
+from trainer.training.setup.parts import autocast_context, in_cells, make_model, model_and_loss
+from trainer.training.setup.plan import Plan, width_of
+from trainer.training.setup.plausible import ledger_bytes
+from trainer.training.setup.sharding import layout_for, make_strategy, shard_model
+from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.optimizer import build_optimizer
+from trainer.training.step.step import StepSettings, TrainStep
+
+MOST_SECONDS = 30.0
+CPU = torch.device("cpu")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that exist, each from the operation on that returns it.
+
+    A storage that is resized in place counts with its new size: FSDP2 frees and allocates whole parameters in this way, without
+    an operation that a dispatch mode would see. Of a sharded tensor, the shard counts that this rank holds.
+
+    Args:
+        most_seconds: of this process's own work, however busy the machine is, after which an operation raises instead.
+    """
+
+    def __init__(self, most_seconds: float = math.inf) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._until = time.process_time() + most_seconds
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
+        self._torch_resize: Any = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is."""
+        return time.process_time() > self._until
+
+    def __enter__(self) -> LiveBytes:
+        """Begin to count, and follow `UntypedStorage.resize_`."""
+        torch_resize = self._torch_resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = torch_resize(storage, size)
+            if storage._cdata in self._seen:
+                self._set_size(storage._cdata, storage.nbytes())
+            return resized
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no more."""
+        torch.UntypedStorage.resize_ = self._torch_resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and count what it returns.
+
+        Raises:
+            TimeoutError: the time is over.
+        """
+        if self.is_over:
+            raise TimeoutError("it would take long")
+        if any(map(_is_sharded, types)):
+            return NotImplemented  # it then runs the operations on its shards, which come here
+        returned = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return returned
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+
+        def forget(_: Any) -> None:
+            del self._seen[key]
+            self.now -= self._sizes.pop(key)
+
+        self._seen[key] = weakref.ref(storage, forget)
+        self._set_size(key, storage.nbytes())
+
+    def _set_size(self, key: int, size: int) -> None:
+        self.now += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+
+def _is_sharded(tensor_type: type) -> bool:
+    """Whether it is DTensor, which is not imported for this: who has one has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(tensor_type, module.DTensor)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the tensors of one rank: of a sharded model, of its own shards."""
+
+    weights: int
+    optimizer: int
+    """Its state, after the first step."""
+    ledger: int
+    """States on the device."""
+    buckets: int
+    """DDP's, where it averages gradients over ranks."""
+    gradients: int
+    """From the last backward of a window to its update; 0 with DDP, whose buckets hold them."""
+    peak: int
+    """Most that exist together: the above, and gradients and activations at the worst moment of a step."""
+
+    def parts(self) -> dict[str, int]:
+        """What exists all the time, without what there is none of."""
+        named = {"weights": self.weights, "optimizer": self.optimizer, "ledger": self.ledger, "buckets": self.buckets}
+        return {name: size for name, size in named.items() if size}
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use, as a run has it before its first tensor; 0 where it is not known."""
+    file = Path("/proc/self/status")
+    return int(file.read_text(encoding="utf-8").partition("VmRSS:")[2].split()[0]) * 1024 if file.exists() else 0
+
+
+def predict_memory(plan: Plan, *, most_seconds: float = MOST_SECONDS) -> Memory:
+    """Memory of a rank's tensors from the second step on, without what is beside the steps (evaluations, saving).
+
+    Raises:
+        Exception: of any kind, where the user's model or optimizer cannot run without numbers, or needs inputs of its own; a
+            `TimeoutError` if it takes long.
+    """
+    live = LiveBytes(most_seconds)
+    try:
+        with _assumed_ranks(plan) as strategy, warnings.catch_warnings():
+            return _predict(plan, live, strategy)
+    except Exception:
+        if live.is_over:  # whatever the error was made into on its way through the user's code
+            raise TimeoutError("it would take long") from None
+        raise
+
+
+def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
+    config = plan.config
+    is_sharded = layout_for(config.distributed, RankInfo(world_size=plan.facts.world_size)) is not None
+    model = _sharded_on_meta(plan, strategy) if is_sharded else None
+    warnings.simplefilter("ignore")  # a run gives them
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), live:
+        if model is None:
+            model = make_model(config, config.model, plan.vocab_size)
+        else:
+            _make_empty(model)
+        wanted = config.train.device
+        if HAS_TRITON and (wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())):
+            use_kernels(model)
+        sizes = [live.now]
+        has_buckets = isinstance(strategy, Replicated)
+        if has_buckets:
+            average_into_buckets(model)
+        sizes.append(live.now)
+        step = _make_step(plan, model, strategy)
+        _fill_gradients(model)
+        step.launch(lr=config.optimizer.lr, stop=False, saved=False)  # makes the optimizer's state
+        sizes.append(live.now)
+        window = [_micro_batch(plan)]
+        if config.micro_batches.most > 1:  # the last of them is the worst: the gradients of the others are there
+            if not is_sharded:
+                _fill_gradients(model)
+            else:
+                window *= 2  # FSDP2 has its own place for them
+        live.peak = live.now
+        step.accumulate(1, window)
+        gradients = 0 if has_buckets else _gradient_bytes(model)
+        step.launch(lr=config.optimizer.lr, stop=False, saved=False)
+    weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
+    table = config.ledger
+    slab = 0 if table.placement == "host" else ledger_bytes(table, width_of(model))
+    return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
+
+
+def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:
+    """The model in shards, on the meta device: FSDP2 makes a view of each rank's part, of which many fake ones take long.
+
+    Raises:
+        UserError: the model looks at its numbers while it is built.
+    """
+    train = plan.config.train.model_copy(update={"compile": False})  # what a compiler leaves out is not known
+    config = plan.config.model_copy(update={"train": train})
+    with torch.device("meta"):
+        model = make_model(config, config.model, plan.vocab_size)
+    shard_model(strategy, model, config)
+    return model
+
+
+def _make_empty(model: nn.Module) -> None:
+    """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
+    tied = tied_names(model)
+    model.to_empty(device=CPU)
+    for name, owner in tied.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, model.get_parameter(owner))
+
+
+@contextmanager
+def _assumed_ranks(plan: Plan) -> Iterator[Strategy]:
+    """The strategy of a run on as many ranks as the plan assumes, of which this process is the first and no other exists.
+
+    Raises:
+        UserError: replicas do not fit the ranks.
+        ValueError: this process has a process group.
+    """
+    info = RankInfo(world_size=plan.facts.world_size)
+    if layout_for(plan.config.distributed, info) is None:
+        yield make_strategy(plan.config, info, CPU)
+        return
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+    dist.init_process_group("fake", rank=info.rank, world_size=info.world_size, store=dist.HashStore())
+    try:
+        yield make_strategy(plan.config, info, CPU)
+    finally:
+        dist.destroy_process_group()
+
+
+def average_into_buckets(model: nn.Module) -> None:
+    """Do to memory what DDP does in a window's last backward: gradients become views of its buckets, which always exist."""
+    buckets = {parameter: torch.empty_like(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+    def accumulated(parameter: Tensor) -> None:
+        parameter.grad = buckets[parameter]  # type: ignore[index]
+
+    for parameter in buckets:
+        parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+
+def _fill_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    own = [own_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return sum(gradient.numel() * gradient.element_size() for gradient in own)
+
+
+def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
+    config = plan.config
+    cell_model, loss = model_and_loss(model, config, None)
+    row_model = in_cells(cell_model, config)
+    gns = GradientNoiseScale(model) if config.gns.enabled else None
+    if isinstance(strategy, Replicated):  # DDP needs ranks
+        strategy = Strategy()
+    return TrainStep(
+        model=strategy.wrap(row_model, model),
+        ledger=None,  # its states are counted by their number; a model without one makes as many zeros as are looked up
+        objective=loss,
+        optimizer=build_optimizer(model, config.optimizer),
+        gns=gns,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
+        settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        strategy=strategy,
+        world_size=1,  # its own sums over ranks take no memory to speak of
+        device=CPU,
+        autocast=autocast_context(config, CPU),
+    )
+
+
+def _micro_batch(plan: Plan) -> MicroBatch:
+    """The largest micro-batch of the run's sources."""
+    length = plan.config.row_tokens
+    rows = max_tokens_per_micro(plan) // length
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    inputs = {"tokens": tokens}
+    if plan.config.data.pack:
+        inputs["resets"] = torch.zeros(rows, length, dtype=torch.bool)
+    if burn_in := plan.config.ledger.burn_in:
+        inputs["tokens_before"] = torch.zeros(rows, burn_in, dtype=torch.int64)
+        inputs["continues"] = torch.ones(rows, dtype=torch.bool)
+    return MicroBatch(inputs, torch.zeros_like(tokens), None, {})
