@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contracts import Report, check_model
-from trainer.model.adapters.hugging_face import HuggingFace, without_attention
+from trainer.model.hugging_face import HuggingFace, without_attention
 from trainer.model.protocol import ModelOutput
 from trainer.model.state_layout import carry_flat
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model.build import build
+from trainer.model import build
 
 SEQ_LEN = 64
 HELD_OUT_SEQUENCES = 192

@@ -20,7 +20,7 @@ from bench_table import Figure, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
 from trainer.model import transformer
-from trainer.model.headless import Headless
+from trainer.model.wrappers import Headless
 from trainer.objective import Objective
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.compose import Loss

@@ -23,8 +23,8 @@ from bench_table import Figure, print_figures, ratio_figure
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer.model.blocks import GatedRecurrence
-from trainer.model.scan.fused import HAS_TRITON
+from trainer.model.encoder import GatedRecurrence
+from trainer.model.recurrence import HAS_TRITON
 
 LENGTHS = (256, 1024, 4096)
 HEAD_WIDTH = 64

@@ -19,8 +19,8 @@ import torch
 from bench_table import Figure, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
-from trainer.model.build import build
-from trainer.model.cellwise import Cellwise
+from trainer.model import build
+from trainer.model.wrappers import Cellwise
 
 VOCAB = 256
 WAYS = ("one long cell", "in cells", "in cells, checkpointed")

@@ -30,7 +30,7 @@ COUNTED_MODEL = """
 import atexit, json, os
 from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function
-from trainer.model.build import build as build_reference
+from trainer.model import build as build_reference
 
 profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
 is_recording = False

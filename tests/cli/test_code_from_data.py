@@ -20,7 +20,7 @@ from trainer.tools.trained.saved_model import read_checkpoint, refuse_code
 MODEL = """\
 from pathlib import Path
 Path(__file__).with_name("imported").touch()
-from trainer.model.build import build
+from trainer.model import build
 """
 
 

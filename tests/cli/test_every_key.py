@@ -48,7 +48,7 @@ ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", 
 STOPS = """
 import os, signal
 from torch import nn
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 
 class Stopping(nn.Module):
     def __init__(self, inner):
@@ -67,7 +67,7 @@ def build(vocab_size, dim, num_layers):
 SLOW_SAVES = """
 import os, time
 import numpy as np
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 from trainer.training.checkpointing import checkpoint
 
 if os.environ.get("RANK") == "1":

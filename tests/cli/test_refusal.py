@@ -17,7 +17,7 @@ if rank == "0":
     {rank_0}
 if rank == "1":
     {rank_1}
-from trainer.model.build import build
+from trainer.model import build
 """
 
 

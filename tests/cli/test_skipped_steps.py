@@ -16,7 +16,7 @@ SPOILED = """
 import os
 import torch
 from torch import nn
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 from trainer.model.protocol import ModelOutput
 
 class Spoiled(nn.Module):

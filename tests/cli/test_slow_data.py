@@ -20,7 +20,7 @@ import numpy as np
 from trainer.data.formats import open_documents
 from trainer.data.streams import open_stream, opener
 from trainer.data.tokenizer import HuggingFaceTokenizer
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 
 def slowed(call, is_slow):
     def called(*arguments, **settings):

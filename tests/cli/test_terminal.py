@@ -131,7 +131,7 @@ def test_payloads_asked_for_on_a_terminal_are_whole_lines(tmp_path):
 
 CHATTY = """
 from trainer.metrics.logger import get_logger
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 
 def build(vocab_size, dim, num_layers):
     model = build_ours(vocab_size, dim=dim, num_layers=num_layers)

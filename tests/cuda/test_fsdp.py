@@ -19,8 +19,8 @@ from tests.support.runs import losses, write_tiny_config
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo, pick_backend
-from trainer.distributed.strategy import make_mesh, sharded_averaging
-from trainer.shards import is_dtensor, own_part
+from trainer.distributed.shards import Layout, is_dtensor, own_part
+from trainer.distributed.strategy import Sharded
 from trainer.training.loop import run_loop
 from trainer.training.setup import open_run as opening
 from trainer.training.setup.parts import make_state
@@ -44,9 +44,10 @@ def group(device: torch.device) -> Iterator[None]:
 def train_sharded(path: Path, config: RunConfig, run_dir: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """Train with the model in shards; gives the weights."""
     plan = make_plan(config, path, 1)
-    mesh = make_mesh(world_size=1, replicas=1, device=device)
+    half = torch.bfloat16 if config.train.precision == "bf16" else None
+    strategy = Sharded(Layout(1, 1), device=device, param_dtype=half)
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(opening, "run_mesh", lambda *_: mesh)  # which a run of one rank has not
+        patched.setattr(opening, "make_strategy", lambda *_: strategy)  # which a run of one rank has not
         run = opening.open_run(plan, opening.Launch(run_dir=str(run_dir)), ALONE, device, stack, stack)
         assert run is not None
         assert all(is_dtensor(parameter) for parameter in run.model.parameters())
@@ -72,14 +73,14 @@ def test_a_sharded_run_trains_as_the_whole_model_does(tmp_path: Path, device: to
 def test_sharded_gradients_do_not_make_the_host_wait(tmp_path: Path, device: torch.device) -> None:
     path = write_tiny_config(tmp_path)
     plan = make_plan(load_config(path, settings(device, *SETS)), path, 1)
-    mesh = make_mesh(world_size=1, replicas=1, device=device)
-    model = make_state(plan, ALONE, device, mesh).model
-    averaging = sharded_averaging(model, mesh, keeps_whole=False)
+    strategy = Sharded(Layout(1, 1), device=device)
+    model = make_state(plan, ALONE, device, strategy).model
+    strategy.wrap(model, model)
     tokens = torch.randint(0, 99, (4, 16), generator=torch.Generator().manual_seed(0)).to(device)
     for number in range(3):
         with synchronization_forbidden(device) if number else nullcontext():
-            with averaging.no_sync():
+            with strategy.no_sync():
                 model(tokens=tokens, state=None).logits.float().square().mean().backward()
             model(tokens=tokens, state=None).logits.float().square().mean().backward()
-            averaging.refuse_unreduced()
+            strategy.refuse_unreduced()
     assert all(parameter.grad is not None and is_dtensor(parameter.grad) for parameter in model.parameters())

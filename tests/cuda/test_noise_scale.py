@@ -13,7 +13,7 @@ from tests.support.gns_windows import loss_sum, make_model, micro, rows
 from tests.support.on_device import synchronization_forbidden
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model.build import build
+from trainer.model import build
 
 pytestmark = pytest.mark.cuda
 

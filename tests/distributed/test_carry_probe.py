@@ -128,7 +128,7 @@ def test_states_in_bfloat16_differ_by_their_rounding_alone(tmp_path: Path) -> No
 OWN = """
 import numpy as np
 from torch import nn
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 
 def own(rank, world_size, seed, seq_len, *, columns=True, fails=False):
     # Groups of four cells, on rows of their own.

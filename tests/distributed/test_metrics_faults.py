@@ -21,7 +21,7 @@ MODULE = '''
 import json, os, sys
 import torch, torch.distributed as dist
 from pathlib import Path
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 from trainer.model.protocol import ModelOutput
 import trainer.training.step.details as step_details
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
-from trainer.distributed.strategy import with_ddp
+from trainer.distributed.strategy import Replicated, Strategy
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import reduce_over_ranks
-from trainer.model.build import build
+from trainer.model import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training.extension import Extensions
@@ -55,12 +55,10 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     """What rank `rank` of `world` logs of one step over its share of the rows."""
     inner = make_model()
     details = StepDetails(("token_ce", "z_loss", "coord"), token_types=TYPES, sources=("left", "right"))
-    model, averaging = inner, None
-    if world > 1:
-        model, averaging = with_ddp(inner, world_size=world, device=torch.device("cpu"), find_unused=False)
+    strategy = Replicated(world_size=world, device=torch.device("cpu")) if world > 1 else Strategy()
     step = TrainStep(
-        model=model,
-        averaging=averaging,
+        model=strategy.wrap(inner, inner),
+        strategy=strategy,
         ledger=None,
         objective=Objective(z_loss=Z_LOSS, coord=COORD),
         optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),

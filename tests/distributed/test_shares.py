@@ -14,12 +14,12 @@ from tests.support.gloo import run_on_ranks
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
+from trainer.distributed.shards import own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.shards import own_part
 from trainer.tools.memory import predict_memory
 from trainer.training.setup.parts import autocast_context, make_objective, make_state
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sharding import average_over_ranks, run_mesh
+from trainer.training.setup.sharding import make_strategy
 from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import named_state
 from trainer.training.step.step import StepSettings, TrainStep
@@ -43,19 +43,18 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
     """Bytes of parameters, of gradients between the last backward and the update, and of the optimizer's state."""
     info = RankInfo(rank, rank, world_size)
     plan = plan_of(config, world_size, sets)
-    mesh = run_mesh(plan.config, info, CPU)
-    state = make_state(plan, info, CPU, mesh)
+    strategy = make_strategy(plan.config, info, CPU)
+    state = make_state(plan, info, CPU, strategy)
     state.gns = GradientNoiseScale(state.model, process_group=dist.group.WORLD if world_size > 1 else None)
-    model, averaging = average_over_ranks(state.model, state.model, plan.config, info, CPU, mesh)
     step = TrainStep(
-        model=model,
+        model=strategy.wrap(state.model, state.model),
         ledger=None,
         objective=make_objective(plan.config.objective),
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
         settings=StepSettings(max_tokens_per_micro=64, clip_grad_norm=1.0),
-        averaging=averaging,
+        strategy=strategy,
         world_size=world_size,
         device=CPU,
         autocast=autocast_context(plan.config, CPU),

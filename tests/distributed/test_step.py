@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
-from trainer.distributed.strategy import GradientAveraging, with_ddp
+from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model.build import build
+from trainer.model import build
 from trainer.objective.compose import Objective
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.step import StepOutcome, StepSettings, TrainStep
@@ -41,7 +41,7 @@ def micro_batch(tokens: torch.Tensor, targets: torch.Tensor, first_group: int) -
 def make_step(
     model: torch.nn.Module,
     inner: torch.nn.Module,
-    averaging: GradientAveraging | None,
+    strategy: Strategy | None,
     *,
     micros: int,
     world: int,
@@ -59,7 +59,7 @@ def make_step(
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         settings=StepSettings(max_tokens_per_micro=max_tokens, clip_grad_norm=clip),
-        averaging=averaging,
+        strategy=strategy,
         world_size=world,
         device=CPU,
         autocast=nullcontext,
@@ -72,9 +72,10 @@ def one_step(
     """Rank `rank`'s share of the rows, trained on for one step: the outcome, the weights and the groups held."""
     torch.manual_seed(0)
     inner = build(VOCABULARY, dim=8, num_layers=2).double()
-    model, averaging = with_ddp(inner, world_size=world, device=CPU, find_unused=False) if world > 1 else (inner, None)
+    strategy = Replicated(world_size=world, device=CPU) if world > 1 else Strategy()
+    model = strategy.wrap(inner, inner)
     ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, rank=rank, world_size=world)
-    step = make_step(model, inner, averaging, micros=micros, world=world, ledger=ledger, clip=clip)
+    step = make_step(model, inner, strategy, micros=micros, world=world, ledger=ledger, clip=clip)
     tokens, targets = rows()
     share = ROWS // (world * micros)
     window = []

@@ -22,7 +22,7 @@ from trainer.training.checkpointing.restore import restore
 from trainer.training.checkpointing.resume_checks import DataPolicy, check_data
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan
-from trainer.training.setup.sharding import run_mesh
+from trainer.training.setup.sharding import make_strategy
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -128,9 +128,9 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
     info, found = RankInfo(rank, rank, world), []
     for strategy, sets in STRATEGIES.items():
         loaded = load_config(config, [*SETTINGS, *sets, "train.steps=99"])
-        plan, mesh = make_plan(loaded, Path(config), world), run_mesh(loaded, info, CPU)
+        plan, ranks = make_plan(loaded, Path(config), world), make_strategy(loaded, info, CPU)
         for name, path in saved.items():
-            state = make_state(plan, info, CPU, mesh)
+            state = make_state(plan, info, CPU, ranks)
             _, state_json = checkpoint.find(Path(path).parent, path)
             data = check_data(plan, state_json, info, DataPolicy())
             restore(Path(path), state_json, state, loaded, info, CPU, data, groups_in_flight=0)
@@ -390,7 +390,7 @@ def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(config, tmp_path,
 
 WATCHED = """
 import torch
-from trainer.model.build import build as build_reference
+from trainer.model import build as build_reference
 from trainer.training import loop
 from trainer.training.step.on_device import HostCopy
 

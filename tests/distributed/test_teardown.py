@@ -16,7 +16,7 @@ MODULE = """
 import atexit, json, os
 from pathlib import Path
 from tests.support.gloo import gloo_threads, gloo_threads_left
-from trainer.model.build import build as build_reference
+from trainer.model import build as build_reference
 
 def report():
     Path(__file__).with_name("threads" + os.environ["RANK"]).write_text(json.dumps(gloo_threads_left()))

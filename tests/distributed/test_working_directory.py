@@ -15,7 +15,7 @@ MODEL = """
 import os
 from pathlib import Path
 from torch import nn
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 
 HERE = Path(__file__).parent
 def leave(name):

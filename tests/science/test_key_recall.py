@@ -175,7 +175,7 @@ def test_the_shipped_config_runs_on_what_the_program_synthesises(tmp_path: Path)
 
 IGNORES = """
 from torch import nn
-from trainer.model.build import build as build_ours
+from trainer.model import build as build_ours
 
 class Ignores(nn.Module):
     def __init__(self, inner):

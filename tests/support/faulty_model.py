@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.model.build import build as build_reference
+from trainer.model import build as build_reference
 from trainer.model.encoder import RecurrentEncoder
 from trainer.model.protocol import ModelOutput
 

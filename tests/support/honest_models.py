@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.build import build
+from trainer.model import build
 from trainer.model.protocol import ModelOutput
 
 VOCAB, DIM = 37, 16

@@ -78,4 +78,4 @@ if DEVICE == "cpu":
     interpreter.ReduceOps.generic_reduce = _reduce_in_slices
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
-        import trainer.model.scan.kernels  # noqa: F401
+        import trainer.model.scan_kernels  # noqa: F401

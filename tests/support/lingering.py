@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import trainer.ending
-from trainer.model.build import build as build_reference
+from trainer.model import build as build_reference
 from trainer.model.encoder import RecurrentEncoder
 
 trainer.ending.SAY_AFTER_SEC = 0.5

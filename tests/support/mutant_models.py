@@ -23,8 +23,7 @@ from tests.support.honest_models import (
     NestedLstm,
     Transformer,
 )
-from trainer.model.blocks import Block
-from trainer.model.encoder import RecurrentEncoder
+from trainer.model.encoder import Block, RecurrentEncoder
 from trainer.model.protocol import ModelOutput
 
 
@@ -443,7 +442,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "returns none when given a state": (ReturnNoneWhenGiven, "forward", "returns no state in train(), when given a"),
     "drops a part of a nest": (DropPartOfNest, "carry", "numbers 16 to 31 of its 32"),
     "returns a state of nan": (NanState, "carry", "holds NaN"),
-    "rounds the state": (RoundGiven, "carry", "rounded to bfloat16"),
+    "rounds the state": (RoundGiven, "carry", "differ from the exact row"),
     "raises later": (RaisesLater, "forward", "boom in my model (tests/support/mutant_models.py:"),
     "raises on a state": (RaisesOnStates, "forward", "boom on a state"),
     "raises on a reset": (RaisesOnResets, "resets", "boom on a reset"),
@@ -452,22 +451,22 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "drops the convolution's state": (DropConvolution, "carry", "state"),
     "drops one convolution of two": (ForgetConvolution, "carry", "numbers 48 to 95"),
     "drops one layer's state": (DropLayer, "carry", "numbers 0 to 15 of its 32"),
-    "off by one": (OffByOne, "carry", "the last 1 "),
-    "state of the first token": (FirstToken, "carry", "after 1 of 6 tokens"),
+    "off by one": (OffByOne, "carry", "missing or wrong"),
+    "state of the first token": (FirstToken, "carry", "missing or wrong"),
     "state is never updated": (NeverUpdated, "carry", "incoming one"),
-    "single rows only": (SingleRowsOnly, "carry", "a single row carries it"),
-    "single tokens only": (SingleTokensOnly, "carry", "cells of one token carry it"),
+    "single rows only": (SingleRowsOnly, "carry", "start from zero"),
+    "single tokens only": (SingleTokensOnly, "carry", "start from zero"),
     "positions restart": (PositionsRestart, "carry", "wrong"),
     "behind a gate of zeros": (ZeroGate, "carry", "start from zero"),
     "returns the states in another order": (SwapStates, "isolation", "row"),
     "ignores resets": (leaky_encoder, "resets", "does nothing"),
-    "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "crosses"),
-    "resets too late": (LateReset, "resets", "one position late"),
+    "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "before the reset"),
+    "resets too late": (LateReset, "resets", "before the reset"),
     "swaps rows": (SwapRows, "isolation", "row"),
-    "swaps rows of tokens": (SwapTokens, "isolation", "swapped"),
-    "batch norm": (BatchNorm, "isolation", "batch normalization"),
-    "mean over the batch": (BatchMean, "isolation", "mixed"),
-    "peeks one ahead": (PeekAhead, "causality", "the next token is read"),
+    "swaps rows of tokens": (SwapTokens, "isolation", "row"),
+    "batch norm": (BatchNorm, "isolation", "their tokens"),
+    "mean over the batch": (BatchMean, "isolation", "their tokens"),
+    "peeks one ahead": (PeekAhead, "causality", "the next token"),
     "transformer without mask": (Unmasked, "causality", "mask"),
     "norm over time": (TimeMean, "causality", "mask"),
     "writes into the incoming state": (WriteIntoState, "purity", "in place"),

@@ -1,17 +1,26 @@
-"""Carry: a row read in cells equals the row read whole."""
+"""Carry: a row read in cells equals the row read whole, in its logits, at the precision of training, and in its gradient."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from trainer.contracts.forward import why_no_state
 from trainer.contracts.report import NO_STATE, Verdict
-from trainer.contracts.subject import CallFailed, NotTestable
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, one_line
 from trainer.contracts.trial import CELLS, ROWS, TESTABLE, Trial, judge_samples, run_cells
+
+ALLOWED = 8.0
+"""Errors of the cut row, in units of those that the uncut row has at this precision."""
+REMEDY = (
+    "Remove what detaches the state inside forward (detach(), .data, torch.no_grad(), a backward of its own that skips it): "
+    "the trainer itself detaches it between cells"
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ def _judge(trial: Trial, sample: int, notes: list[str]) -> Verdict:
         largest = max(largest, size)
         if size > limit:
             position = int((errors > limit).nonzero()[0])
-            why = _explain(trial, tokens, whole, errors, limit, cut)
+            why = _explain(trial, tokens, limit, cut)
             text = f"{why}: {cut.words} differ from the uncut row from position {position} on, by {size:.1e} of the "
             return Verdict("carry", "broken", f"{text}logits' spread (rounding: {trial.noise:.0e})", size, position)
     return _compare_none(trial, tokens, whole, limit, notes) or Verdict("carry", "held", "", largest)
@@ -133,79 +142,29 @@ def _require_equal_prefix(trial: Trial, tokens: Tensor, whole: Tensor, limit: fl
         raise NotTestable(f"{text}length of the row (later tokens, batch statistics, expert capacity)")
 
 
-def _explain(trial: Trial, tokens: Tensor, whole: Tensor, errors: Tensor, limit: float, cut: _Cut) -> str:
-    """What the breach looks like."""
-    if cut.words == "cells of one token" or cut.words == "ragged cells":
+def _explain(trial: Trial, tokens: Tensor, limit: float, cut: _Cut) -> str:
+    """What the breach looks like, as far as one more call shows it."""
+    if cut.words in ("cells of one token", "ragged cells"):
         return f"cells of {trial.cell} tokens carry the state, {cut.words} do not"
     if cut.rows < len(tokens):
         return "several rows carry the state, a single row does not"
     n, subject, rows = trial.cell, trial.subject, len(tokens)
     zeros = subject.zeros(rows)
-    start = None if zeros is None else zeros + 0.25
-    state, from_start = (subject.carried(subject(tokens[:, :n], s).state) for s in (subject.zeros(rows), start))
-    if state is None or start is None or from_start is None:
+    assert zeros is not None
+    start = zeros + 0.25
+    state, from_start = (subject.carried(subject(tokens[:, :n], s).state) for s in (zeros, start))
+    if state is None or from_start is None:
         return "no state is returned"
     if not bool(from_start.any()):
         return "the returned state is all zeros: cells after the first start from zero"
     if torch.allclose(from_start.double(), start.double(), rtol=1e-12, atol=0):
         return "the returned state is the incoming one: a cell does not update it"
     second = tokens[:, n : 2 * n]
-    given = subject(second, state).logits
-    if _is_same(trial, given, subject(second, subject.zeros(rows)).logits, limit):
-        return f"cells after the first start from zero: the incoming state is not used{_except(trial, tokens, whole, limit)}"
-    unused = _unused(trial, tokens, state)
-    if unused:
-        text = f"part of the state is missing: {unused} of its {trial.width} numbers change no logit"
-        return f"{text}{_except(trial, tokens, whole, limit)}"
-    late = _lateness(trial, tokens, whole, state, limit)
-    if late:
-        return f"the returned state is that after {n - late} of {n} tokens: the last {late} are missing from it"
-    return _explain_part(trial, errors)
-
-
-def _lateness(trial: Trial, tokens: Tensor, whole: Tensor, state: Tensor, limit: float) -> int:
-    """How many of the last tokens have to be read again to make the next cell right; 0 if that does not help.
-
-    Exactly that many: after a lost short memory, reading any larger number again helps too.
-    """
-    n = trial.cell
-    helps = []
-    for late in range(1, n):
-        try:
-            again = trial.subject(tokens[:, n - late : 2 * n], state).logits[:, late:]
-        except CallFailed:
-            return 0
-        if _is_same(trial, again, whole[:, n : 2 * n], limit):
-            helps.append(late)
-    return helps[0] if len(helps) == 1 else 0
-
-
-def _except(trial: Trial, tokens: Tensor, whole: Tensor, limit: float) -> str:
-    """Whether single rows or single tokens do carry."""
-    n, subject = trial.cell, trial.subject
-    try:
-        alone = run_cells(subject, tokens[:1], [n] * CELLS, subject.zeros(1)).logits
-        if len(tokens) > 1 and _is_same(trial, alone, whole[:1], limit):
-            return " with several rows (a single row carries it)"
-        singles = run_cells(subject, tokens[:1, : 2 * n], [1] * (2 * n), subject.zeros(1)).logits
-        if _is_same(trial, singles, whole[:1, : 2 * n], limit):
-            return " in cells of several tokens (cells of one token carry it)"
-    except CallFailed:
-        pass
-    return ""
-
-
-def _explain_part(trial: Trial, errors: Tensor) -> str:
-    """A state that is there, but not all of it."""
-    n = trial.cell
-    second = errors[n : 2 * n]
-    peak = float(second.max())
-    wrong = (second > 0.1 * peak).nonzero().flatten()
-    last = int(wrong[-1]) + 1
-    if last <= max(n // 2, 1) or float(second[-1]) < 0.1 * peak:
-        text = f"the first {last} positions of a cell are wrong, later ones hardly"
-        return f"{text}: a short memory, such as a convolution's, is missing from the state"
-    return "part of the state is missing or wrong (often the last inputs of a convolution, or positions that restart)"
+    if float(trial.errors(subject(second, state).logits, subject(second, zeros).logits).max()) <= limit:
+        return "cells after the first start from zero: the incoming state is not used"
+    if unused := _unused(trial, tokens, state):
+        return f"part of the state is missing: {unused} of its {trial.width} numbers change no logit"
+    return "part of the state is missing or wrong"
 
 
 def _unused(trial: Trial, tokens: Tensor, state: Tensor) -> str:
@@ -225,10 +184,6 @@ def _unused(trial: Trial, tokens: Tensor, state: Tensor) -> str:
     return f"numbers {idle[0]} to {idle[-1]}" if is_range else f"{len(idle)}"
 
 
-def _is_same(trial: Trial, found: Tensor, wanted: Tensor, limit: float) -> bool:
-    return bool(trial.errors(found, wanted).max() <= limit)
-
-
 def check_state_used(trial: Trial) -> Verdict:
     """Whether another incoming state changes the logits."""
     if not trial.width:
@@ -241,3 +196,230 @@ def check_state_used(trial: Trial) -> Verdict:
         return Verdict("state_used", "held", f"another state moves the logits by {size:.1e} of their spread", size)
     text = "logits do not depend on the incoming state: the ledger carries it for nothing"
     return Verdict("state_used", "warning", text, size)
+
+
+def check_precision(trial: Trial, subject: Subject, *, check: str, name: str) -> Verdict:
+    """Carry, causality and isolation at a lower precision.
+
+    An honest cut row is as far from the exact result as the uncut row is; how far that is, is measured, not assumed. States
+    are rounded to the dtype in which the model returns them, which counts as rounding too.
+
+    Args:
+        trial: the exact one.
+        subject: the model at the lower precision.
+        check, name: of the verdict, and of the precision in its text.
+    """
+    subject.is_pure, subject.training = trial.subject.is_pure, trial.modes[0]
+    tokens = trial.tokens()
+    exact, effect = _exact(trial, tokens)
+    try:
+        whole = subject(tokens, subject.zeros(ROWS))
+        if not torch.isfinite(whole.logits[exact.isfinite()]).all():
+            return Verdict(check, "broken", f"the logits are not finite in {name}")
+        leak = "" if check == "carry" else _leaks(trial, subject, tokens, whole.logits, name)
+        if leak:
+            return Verdict(check, "broken", leak)
+        if not trial.width:
+            return Verdict(check, "held", f"causal, and rows are isolated, in {name} too")
+        return _judge_rounding(trial, subject, tokens, exact, whole.logits, effect, check, name)
+    except CallFailed as error:
+        return Verdict(check, "not testable here", f"in {name} {error}")
+    except NotTestable as error:
+        return Verdict(check, "not testable here", str(error))
+
+
+def _exact(trial: Trial, tokens: Tensor) -> tuple[Tensor, float]:
+    """The exact logits of the uncut row, and how far the first cell's tokens move those after it."""
+    if "exact" not in trial.facts:
+        other = tokens.clone()
+        other[:, : trial.cell] = trial.others(tokens)[:, : trial.cell]
+        with trial.in_mode(trial.modes[0]):
+            exact, moved = (trial.subject(each, trial.subject.zeros(ROWS)).logits for each in (tokens, other))
+        effect = trial.errors(moved, exact)[:, trial.cell :]
+        trial.facts["exact"] = exact, float(effect.square().mean().sqrt()) if trial.width else 0.0
+    found: tuple[Tensor, float] = trial.facts["exact"]
+    return found
+
+
+def _leaks(trial: Trial, subject: Subject, tokens: Tensor, whole: Tensor, name: str) -> str:
+    """Later tokens or other rows that move logits; in calls of one shape, honest models give the same bits."""
+    at = trial.length // 2
+    other = trial.others(tokens)
+    later = tokens.clone()
+    later[:, at:] = other[:, at:]
+    moved = trial.errors(subject(later, subject.zeros(ROWS)).logits, whole)
+    rounding = ALLOWED * _eps(subject.autocast or subject.dtype)
+    if float(moved[:, :at].max()) > max(0.5 * float(moved[:, at:].max()), rounding):
+        return f"later tokens move the logits in {name}"
+    rows = other.clone()
+    rows[0] = tokens[0]
+    moved = trial.errors(subject(rows, subject.zeros(ROWS)).logits, whole)
+    if trial.facts.get("isolation") == "held" and float(moved[0].max()) > max(0.5 * float(moved[1:].max()), rounding):
+        return f"other rows move the logits of row 0 in {name}"
+    return ""
+
+
+def _judge_rounding(
+    trial: Trial, subject: Subject, tokens: Tensor, exact: Tensor, whole: Tensor, effect: float, check: str, name: str
+) -> Verdict:
+    n = trial.cell
+    own = float(trial.errors(whole, exact)[:, n:].square().mean().sqrt())
+    rounding = max(own, _rounding_of_states(trial, subject, tokens), _eps(subject.autocast or subject.dtype) / 8)
+    cells = run_cells(subject, tokens, [n] * CELLS, subject.zeros(ROWS)).logits
+    errors = trial.errors(cells, exact)
+    size = float(errors[:, n:].square().mean().sqrt())
+    if size > ALLOWED * rounding:
+        position = int((errors.amax(0) > ALLOWED * rounding).nonzero()[0]) if (errors > ALLOWED * rounding).any() else n
+        text = (
+            f"in {name} cells differ from the exact row by {size:.1e} of the logits' spread, the uncut row by {own:.1e}"
+        )
+        return Verdict(check, "broken", text, size, position)
+    if effect < ALLOWED * rounding:
+        text = f"rounding in {name} ({rounding:.0e}) hides what a lost state would change ({effect:.0e})"
+        return Verdict(check, "not testable here", text, size)
+    text = f"in {name} cells are as exact as the uncut row ({size:.1e}, {own:.1e})"
+    return Verdict(check, "held", text, size)
+
+
+def _rounding_of_states(trial: Trial, subject: Subject, tokens: Tensor) -> float:
+    """How far logits move if the exact incoming state is rounded to the dtype of the returned one."""
+    n, exact = trial.cell, trial.subject
+    with trial.in_mode(trial.modes[0]):
+        state = exact.carried(exact(tokens[:, :n], exact.zeros(ROWS)).state)
+        returned = subject(tokens[:, :n], subject.zeros(ROWS)).state
+        if state is None or returned is None or not returned.is_floating_point():
+            return 0.0
+        second = tokens[:, n : 2 * n]
+        rounded = state.to(returned.dtype).to(subject.ledger_dtype).to(state.dtype)
+        moved = trial.errors(exact(second, rounded).logits, exact(second, state).logits)
+    return float(moved.square().mean().sqrt())
+
+
+def check_gradient(trial: Trial) -> Verdict:
+    """The last cell's gradient with respect to parameters and incoming state, against the uncut row's."""
+    if not trial.width:
+        return Verdict("gradient", "not testable here", NO_STATE)
+    with trial.in_mode(trial.modes[0]):
+        try:
+            return _judge_gradient(trial)
+        except NotTestable as error:
+            return Verdict("gradient", "not testable here", str(error))
+
+
+def _judge_gradient(trial: Trial) -> Verdict:
+    subject = trial.subject
+    n = trial.cell
+    tokens, state = trial.tokens(length=2 * n), trial.start_state()
+    assert state is not None
+    targets = trial.tokens(length=n, sample=77).to(subject.device)
+    start = state.clone().requires_grad_()
+    alone = _with_detached_state(trial, tokens, state, targets)
+    if alone is not None:
+        return alone
+    try:
+        whole = _gradients(trial, subject(tokens, start, with_grad=True).logits[:, n:], targets, start)
+        first = subject(tokens[:, :n], start, with_grad=True)
+        if first.state is not None and not first.state.requires_grad:
+            text = "the returned state is detached: no gradient can flow from one cell into the last one. The ledger detaches "
+            return Verdict("gradient", "warning", f"{text}it anyway; with train.tbptt_cells > 1 it matters")
+        second = subject(tokens[:, n:], first.state, with_grad=True)
+        cut = _gradients(trial, second.logits, targets, start)
+    except CallFailed as error:
+        text = f"backward through the incoming state fails ({error}). Training that detaches states runs; with "
+        return Verdict("gradient", "warning", f"{text}train.tbptt_cells > 1 it does not")
+    size = _distance(cut, whole)
+    noise = trial.noise
+    if size > math.sqrt(noise):  # the gradient may be worse conditioned than the logits
+        with subject.perturbed(math.sqrt(_eps(trial.subject.dtype))):
+            moved = _gradients(trial, subject(tokens, start, with_grad=True).logits[:, n:], targets, start)
+        noise = max(_distance(moved, whole) * math.sqrt(_eps(trial.subject.dtype)), noise)
+    if size > math.sqrt(noise):
+        text = (
+            f"the gradient through a cut differs from the uncut row's by {size:.1e} of its norm (rounding: {noise:.0e})"
+        )
+        return Verdict("gradient", "broken", f"{text}. {REMEDY}", size)
+    return Verdict("gradient", "held", f"the gradient through a cut equals the uncut row's to {size:.1e}", size)
+
+
+def _with_detached_state(trial: Trial, tokens: Tensor, state: Tensor, targets: Tensor) -> Verdict | None:
+    """The last cell as the training step runs it; a verdict if its gradient fails."""
+    subject, n = trial.subject, trial.cell
+    carried = subject.carried(subject(tokens[:, :n], state).state)
+    try:
+        logits = subject(tokens[:, n:], carried, with_grad=True).logits
+        found = _gradients(trial, logits, targets)
+    except CallFailed as error:
+        return Verdict("gradient", "broken", f"backward of a cell that continues a group fails: {error}")
+    if not all(each.isfinite().all() for each in found):
+        return Verdict("gradient", "broken", "the gradient of a cell that continues a group is not finite")
+    return None
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+def _gradients(
+    trial: Trial, logits: Tensor, targets: Tensor, *leaves: Tensor, of: nn.Module | None = None
+) -> list[Tensor]:
+    """Gradients of the cross-entropy with respect to the leaves and then to all trained parameters; zeros where unused.
+
+    Raises:
+        CallFailed: backward raises.
+        NotTestable: nothing is trained.
+    """
+    parameters = [p for p in (of or trial.subject.model).parameters() if p.requires_grad]
+    if not parameters or not logits.requires_grad:
+        raise NotTestable("no parameter is trained")
+    loss = F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
+    wanted = [*leaves, *parameters]
+    try:
+        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+    except Exception as error:  # autograd functions of the user's own may raise anything
+        raise CallFailed(f"backward: {one_line(error)}") from error
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, wanted, strict=True)]
+
+
+def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The larger of the relative distances of the leaf's gradient (first) and of all parameters' together."""
+    parts = [(found[:1], wanted[:1]), (found[1:], wanted[1:])]
+    sizes = []
+    for ours, theirs in parts:
+        norm = math.sqrt(sum(float(each.double().square().sum()) for each in theirs))
+        gap = math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in zip(ours, theirs, strict=True)))
+        sizes.append(gap / norm if norm else (0.0 if gap == 0.0 else math.inf))
+    return math.inf if any(math.isnan(size) for size in sizes) else max(sizes)
+
+
+def check_checkpointing(trial: Trial) -> Verdict:
+    """Gradient of a forward that runs a second time, as activation checkpointing runs it, against the plain one.
+
+    `torch.utils.checkpoint` itself would import the compiler, which takes longer than all checks. What it does to the model is
+    this: the same forward twice on the same object with the same random numbers, the second one with the graph that counts.
+    """
+    subject: Subject = trial.subject
+    tokens, state = trial.tokens(length=trial.cell), trial.start_state()
+    targets = trial.tokens(length=trial.cell, sample=77).to(subject.device)
+    with trial.in_mode(True):
+        try:
+            model = subject.fresh()
+            plain = _gradients(trial, subject(tokens, state, with_grad=True, on=model).logits, targets, of=model)
+        except (NotTestable, CallFailed) as error:
+            return Verdict("checkpointing", "not testable here", str(error))
+        try:
+            recomputed = _recomputed(trial, subject.fresh(), tokens, state, targets)
+        except CallFailed as error:
+            return Verdict("checkpointing", "broken", f"recomputing the forward fails: {error}")
+    size = _distance([plain[0].new_zeros(()), *recomputed], [plain[0].new_zeros(()), *plain])
+    if size > math.sqrt(trial.noise):
+        text = f"recomputing the forward changes the gradient by {size:.1e} of its norm: the second run of the "
+        return Verdict(
+            "checkpointing", "broken", f"{text}same forward differs, as if a hidden state had advanced", size
+        )
+    return Verdict("checkpointing", "held", f"recomputation gives the same gradient, to {size:.1e}", size)
+
+
+def _recomputed(trial: Trial, model: nn.Module, tokens: Tensor, state: Tensor | None, targets: Tensor) -> list[Tensor]:
+    trial.subject(tokens, state, with_grad=True, on=model)
+    logits = trial.subject(tokens, state, with_grad=True, on=model).logits
+    return _gradients(trial, logits, targets, of=model)

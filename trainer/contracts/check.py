@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.contracts.carry import check_carry, check_state_used
-from trainer.contracts.forward import check_forward, find_state, takes_resets
-from trainer.contracts.gradient import check_checkpointing, check_gradient
-from trainer.contracts.precision import check_precision
-from trainer.contracts.purity import check_purity
+from trainer.contracts.carry import (
+    check_carry,
+    check_checkpointing,
+    check_gradient,
+    check_precision,
+    check_state_used,
+)
+from trainer.contracts.forward import check_forward, check_purity, find_state, takes_resets
 from trainer.contracts.report import CHECKS, FAILED_LATER, Report, Verdict
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
 from trainer.contracts.subject import CallFailed, NotTestable, Subject, private_copy, uncompiled, without_dropout

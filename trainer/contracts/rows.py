@@ -78,14 +78,8 @@ def _judge_causality(trial: Trial, sample: int) -> Verdict:
 
 
 def _words_of_leak(position: int, first: int, size: float) -> str:
-    ahead = position - first
-    if ahead == 1:
-        look = "the next token is read, which is the target"
-    elif first == 0:
-        look = "every earlier position sees it, as without a causal mask"
-    else:
-        look = f"positions up to {ahead} before see it"
-    return f"changing the tokens from position {position} on moves the logits at position {first} by {size:.1e}: {look}"
+    look = "the next token, which is the target" if position - first == 1 else "a later token, as without a causal mask"
+    return f"changing the tokens from position {position} on moves the logits at position {first} by {size:.1e}: it sees {look}"
 
 
 def _judge_isolation(trial: Trial, sample: int) -> Verdict:
@@ -140,20 +134,8 @@ def _judge_others(
         f"changing the other rows moves the logits or the state of row {row} by {size:.1e}, from position {position} on"
     )
     by_tokens, _ = _deviation(trial, read, before, limit, row=row)
-    words = (
-        _words_of_mixing(trial, own, limit)
-        if by_tokens > limit
-        else "it reads their states, as if rows had been swapped"
-    )
-    return Verdict("isolation", "broken", f"{text}: {words}", size, position), limit
-
-
-def _words_of_mixing(trial: Trial, own: float, limit: float) -> str:
-    if own <= limit:
-        return "rows are swapped"
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in trial.subject.model.modules()):
-        return "batch normalization mixes rows and, over time, positions; use a norm over channels"
-    return "rows are mixed, as by statistics over the batch"
+    source = "their tokens" if by_tokens > limit else "their states"
+    return Verdict("isolation", "broken", f"{text}: it reads {source}", size, position), limit
 
 
 def _deviation(trial: Trial, found: Result, wanted: Result, limit: float, *, row: int) -> tuple[float, int]:
@@ -230,20 +212,12 @@ def _judge_resets(trial: Trial, sample: int) -> Verdict:
             text = (
                 f"the document before the reset at position {position} moves the logits {first} positions after it by "
             )
-            text += (
-                f"{size:.1e}: {_words_of_reset(trial, leak, joined[row, position:], unmarked[row, position:], limit)}"
-            )
+            text += f"{size:.1e}"
+            if float(trial.errors(joined[row, position:], unmarked[row, position:]).max()) <= limit:
+                text += ": the reset does nothing"
             return Verdict("resets", "broken", text, size, position + first)
         largest = max(largest, size)
     return _compare_apart(trial, tokens, state, joined, at, limit, largest)
-
-
-def _words_of_reset(trial: Trial, leak: Tensor, joined: Tensor, unmarked: Tensor, limit: float) -> str:
-    if float(trial.errors(joined, unmarked).max()) <= limit:
-        return "the reset does nothing"
-    if leak.numel() > 1 and float(leak[1:].max()) <= limit:
-        return "the reset comes one position late"
-    return "part of the state crosses the reset"
 
 
 def _effect_across(trial: Trial, changed: Tensor, at: list[int], state: Tensor | None, unmarked: Tensor) -> float:

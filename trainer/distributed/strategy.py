@@ -2,119 +2,209 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.distributed.agree import most_of_ranks
+from trainer.distributed.shards import Layout
 from trainer.errors import UserError
-from trainer.metrics.logger import get_logger
 from trainer.wording import counted, few
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GradientAveraging:
-    """How the gradients of a window are averaged over ranks. All of them are the mean of the ranks' own."""
+class Strategy:
+    """How the ranks of a run share its model and average its gradients; this one is that of a single rank."""
 
-    no_sync: Callable[[], AbstractContextManager[None]]
-    """The context of all backwards of a window but the last."""
-    refuse_unreduced: Callable[[], None]
-    """Called after the window's last backward: raises a `UserError` if a parameter was left out of the average."""
-    copies: int
+    copies = 1
     """How many ranks hold the same part of the averaged gradient."""
+    groups: Sequence[dist.ProcessGroup] = ()
+    """Process groups of a part of the ranks, of which each rank is in as many."""
+
+    def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
+        """Leave this rank its part of the model's parameters, in place.
+
+        Args:
+            units: gives the modules whose parameters are gathered one module at a time; asked only if there are shards.
+        """
+
+    def compile(self, model: nn.Module) -> None:
+        """Have the model, or each of its units, compiled."""
+        model.compile()
+
+    def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
+        """What the training step calls. Every rank must call it.
+
+        Args:
+            row_model: what a row is run through.
+            model: the model itself, inside of it.
+        """
+        return row_model
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """The context of all backwards of a window but the last. Averaged gradients are the mean of the ranks' own."""
+        return nullcontext()
+
+    def refuse_unreduced(self) -> None:
+        """Refuse a window whose last backward left a parameter out of the average.
+
+        Raises:
+            UserError: naming the parameters.
+        """
+
+    def whole(self, model: nn.Module) -> nn.Module | None:
+        """The model, if this rank can run it without the others."""
+        return model
+
+    def runs_on(self, rank: int) -> bool:
+        """Whether a forward whose result rank 0 alone needs runs on this rank, too: one in shards needs all ranks."""
+        return rank == 0
+
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers if they must run as many forwards; otherwise the number itself."""
+        return number
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free the whole parameters that a forward without a backward has left."""
 
 
-def with_ddp(
-    model: nn.Module, *, world_size: int, device: torch.device, find_unused: bool
-) -> tuple[nn.Module, GradientAveraging]:
-    """DDP around the model; it averages the gradients in a window's last backward."""
-    ddp = DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=find_unused,
-    )
-    return ddp, GradientAveraging(ddp.no_sync, partial(_refuse_unreduced_buckets, ddp), world_size)
+class Replicated(Strategy):
+    """DDP: each rank holds the whole model; gradients are averaged in a window's last backward."""
+
+    def __init__(self, *, world_size: int, device: torch.device, find_unused: bool = False) -> None:
+        self.copies = world_size
+        self._device, self._find_unused = device, find_unused
+
+    def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
+        """DDP around it."""
+        self._ddp = DistributedDataParallel(
+            row_model,
+            device_ids=[self._device] if self._device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._find_unused,
+        )
+        return self._ddp
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """DDP's own."""
+        return self._ddp.no_sync()
+
+    def refuse_unreduced(self) -> None:
+        """DDP waits for the gradient of a parameter that was left out for ever: it averages none of the same bucket, says
+        nothing until its next forward, and the ranks' weights drift apart meanwhile."""
+        try:
+            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
+            own = [name for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad]
+            names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
+            fix = "use them in every micro-batch, freeze them with requires_grad_(False), or set "
+            raise _unused(names, f"{fix}distributed.find_unused_parameters = true", str(error)) from None
 
 
-def make_mesh(*, world_size: int, replicas: int, device: torch.device) -> DeviceMesh:
-    """The mesh that parameters are sharded over: [W], or [replicas, W / replicas] with neighbouring ranks in a row.
+class Sharded(Strategy):
+    """FSDP2 over all ranks, or within each of several replicas: each rank holds some rows of each parameter.
 
-    Every rank must call it: it makes process groups.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if replicas == 1:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    shape = (replicas, world_size // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def shard_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    units: Sequence[nn.Module],
-    reshard_after_forward: bool,
-    param_dtype: torch.dtype | None,
-) -> None:
-    """Replace the model's parameters by shards of their rows over the mesh, in place (FSDP2's `fully_shard`).
-
-    A unit's parameters are whole while it runs, forward and backward; those of no unit are whole throughout both.
+    Every rank must make it: it makes process groups.
 
     Args:
-        model: on the meta device, or whole on the CPU or the mesh's device.
-        units: see `shard_units`.
+        layout: replicas are of neighbouring ranks.
         reshard_after_forward: free a unit's parameters after its forward, and gather them again in the backward.
+        keeps_whole: keep the sum of a window's gradients whole on each rank until its last backward, which averages them once;
+            otherwise every backward averages, and only shards are kept.
         param_dtype: in which parameters are gathered and used; gradients are averaged in float32. None: as they are.
-
-    Raises:
-        UserError: a parameter has no rows.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    options: dict[str, Any] = {"mesh": mesh}
-    if param_dtype is not None:
-        # Inputs are not cast: a carried state stays in float32.
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    refuse_scalars(model)
-    for unit in units:
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, **options)
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        device: torch.device,
+        reshard_after_forward: bool = True,
+        keeps_whole: bool = False,
+        param_dtype: torch.dtype | None = None,
+    ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        shape, names = ((layout.shards,), ("shard",)) if layout.replicas == 1 else (layout, ("replicate", "shard"))
+        mesh = init_device_mesh(device.type, tuple(shape), mesh_dim_names=names)
+        self.copies, self.groups = layout.replicas, mesh.get_all_groups()
+        self._device, self._world_size = device, mesh.size()
+        self._reshard_after_forward, self._keeps_whole = reshard_after_forward, keeps_whole
+        self._options: dict[str, Any] = {"mesh": mesh}
+        if param_dtype is not None:
+            # Inputs are not cast: a carried state stays in float32.
+            self._options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
 
-def refuse_scalars(model: nn.Module) -> None:
-    """Refuse a model with a parameter that has no rows to be sharded.
+    def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
+        """Replace the parameters by shards of their rows (`fully_shard`).
 
-    Raises:
-        UserError: naming the parameters.
-    """
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise UserError("distributed.strategy", f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
+        A unit's parameters are whole while it runs, forward and backward; those of no unit are whole throughout both.
+        """
+        from torch.distributed.fsdp import fully_shard
 
+        for unit in units():
+            fully_shard(unit, reshard_after_forward=self._reshard_after_forward, **self._options)
+        fully_shard(model, **self._options)
 
-def reshard(model: nn.Module) -> None:
-    """Free the whole parameters that a forward without a backward has left, so that the model has its shards alone."""
-    from torch.distributed.fsdp import FSDPModule
+    def compile(self, model: nn.Module) -> None:
+        """Nothing: the hooks of the root cannot be compiled, and its units are compiled before they are sharded."""
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
+        """As it is: FSDP2 has put its hooks into the model."""
+        self.reshard(model)  # some tokens may have been run through it
+        self._root: Any = model
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return row_model
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Between replicas, sums of shards are averaged once in either case."""
+        if not self._keeps_whole and self.copies == 1:
+            yield
+            return
+        root = self._root
+        defer = root.set_requires_gradient_sync if self._keeps_whole else root.set_requires_all_reduce
+        defer(False)
+        try:
+            yield
+        finally:
+            defer(True)
+
+    def refuse_unreduced(self) -> None:
+        """A parameter without a gradient."""
+        refuse_unused(self._trained)
+
+    def whole(self, model: nn.Module) -> nn.Module | None:
+        """No rank has it whole."""
+        return None
+
+    def runs_on(self, rank: int) -> bool:
+        """On every rank."""
+        return True
+
+    def most(self, number: int) -> int:
+        """Every rank must call it."""
+        return most_of_ranks(number, device=self._device, world_size=self._world_size)[0]
+
+    def reshard(self, model: nn.Module) -> None:
+        """The model then has its shards alone."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
@@ -124,9 +214,11 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     A module that shares a parameter with another part of the model is left out, since FSDP would break the tie.
 
     Raises:
-        UserError: `shard_units` is no method, or returns something else than modules inside the model that can be gathered one
-            at a time.
+        UserError: a parameter has no rows to be sharded; or `shard_units` is no method, or returns something else than modules
+            inside the model that can be gathered one at a time.
     """
+    if scalars := [name for name, parameter in model.named_parameters() if parameter.ndim == 0]:
+        raise UserError("distributed.strategy", f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
     own = getattr(model, "shard_units", None)
     if own is not None:
         units = list(own()) if callable(own) else []
@@ -187,33 +279,16 @@ def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def sharded_averaging(model: nn.Module, mesh: DeviceMesh, *, keeps_whole: bool) -> GradientAveraging:
-    """The averaging of a model that `shard_model` has sharded.
-
-    Args:
-        model: with all its parameters in shards.
-        keeps_whole: keep the sum of a window's gradients whole on each rank until its last backward, which averages them once;
-            otherwise every backward averages, and only shards are kept.
-    """
-    replicas = mesh.size(0) if mesh.ndim == 2 else 1
-    root: Any = model
-
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        # Over replicas, sums of shards are averaged once in either case.
-        defer = root.set_requires_gradient_sync if keeps_whole else root.set_requires_all_reduce
-        defer(False)
-        try:
-            yield
-        finally:
-            defer(True)
-
-    is_deferred = keeps_whole or replicas > 1
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return GradientAveraging(no_sync if is_deferred else nullcontext, partial(_refuse_unused, trained), replicas)
+def bypassed(error: Exception) -> UserError | None:
+    """What to say of an error that a parameter in shards has caused; None for any other."""
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    problem = "the model uses a part of a block without calling the block, so that its parameters are not gathered"
+    fix = "call blocks through their forward, or return other modules from shard_units()"
+    return UserError("distributed.strategy", problem, fix)
 
 
-def _refuse_unused(trained: Mapping[str, nn.Parameter]) -> None:
+def refuse_unused(trained: Mapping[str, nn.Parameter]) -> None:
     """Refuse a window that gave a parameter no gradient.
 
     Raises:
@@ -221,25 +296,6 @@ def _refuse_unused(trained: Mapping[str, nn.Parameter]) -> None:
     """
     if names := [name for name, parameter in trained.items() if parameter.grad is None]:
         raise _unused(names, "use them in every micro-batch, or freeze them with requires_grad_(False)")
-
-
-def _refuse_unreduced_buckets(model: DistributedDataParallel) -> None:
-    """Refuse a window whose last backward left a parameter out.
-
-    DDP then waits for its gradient for ever: it averages none of the same bucket, says nothing until its next forward, and the
-    ranks' weights drift apart meanwhile.
-
-    Raises:
-        UserError: naming the parameters.
-    """
-    try:
-        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
-        own = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
-        names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
-        fix = "use them in every micro-batch, freeze them with requires_grad_(False), or set "
-        raise _unused(names, f"{fix}distributed.find_unused_parameters = true", str(error)) from None
 
 
 def _unused(names: Sequence[str], fix: str, otherwise: str = "") -> UserError:

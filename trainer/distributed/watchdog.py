@@ -15,6 +15,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import json
+import logging
 import os
 import threading
 import time
@@ -31,12 +32,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from trainer.distributed.env import RankInfo
 from trainer.distributed.hang_detector import HangDetector, Heartbeat
 from trainer.ending import LAST_WORDS_SEC, ProcessorUse, end_process, within
-from trainer.metrics.logger import get_logger
 from trainer.untrusted import open_descriptor
 from trainer.wording import error_text, message_of
 
 T = TypeVar("T")
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 EXIT_HUNG = 1
 LONGEST_INTERVAL_SEC = 2.0
 # Without progress for so long, a run that was asked to stop ends. torchrun kills its ranks 30 s after their SIGTERM.

@@ -27,7 +27,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED, Flags, Ints
-from trainer.distributed.agree import most_of_ranks
 from trainer.ledger.slab import to_device
 from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import SkipBatch
@@ -293,13 +291,12 @@ class StepProbe(Extension):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        agree = partial(most_of_ranks, device=run.device, world_size=run.info.world_size)
         self._probe = CarryProbe(
             run.row_model,
             token_loss=lambda output, targets: run.loss(output, targets).token_loss,
             cells=run.config.ledger.probe_cells,
             cell_tokens=run.config.row_tokens,
-            agree=(lambda number: agree(number)[0]) if run.in_lockstep else None,
+            agree=run.strategy.most,
             autocast=autocast_context(run.config, run.device),
         )
         self._seconds = 0.0

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.distributed.shards import layout_of, own_entries, own_part
 from trainer.errors import UserError
 from trainer.metrics.noise_scale.estimate import (
     KAPPA,
@@ -37,7 +38,6 @@ from trainer.metrics.noise_scale.estimate import (
     estimate,
 )
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
-from trainer.shards import is_dtensor, own_part, own_range
 from trainer.training.extension import Extension
 from trainer.training.step.optimizer import group_names
 
@@ -205,10 +205,8 @@ def _columns(numbers: Sequence[float]) -> list[Sequence[float]]:
 
 def _copies(parameters: Sequence[nn.Parameter], world_size: int) -> int:
     """How many ranks hold the same part of the gradient and of the weights."""
-    first = parameters[0]
-    if not is_dtensor(first):
-        return world_size
-    return first.device_mesh.size(0) if first.device_mesh.ndim == 2 else 1
+    layout = layout_of(parameters[:1])
+    return world_size if layout is None else layout.replicas
 
 
 def layer_of(name: str) -> str:
@@ -312,15 +310,11 @@ class WeightSample:
 
 def _own_entries(parameter: nn.Parameter) -> tuple[int, int]:
     """The entries [first, stop) of the whole tensor, counted row by row, that this rank holds."""
-    if not is_dtensor(parameter):
-        return 0, parameter.numel()
-    placement = parameter.placements[-1]
-    if not placement.is_shard(0):
-        problem = f"not possible with parameters sharded as {placement}"
-        raise UserError("metrics.per_layer", problem, "shard them by rows, or set it to false")
-    start, stop = own_range(parameter)
-    row = parameter.numel() // parameter.shape[0]
-    return start * row, stop * row
+    try:
+        return own_entries(parameter)
+    except ValueError as error:
+        problem = f"not possible with parameters {error}"
+        raise UserError("metrics.per_layer", problem, "shard them by rows, or set it to false") from None
 
 
 class LayerNumbers(Extension):

@@ -28,7 +28,7 @@ class Samples(Extension):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._table, tokenizer = run.config.sample, run.plan.tokenizer
-        self._is_off = not (run.info.is_main or run.in_lockstep)
+        self._is_off = not run.strategy.runs_on(run.info.rank)
         self._draw = Draw(self._table.temperature, self._table.top_k, run.config.run.seed)
         self._prompt = prompt_ids(tokenizer, self._table.prompt, "sample.prompt")
         self._autocast = autocast_context(run.config, run.device)

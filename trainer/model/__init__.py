@@ -1,7 +1,6 @@
 """The reference model, and the protocol that every model must implement."""
 
-from trainer.model.build import build
-from trainer.model.encoder import RecurrentEncoder
+from trainer.model.encoder import RecurrentEncoder, build
 from trainer.model.protocol import ModelOutput, SequenceModel
 from trainer.model.recurrence import linear_scan
 

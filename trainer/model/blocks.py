@@ -1,20 +1,15 @@
-"""The residual blocks of the encoder: gated recurrence and gated MLP, each with pre-norm."""
+"""What the built-in families share: first weights, the gated MLP, and the frame of a language model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypedDict
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.recurrence import gated_scan
-from trainer.model.scan.fused import fused_scan
-from trainer.model.scan.gates import GATE_SHARPNESS
-
-INITIAL_DECAY_RANGE = (0.9, 0.999)
-"""Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
+from trainer.errors import UserError
 
 
 def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
@@ -24,54 +19,6 @@ def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
     thousand: gates and values start near zero, and recall over cells is learned far later.
     """
     nn.init.normal_(weight, std=scale / math.sqrt(weight.shape[1]))
-
-
-class GatedRecurrence(nn.Module):
-    """Temporal mixing: `out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024 (section 2.3).
-
-    The paper's short temporal convolution is omitted: it would be a second kind of state to carry between cells.
-    """
-
-    scan = staticmethod(gated_scan)
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.values = nn.Linear(dim, dim, bias=False)
-        self.output_gate = nn.Linear(dim, dim, bias=False)
-        self.recurrence_gate = nn.Linear(dim, dim)
-        self.input_gate = nn.Linear(dim, dim)
-        self.decay = nn.Parameter(torch.empty(dim))
-        self.out = nn.Linear(dim, dim, bias=False)
-
-    def init_weights(self, residual_scale: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
-        for linear in (self.values, self.output_gate, self.recurrence_gate, self.input_gate):
-            init_matrix(linear.weight)
-        nn.init.zeros_(self.recurrence_gate.bias)
-        nn.init.zeros_(self.input_gate.bias)
-        init_matrix(self.out.weight, residual_scale)
-        low, high = INITIAL_DECAY_RANGE
-        with torch.no_grad():
-            # Uniform in a^2, as in the LRU (Orvieto et al. 2023, arXiv 2303.06349, lemma 3.2).
-            log_a = 0.5 * torch.empty_like(self.decay).uniform_(low**2, high**2).log()
-            # log a = -c * softplus(Lambda) / 2, solved for Lambda.
-            self.decay.copy_(torch.log(torch.expm1(-2.0 * log_a / GATE_SHARPNESS)))
-
-    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
-        values = self.values(x)  # [B, T, D]
-        h, state = self.scan(
-            self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets, state
-        )  # [B, T, D], [B, D]
-        gate = F.gelu(self.output_gate(x))
-        return self.out(gate * h.to(gate.dtype)), state
-
-
-def use_kernels(model: nn.Module) -> None:
-    """Let the model's scans be the kernels wherever its tensors are: fake ones on a CPU then need the memory of a CUDA run."""
-    for module in model.modules():
-        if isinstance(module, GatedRecurrence):
-            module.scan = fused_scan
 
 
 class GatedMLP(nn.Module):
@@ -96,63 +43,63 @@ class GatedMLP(nn.Module):
         return mapped
 
 
-class Block(nn.Module):
-    """One layer: `x + recurrence(norm(x))`, then `x + mlp(norm(x))`."""
+class Sizes(TypedDict):
+    """The sizes that every built-in family takes.
 
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.recurrence_norm = nn.RMSNorm(dim)
-        self.recurrence = GatedRecurrence(dim)
-        self.mlp_norm = nn.RMSNorm(dim)
-        self.mlp = GatedMLP(dim, hidden)
+    vocab_size: number of token ids; dim: width of the residual stream; num_layers: number of blocks; hidden: width of the gated
+    MLP; tie_embeddings: share the embedding's weight with the output layer.
+    """
 
-    def init_weights(self, num_layers: int) -> None:
-        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
-        residual_scale = 1.0 / math.sqrt(2 * num_layers)
-        self.recurrence.init_weights(residual_scale)
-        self.mlp.init_weights(residual_scale)
+    vocab_size: int
+    dim: int
+    num_layers: int
+    hidden: int
+    tie_embeddings: bool
 
-    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
-        mixed, state = self.recurrence(self.recurrence_norm(x), state, resets)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+
+def check_sizes(vocab_size: int, dim: int, num_layers: int, mlp_ratio: float, tie_embeddings: bool) -> Sizes:
+    """The sizes of a model whose MLP is `mlp_ratio` times as wide as `dim`, rounded to an integer.
+
+    Raises:
+        UserError: a size is not positive.
+    """
+    sizes = Sizes(
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        hidden=round(mlp_ratio * dim),
+        tie_embeddings=tie_embeddings,
+    )
+    for name in ("vocab_size", "dim", "num_layers"):
+        if sizes[name] < 1:
+            raise UserError(f"model.{name}", f"must be >= 1, got {sizes[name]}")
+    if sizes["hidden"] < 1:
+        raise UserError("model.mlp_ratio", f"must give an MLP width of at least 1, got {mlp_ratio} times dim {dim}")
+    return sizes
 
 
 class LanguageModel(nn.Module):
     """What the families share: embedding, blocks, norm and output layer, with their first weights.
 
     Args:
-        vocab_size: number of token ids.
-        dim: width of the residual stream.
-        num_layers: number of blocks.
-        hidden: width of the gated MLP.
-        tie_embeddings: share the embedding's weight with the output layer.
         make_block: makes a block, with an `init_weights(num_layers)`.
+        sizes: see `Sizes`.
 
     Parameters are drawn from torch's global generator, so `torch.manual_seed` before construction makes them reproducible.
     """
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        dim: int,
-        num_layers: int,
-        hidden: int,
-        tie_embeddings: bool,
-        make_block: Callable[[], nn.Module],
-    ) -> None:
+    def __init__(self, make_block: Callable[[], nn.Module], sizes: Sizes) -> None:
         super().__init__()
-        self.vocab_size, self.dim, self.num_layers, self.hidden = vocab_size, dim, num_layers, hidden
-        self.embedding = nn.Embedding(vocab_size, dim)
-        self.blocks = nn.ModuleList(make_block() for _ in range(num_layers))
-        self.norm = nn.RMSNorm(dim)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
+        self.vocab_size, self.dim = sizes["vocab_size"], sizes["dim"]
+        self.num_layers, self.hidden = sizes["num_layers"], sizes["hidden"]
+        self.embedding = nn.Embedding(self.vocab_size, self.dim)
+        self.blocks = nn.ModuleList(make_block() for _ in range(self.num_layers))
+        self.norm = nn.RMSNorm(self.dim)
+        self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
         init_matrix(self.embedding.weight)
         for block in self.blocks:
-            block.init_weights(num_layers)  # type: ignore[operator]
-        if tie_embeddings:
+            block.init_weights(self.num_layers)  # type: ignore[operator]
+        if sizes["tie_embeddings"]:
             self.head.weight = self.embedding.weight
         else:
             init_matrix(self.head.weight)

@@ -2,11 +2,83 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import Unpack
 
-from trainer.model.blocks import Block, LanguageModel
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.model.blocks import GatedMLP, LanguageModel, Sizes, check_sizes, init_matrix
 from trainer.model.protocol import ModelOutput
+from trainer.model.recurrence import GATE_SHARPNESS, fused_scan, gated_scan
+
+INITIAL_DECAY_RANGE = (0.9, 0.999)
+"""Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
+
+
+class GatedRecurrence(nn.Module):
+    """Temporal mixing: `out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024 (section 2.3).
+
+    The paper's short temporal convolution is omitted: it would be a second kind of state to carry between cells.
+    """
+
+    scan = staticmethod(gated_scan)
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.values = nn.Linear(dim, dim, bias=False)
+        self.output_gate = nn.Linear(dim, dim, bias=False)
+        self.recurrence_gate = nn.Linear(dim, dim)
+        self.input_gate = nn.Linear(dim, dim)
+        self.decay = nn.Parameter(torch.empty(dim))
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def init_weights(self, residual_scale: float) -> None:
+        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
+        for linear in (self.values, self.output_gate, self.recurrence_gate, self.input_gate):
+            init_matrix(linear.weight)
+        nn.init.zeros_(self.recurrence_gate.bias)
+        nn.init.zeros_(self.input_gate.bias)
+        init_matrix(self.out.weight, residual_scale)
+        low, high = INITIAL_DECAY_RANGE
+        with torch.no_grad():
+            # Uniform in a^2, as in the LRU (Orvieto et al. 2023, arXiv 2303.06349, lemma 3.2).
+            log_a = 0.5 * torch.empty_like(self.decay).uniform_(low**2, high**2).log()
+            # log a = -c * softplus(Lambda) / 2, solved for Lambda.
+            self.decay.copy_(torch.log(torch.expm1(-2.0 * log_a / GATE_SHARPNESS)))
+
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
+        values = self.values(x)  # [B, T, D]
+        h, state = self.scan(
+            self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets, state
+        )  # [B, T, D], [B, D]
+        gate = F.gelu(self.output_gate(x))
+        return self.out(gate * h.to(gate.dtype)), state
+
+
+class Block(nn.Module):
+    """One layer: `x + recurrence(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.recurrence_norm = nn.RMSNorm(dim)
+        self.recurrence = GatedRecurrence(dim)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = GatedMLP(dim, hidden)
+
+    def init_weights(self, num_layers: int) -> None:
+        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
+        residual_scale = 1.0 / math.sqrt(2 * num_layers)
+        self.recurrence.init_weights(residual_scale)
+        self.mlp.init_weights(residual_scale)
+
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
+        mixed, state = self.recurrence(self.recurrence_norm(x), state, resets)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state
 
 
 class RecurrentEncoder(LanguageModel):
@@ -16,24 +88,12 @@ class RecurrentEncoder(LanguageModel):
     The state's layout is `[layer 0 | layer 1 | ...]`, in float32 or wider, also under autocast.
 
     Args:
-        vocab_size: number of token ids.
-        dim: width of the residual stream and of each layer's state.
-        num_layers: number of blocks.
-        hidden: width of the gated MLP.
-        tie_embeddings: share the embedding's weight with the output layer.
-
+        sizes: see `Sizes`; each layer's state is as wide as `dim`.
     """
 
-    def __init__(self, *, vocab_size: int, dim: int, num_layers: int, hidden: int, tie_embeddings: bool) -> None:
-        super().__init__(
-            vocab_size=vocab_size,
-            dim=dim,
-            num_layers=num_layers,
-            hidden=hidden,
-            tie_embeddings=tie_embeddings,
-            make_block=lambda: Block(dim, hidden),
-        )
-        self.state_width = num_layers * dim
+    def __init__(self, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(lambda: Block(sizes["dim"], sizes["hidden"]), sizes)
+        self.state_width = self.num_layers * self.dim
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         """Predict from tokens [B, T], starting from `state` [B, state_width] (None: zero).
@@ -60,3 +120,25 @@ class RecurrentEncoder(LanguageModel):
         """
         matrix_weights = self.num_layers * (5 * self.dim**2 + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
         return 6.0 * matrix_weights + 5.0 * self.num_layers * self.dim
+
+
+def use_kernels(model: nn.Module) -> None:
+    """Let the model's scans be the kernels wherever its tensors are: fake ones on a CPU then need the memory of a CUDA run."""
+    for module in model.modules():
+        if isinstance(module, GatedRecurrence):
+            module.scan = fused_scan
+
+
+def build(
+    vocab_size: int, dim: int, num_layers: int, *, mlp_ratio: float = 2.0, tie_embeddings: bool = False
+) -> RecurrentEncoder:
+    """Build a `RecurrentEncoder` with parameters drawn from torch's global generator.
+
+    Args:
+        mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
+        tie_embeddings: share one weight between the embedding and the output layer.
+
+    Raises:
+        UserError: a size is not positive.
+    """
+    return RecurrentEncoder(**check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings))

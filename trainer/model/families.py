@@ -25,15 +25,15 @@ class Family:
 
 
 def _hugging_face(model_type: str) -> Family:
-    return Family("trainer.model.adapters.hugging_face:build", {"model_type": model_type}, is_own=False)
+    return Family("trainer.model.hugging_face:build", {"model_type": model_type}, is_own=False)
 
 
 FAMILIES: dict[str, Family] = {
-    "rglru": Family("trainer.model.build:build"),
+    "rglru": Family("trainer.model.encoder:build"),
     "gated_delta": Family("trainer.model.gated_delta:build"),
     "transformer": Family("trainer.model.transformer:build"),
-    "gru": Family("trainer.model.adapters.torch_rnn:gru", is_own=False),
-    "lstm": Family("trainer.model.adapters.torch_rnn:lstm", is_own=False),
+    "gru": Family("trainer.model.torch_rnn:gru", is_own=False),
+    "lstm": Family("trainer.model.torch_rnn:lstm", is_own=False),
     "mamba2": _hugging_face("mamba2"),
     "bamba": _hugging_face("bamba"),
     "lfm2": _hugging_face("lfm2"),

@@ -1,29 +1,33 @@
-"""The gated linear recurrence: its coefficients, and the scan over time.
+"""The gated linear recurrence: its coefficients, and the scan over time, by torch and by Triton.
 
 `h_t = a_t * h_{t-1} + b_t`, elementwise, with `a_t` in [0, 1]. The recurrence is linear in `h`, so cutting a row anywhere
 and carrying `h` over the cut changes only rounding. The coefficients are those of the RG-LRU (De et al. 2024, "Griffin",
 arXiv 2402.19427, equations 1 to 4).
 
-The scan is one registered operator: autograd, `torch.compile` and activation checkpointing see a single opaque node
-with its own backward instead of about a thousand elementwise ones. On CUDA gates and scan together are one
-(`scan/fused.py`); what is here is its reference, and what a CPU runs.
+The scan is one registered operator: autograd, `torch.compile`, activation checkpointing and fake tensors see a single opaque
+node with its own backward instead of about a thousand elementwise ones. On CUDA gates and scan together are one
+(`fused_scan`); `gated_coefficients` and `linear_scan` are its reference, and what a CPU runs.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.metrics.logger import get_logger
-from trainer.model.scan.fused import HAS_TRITON, KERNEL_DTYPES, fused_scan
-from trainer.model.scan.gates import GATE_SHARPNESS
 
 logger = get_logger(__name__)
+
+GATE_SHARPNESS: Final = 8.0
+"""The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
+HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
+KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def gated_scan(
@@ -180,3 +184,109 @@ def gated_coefficients(
     if resets is not None:
         a = a.masked_fill(resets.unsqueeze(-1), 0.0)
     return a, b
+
+
+class Blocks(NamedTuple):
+    """How a kernel cuts its work. Rounding depends on it, so it is fixed, and neither tuned nor derived from the batch."""
+
+    channels: int = 32
+    """Per program: 64 bytes of each row in 16 bits, and 256 programs for 8 rows of width 1024 (an H100 has 132 SMs)."""
+    segments: int = 8
+    """Side by side in time."""
+    steps: int = 8
+    """Per segment: unrolled and held in registers, two positions per thread and step."""
+    stages: int = 2
+    """Tiles in shared memory: one is computed while the next is loaded. Forward in 16 bits that keeps 12 KiB per program
+    in flight; bandwidth times latency is about 18 KiB per SM of an H100, which holds at least two programs."""
+    num_warps: int = 4
+
+
+BLOCKS: Final = Blocks()
+
+
+def fused_scan(
+    recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`gated_scan` by one Triton kernel each way (`scan_kernels.py`), on a CUDA device or in Triton's interpreter.
+
+    The coefficients `a` and `b` never reach memory: forward reads r, i and x and writes h, backward reads those, h and its
+    gradient and writes three gradients.
+    """
+    given = (recurrence_gate, input_gate, x, decay)
+    h, final_state = _gated_scan_op(
+        *(tensor.contiguous() for tensor in given),
+        None if resets is None else resets.contiguous(),
+        state.float().contiguous(),
+    )
+    return h, final_state
+
+
+@torch.library.custom_op(
+    "trainer::gated_scan",
+    mutates_args=(),
+    schema="(Tensor r, Tensor i, Tensor x, Tensor decay, Tensor? resets, Tensor state) -> (Tensor, Tensor)",
+)
+def _gated_scan_op(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    from trainer.model.scan_kernels import forward_kernel  # needs triton
+
+    h, final_state = _gated_scan_shapes(*inputs)
+    _launch(forward_kernel, (*inputs, h, final_state), inputs)
+    return h, final_state
+
+
+@_gated_scan_op.register_fake
+def _gated_scan_shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
+    _, _, x, _, _, state = inputs
+    return torch.empty_like(x), torch.empty_like(state)
+
+
+@torch.library.custom_op(
+    "trainer::gated_scan_backward",
+    mutates_args=(),
+    schema="(Tensor grad_h, Tensor grad_final_state, Tensor r, Tensor i, Tensor x, Tensor decay, Tensor? resets, "
+    "Tensor state, Tensor h) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _gated_scan_backward_op(*inputs: Any) -> tuple[Tensor, ...]:
+    from trainer.model.scan_kernels import backward_kernel  # needs triton
+
+    decay, state = inputs[5], inputs[7]
+    *gates, _, grad_state = _gradient_shapes(*inputs)
+    rows_decay = torch.empty_like(state)  # each row's share of the gradient, [B, D]
+    _launch(backward_kernel, (*inputs, *gates, rows_decay, grad_state), inputs[2:])
+    return *gates, rows_decay.sum(dim=0).to(decay.dtype), grad_state
+
+
+@_gated_scan_backward_op.register_fake
+def _gradient_shapes(*inputs: Any) -> tuple[Tensor, ...]:
+    _, _, *differentiable, _, state, _ = inputs
+    return tuple(torch.empty_like(tensor) for tensor in (*differentiable, state))
+
+
+def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> None:
+    _, _, x, _, resets, _ = inputs[:6]
+    batch, num_steps, dim = x.shape
+    programs = batch * math.ceil(dim / BLOCKS.channels)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        kernel[(programs,)](
+            *tensors,
+            num_steps,
+            dim,
+            HAS_RESETS=resets is not None,
+            CHANNELS=BLOCKS.channels,
+            SEGMENTS=BLOCKS.segments,
+            STEPS=BLOCKS.steps,
+            STAGES=BLOCKS.stages,
+            num_warps=BLOCKS.num_warps,
+        )
+
+
+def _save_all(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[0])
+
+
+def _gated_gradients(ctx: Any, grad_h: Tensor, grad_final_state: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, grad_state = _gated_scan_backward_op(grad_h.contiguous(), grad_final_state.contiguous(), *ctx.saved_tensors)
+    return *grads, None, grad_state
+
+
+_gated_scan_op.register_autograd(_gated_gradients, setup_context=_save_all)

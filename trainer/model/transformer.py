@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.model.adapters.as_hugging_face import save_as_llama
-from trainer.model.blocks import GatedMLP, LanguageModel, init_matrix
+from trainer.model.blocks import GatedMLP, LanguageModel, Sizes, check_sizes, init_matrix
+from trainer.model.hugging_face import save_as_llama
 from trainer.model.protocol import ModelOutput
 
 ROTARY_BASE = 10_000.0
@@ -103,36 +103,15 @@ class Transformer(LanguageModel):
     that share a row do not see each other, and the outputs are those of the documents run apart.
 
     Args:
-        vocab_size: number of token ids.
-        dim: width of the residual stream, a multiple of 2 * `heads`.
-        num_layers: number of blocks.
-        hidden: width of the gated MLP.
-        heads, kv_heads: heads of the queries, and of keys and values, which divide them.
-        tie_embeddings: share the embedding's weight with the output layer.
+        heads, kv_heads: heads of the queries, and of keys and values, which divide them; `dim` is a multiple of 2 * `heads`.
+        sizes: see `Sizes`.
     """
 
     state_width = 0
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        dim: int,
-        num_layers: int,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        tie_embeddings: bool,
-    ) -> None:
-        super().__init__(
-            vocab_size=vocab_size,
-            dim=dim,
-            num_layers=num_layers,
-            hidden=hidden,
-            tie_embeddings=tie_embeddings,
-            make_block=lambda: TransformerBlock(dim, hidden, heads, kv_heads),
-        )
-        self.head_dim, self.kv_dim = dim // heads, dim // heads * kv_heads
+    def __init__(self, *, heads: int, kv_heads: int, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(lambda: TransformerBlock(sizes["dim"], sizes["hidden"], heads, kv_heads), sizes)
+        self.head_dim, self.kv_dim = self.dim // heads, self.dim // heads * kv_heads
 
     def forward(
         self,
@@ -217,11 +196,10 @@ def build(
     """
     heads = heads or max(dim // 64, 1)
     kv_heads = kv_heads or heads
-    if dim % 2:
-        raise UserError("model.dim", f"{dim}: heads of a transformer have an even width", "set it to an even number")
     if dim % (2 * heads):
-        raise UserError("model.args.heads", f"dim = {dim} is no {heads} times an even number", "choose another")
+        key = "model.args.heads" if heads > 1 else "model.dim"
+        raise UserError(key, f"dim = {dim} is no {heads} times an even number", "choose another")
     if heads % kv_heads:
         raise UserError("model.args.kv_heads", f"{kv_heads} do not divide the {heads} heads", "choose a divisor")
-    settings: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "tie_embeddings": tie_embeddings}
-    return Transformer(vocab_size=vocab_size, dim=dim, num_layers=num_layers, hidden=round(mlp_ratio * dim), **settings)
+    sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings)
+    return Transformer(heads=heads, kv_heads=kv_heads, **sizes)

@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from trainer.distributed.shards import as_shard, own_rows
 from trainer.errors import UserError
 from trainer.files import replacing_path
-from trainer.shards import as_shard, is_dtensor, own_rows
 from trainer.untrusted import parse_json
 
 WEIGHTS_FILE = "model.safetensors"
@@ -93,12 +93,7 @@ def load_weights(model: nn.Module, path: str | Path, *, key: str = "model.weight
     tensors, metadata = read_weights(path)
     check_fit(model, tensors, key=key, path=path)
     own = model.state_dict()
-    model.load_state_dict(
-        {
-            name: as_shard(own_rows(tensor, like), like) if is_dtensor(like := own[name]) else tensor
-            for name, tensor in tensors.items()
-        }
-    )
+    model.load_state_dict({name: as_shard(own_rows(tensor, own[name]), own[name]) for name, tensor in tensors.items()})
     return metadata
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,21 +28,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.env import RankInfo
+from trainer.distributed.shards import own_part
+from trainer.distributed.strategy import Replicated, Strategy
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model.blocks import use_kernels
-from trainer.model.scan.fused import HAS_TRITON
-from trainer.shards import own_part
+from trainer.model.encoder import use_kernels
+from trainer.model.recurrence import HAS_TRITON
+from trainer.model.weights import tied_names
 from trainer.training.setup.data import max_tokens_per_micro
 from trainer.training.setup.parts import autocast_context, in_cells, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import ledger_bytes
-from trainer.training.setup.sharding import average_over_ranks, make_empty, mesh_shape, run_mesh, shard_over
+from trainer.training.setup.sharding import layout_for, make_strategy, shard_model
 from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import StepSettings, TrainStep
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 MOST_SECONDS = 30.0
 CPU = torch.device("cpu")
@@ -167,38 +166,39 @@ def predict_memory(plan: Plan, *, most_seconds: float = MOST_SECONDS) -> Memory:
     """
     live = LiveBytes(most_seconds)
     try:
-        with _assumed_ranks(plan) as mesh, warnings.catch_warnings():
-            return _predict(plan, live, mesh)
+        with _assumed_ranks(plan) as strategy, warnings.catch_warnings():
+            return _predict(plan, live, strategy)
     except Exception:
         if live.is_over:  # whatever the error was made into on its way through the user's code
             raise TimeoutError("it would take long") from None
         raise
 
 
-def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
+def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
     config = plan.config
-    model = None if mesh is None else _sharded_on_meta(plan, mesh)
+    is_sharded = layout_for(config.distributed, RankInfo(world_size=plan.facts.world_size)) is not None
+    model = _sharded_on_meta(plan, strategy) if is_sharded else None
     warnings.simplefilter("ignore")  # a run gives them
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), live:
         if model is None:
             model = make_model(config, config.model, plan.vocab_size)
         else:
-            make_empty(model, CPU)
+            _make_empty(model)
         wanted = config.train.device
         if HAS_TRITON and (wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())):
             use_kernels(model)
         sizes = [live.now]
-        has_buckets = mesh is None and plan.facts.world_size > 1
+        has_buckets = isinstance(strategy, Replicated)
         if has_buckets:
             average_into_buckets(model)
         sizes.append(live.now)
-        step = _make_step(plan, model, mesh)
+        step = _make_step(plan, model, strategy)
         _fill_gradients(model)
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)  # makes the optimizer's state
         sizes.append(live.now)
         window = [_micro_batch(plan)]
         if config.micro_batches.most > 1:  # the last of them is the worst: the gradients of the others are there
-            if mesh is None:
+            if not is_sharded:
                 _fill_gradients(model)
             else:
                 window *= 2  # FSDP2 has its own place for them
@@ -212,7 +212,7 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
 
 
-def _sharded_on_meta(plan: Plan, mesh: DeviceMesh) -> nn.Module:
+def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:
     """The model in shards, on the meta device: FSDP2 makes a view of each rank's part, of which many fake ones take long.
 
     Raises:
@@ -222,28 +222,36 @@ def _sharded_on_meta(plan: Plan, mesh: DeviceMesh) -> nn.Module:
     config = plan.config.model_copy(update={"train": train})
     with torch.device("meta"):
         model = make_model(config, config.model, plan.vocab_size)
-    shard_over(mesh, model, config)
+    shard_model(strategy, model, config)
     return model
 
 
+def _make_empty(model: nn.Module) -> None:
+    """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
+    tied = tied_names(model)
+    model.to_empty(device=CPU)
+    for name, owner in tied.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, model.get_parameter(owner))
+
+
 @contextmanager
-def _assumed_ranks(plan: Plan) -> Iterator[DeviceMesh | None]:
-    """The mesh of a run on as many ranks as the plan assumes, of which this process is the first and no other exists; None if
-    every rank holds the whole model.
+def _assumed_ranks(plan: Plan) -> Iterator[Strategy]:
+    """The strategy of a run on as many ranks as the plan assumes, of which this process is the first and no other exists.
 
     Raises:
         UserError: replicas do not fit the ranks.
         ValueError: this process has a process group.
     """
     info = RankInfo(world_size=plan.facts.world_size)
-    if mesh_shape(plan.config.distributed, info) is None:
-        yield None
+    if layout_for(plan.config.distributed, info) is None:
+        yield make_strategy(plan.config, info, CPU)
         return
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
     dist.init_process_group("fake", rank=info.rank, world_size=info.world_size, store=dist.HashStore())
     try:
-        yield run_mesh(plan.config, info, CPU)
+        yield make_strategy(plan.config, info, CPU)
     finally:
         dist.destroy_process_group()
 
@@ -270,23 +278,22 @@ def _gradient_bytes(model: nn.Module) -> int:
     return sum(gradient.numel() * gradient.element_size() for gradient in own)
 
 
-def _make_step(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> TrainStep:
+def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
     config = plan.config
     cell_model, loss = model_and_loss(model, config, None)
-    row_model, averaging = in_cells(cell_model, config), None
+    row_model = in_cells(cell_model, config)
     gns = GradientNoiseScale(model) if config.gns.enabled else None
-    if mesh is not None:
-        info = RankInfo(world_size=plan.facts.world_size)
-        row_model, averaging = average_over_ranks(row_model, model, config, info, CPU, mesh)
+    if isinstance(strategy, Replicated):  # DDP needs ranks
+        strategy = Strategy()
     return TrainStep(
-        model=row_model,
+        model=strategy.wrap(row_model, model),
         ledger=None,  # its states are counted by their number; a model without one makes as many zeros as are looked up
         objective=loss,
         optimizer=build_optimizer(model, config.optimizer),
         gns=gns,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
         settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
-        averaging=averaging,
+        strategy=strategy,
         world_size=1,  # its own sums over ranks take no memory to speak of
         device=CPU,
         autocast=autocast_context(config, CPU),

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from trainer.config.rules import why_no_noise_scale
 from trainer.config.schema import RunConfig
+from trainer.distributed.shards import layout_of, own_part
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.shards import is_dtensor, own_part
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import MOMENTS, ledger_bytes
-from trainer.training.setup.sharding import describe_shape
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted
 
@@ -53,7 +52,7 @@ def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDi
 def _shares(plan: Plan, state: TrainState) -> str:
     """What one rank of several holds."""
     parameters = list(state.model.parameters())
-    mesh = next((p.device_mesh for p in parameters if is_dtensor(p)), None)
+    layout = layout_of(parameters)
     trained = [p for p in parameters if p.requires_grad]
     own, weights, gradients = (
         sum(map(size, found)) for size, found in ((_own_bytes, parameters), (_bytes, parameters), (_own_bytes, trained))
@@ -64,10 +63,9 @@ def _shares(plan: Plan, state: TrainState) -> str:
     if state.ledger is not None:
         sizes["ledger"] = ledger_bytes(plan.config.ledger, width_of(state.model))
     held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
-    if mesh is None:
+    if layout is None:
         return f"ddp: each rank holds the whole model: {held}"
-    shape = describe_shape(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size(mesh.ndim - 1))
-    return f"{plan.config.distributed.strategy}: {shape} of {weights / 1e6:,.1f} MB of weights; a rank holds: {held}"
+    return f"{plan.config.distributed.strategy}: {layout} of {weights / 1e6:,.1f} MB of weights; a rank holds: {held}"
 
 
 def _bytes(tensor: Tensor) -> int:

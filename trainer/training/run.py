@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Recorder, Reported
@@ -33,8 +34,6 @@ from trainer.training.step.step import Launched, TrainStep
 from trainer.training.step.window import Window, WindowReader
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from trainer.extensions.batch_growth import BatchGrowth
 
 
@@ -57,8 +56,7 @@ class Run:
     plan: Plan
     info: RankInfo
     device: torch.device
-    mesh: DeviceMesh | None
-    """Over which the parameters are sharded; None: every rank holds the whole model."""
+    strategy: Strategy
     run_dir: RunDir
     state: TrainState
     position: Position
@@ -92,11 +90,6 @@ class Run:
     """Guards of what only measures or shows: its failure costs one warning, never the run."""
     recorder: Recorder = field(init=False)
     """Holds what was recorded since the last logged step."""
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether a forward pass of one rank waits for the others, which hold shards of the model."""
-        return self.mesh is not None
 
     @property
     def model(self) -> nn.Module:

@@ -21,7 +21,7 @@ from tests.support.mutant_models import MUTANTS, DropState, PeekAhead
 from trainer.contracts import CHECKS, ContractError, check_model
 from trainer.contracts.report import NO_STATE
 from trainer.contracts.subject import copy_model
-from trainer.model.build import build
+from trainer.model import build
 from trainer.model.encoder import RecurrentEncoder
 
 ON = {"fp32": None, "bf16": torch.bfloat16}

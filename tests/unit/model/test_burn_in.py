@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.model.build import build
-from trainer.model.cellwise import Cellwise
+from trainer.model import build
 from trainer.model.protocol import ModelOutput
+from trainer.model.wrappers import Cellwise
 
 VOCAB, CELL, CELLS, BURN_IN = 11, 6, 5, 4
 LENGTHS = (30, 27, 13)

@@ -15,8 +15,8 @@ from trainer.config.schema import ModelTable
 from trainer.contracts import check_model
 from trainer.errors import UserError
 from trainer.model import gated_delta
-from trainer.model.delta_rule import CHUNK
 from trainer.model.families import FAMILIES
+from trainer.model.gated_delta import CHUNK
 from trainer.training.setup.plan import build_model, family_of
 
 VOCAB = 37

@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.kernels import DEVICE
-from trainer.model import blocks, recurrence
-from trainer.model.recurrence import gated_coefficients, gated_scan, linear_scan
-from trainer.model.scan.fused import BLOCKS, fused_scan
+from trainer.model import encoder, recurrence
+from trainer.model.recurrence import BLOCKS, fused_scan, gated_coefficients, gated_scan, linear_scan
 
 pytestmark = pytest.mark.cuda
 
@@ -251,7 +250,7 @@ def test_operator_passes_opcheck() -> None:
 @pytest.mark.parametrize("how", ["autocast", "checkpoint", "compile"])
 def test_the_layer_runs_on_the_kernels(how: str) -> None:
     torch.manual_seed(0)
-    layer = blocks.GatedRecurrence(6)
+    layer = encoder.GatedRecurrence(6)
     layer.init_weights(1.0)
     layer = layer.to(DEVICE)
     x = torch.randn(2, 9, 6, device=DEVICE)
@@ -271,7 +270,7 @@ def test_the_layer_runs_on_the_kernels(how: str) -> None:
     tolerance = 2e-2 if how == "autocast" else 1e-5
     layer.scan = plain_scan
     expected = run(layer)
-    blocks.use_kernels(layer)
+    encoder.use_kernels(layer)
     torch.testing.assert_close(run(fused), expected, rtol=tolerance, atol=tolerance)
 
 

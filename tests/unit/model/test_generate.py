@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.model.build import build
+from trainer.model import build
 from trainer.model.generate import Draw, GenerationError, draw_token, generate, next_scores
 from trainer.model.protocol import ModelOutput
 

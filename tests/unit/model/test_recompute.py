@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.model import gated_delta, transformer
-from trainer.model.build import build
-from trainer.model.recompute import recompute_blocks
+from trainer.model import build, gated_delta, transformer
+from trainer.model.wrappers import recompute_blocks
 
 
 def saved_numbers(model: nn.Module, tokens: Tensor) -> tuple[int, list[Tensor]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.kernels import DEVICE, triton
-from trainer.model.scan.fused import BLOCKS, fused_scan
+from trainer.model.recurrence import BLOCKS, fused_scan
 
 KERNELS = ("forward_kernel", "backward_kernel")
 FLOAT32 = {"decay", "state", "final_state", "grad_final_state", "grad_decay", "grad_state"}
@@ -66,7 +66,7 @@ def test_each_byte_moves_once(moved: list[int]) -> None:
 
 def uninterpreted() -> ModuleType:
     """The kernels as Triton compiles them, whatever the tests do with theirs."""
-    spec = importlib.util.find_spec("trainer.model.scan.kernels")
+    spec = importlib.util.find_spec("trainer.model.scan_kernels")
     module = importlib.util.module_from_spec(spec)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = False

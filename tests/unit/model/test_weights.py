@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.errors import UserError
-from trainer.model.build import build
+from trainer.model import build
 from trainer.model.weights import load_weights, read_weights, save_weights
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
 from trainer.model import gated_delta, transformer
-from trainer.model.headless import Headless, output_layer, refuse_more_than_a_head
 from trainer.model.protocol import ModelOutput
+from trainer.model.wrappers import Headless, output_layer, refuse_more_than_a_head
 from trainer.objective import CoordSettings, Objective, ObjectiveError
 from trainer.objective.chunked import ChunkedObjective
 

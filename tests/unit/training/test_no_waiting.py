@@ -29,7 +29,7 @@ from trainer.extensions.per_layer import LayerNumbers
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model.build import build
+from trainer.model import build
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training import loop

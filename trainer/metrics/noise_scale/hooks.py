@@ -30,21 +30,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.distributed.shards import layout_and_group, layout_of, own_part, unsharded_parameters
 from trainer.errors import UserError
 from trainer.metrics.catalog.rows_gns import ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
-from trainer.shards import is_dtensor, own_part
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a digit in bf16
@@ -357,50 +354,17 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise UserError("gns.enabled", "the model has no trainable parameter", "set it to false")
-    if not any(map(is_dtensor, parameters)):
+    if layout_of(parameters) is None:
         if not isinstance(model, DistributedDataParallel):
             return Leaves(parameters, parameters, process_group, is_sharded=False)
         return Leaves(parameters, parameters, process_group or model.process_group, is_sharded=False, ddp=model)
-    from torch.distributed.fsdp import FSDPModule
-
-    mesh = _mesh_of(parameters)
-    copies = mesh.size(0) if mesh.ndim == 2 else 1
-    group = process_group or _group_of(mesh)
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.unshard()
-    hooked = [p for p in model.parameters() if p.requires_grad]
-    for module in modules:
-        module.reshard()
-    if any(map(is_dtensor, hooked)):
-        raise _refusal("parameters that stay sharded in the backward (tensor parallelism)")
-    return Leaves(hooked, parameters, group, is_sharded=True, copies=copies)
-
-
-def _mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh:
-    """The mesh over which every parameter is sharded."""
-    meshes = []
-    for parameter in parameters:
-        if not is_dtensor(parameter):
-            raise _refusal("sharded next to unsharded parameters")
-        *over_replicas, over_shards = parameter.placements
-        if len(over_replicas) > 1 or not all(p.is_replicate() for p in over_replicas) or not over_shards.is_shard():
-            raise _refusal("parameters that are sharded otherwise than by fully_shard alone")
-        meshes.append(parameter.device_mesh)
-    if any(mesh != meshes[0] for mesh in meshes):
-        raise _refusal("parameters sharded over several meshes")
-    return meshes[0]
-
-
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of the mesh: those that average gradients."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    world = dist.group.WORLD
-    if world is None or mesh.size() != world.size():
-        raise _refusal("a mesh of replicas and shards that is a part of the ranks, unless process_group names them")
-    return world
-
-
-def _refusal(what: str) -> UserError:
-    return UserError("gns.enabled", f"not possible with {what}", "use DDP or fully_shard alone, or set it to false")
+    try:
+        layout, own_group = layout_and_group(parameters)
+        if (group := process_group or own_group) is None:
+            part = "a mesh of replicas and shards that is a part of the ranks"
+            raise ValueError(f"{part}, unless process_group names them")
+        hooked = unsharded_parameters(model)
+    except ValueError as error:
+        fix = "use DDP or fully_shard alone, or set it to false"
+        raise UserError("gns.enabled", f"not possible with {error}", fix) from None
+    return Leaves(hooked, parameters, group, is_sharded=True, copies=layout.replicas)

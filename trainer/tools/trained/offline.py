@@ -89,9 +89,7 @@ def evaluate_checkpoint(
     info, diagnostics = RankInfo(), Diagnostics()
     cell_model, loss = model_and_loss(saved.model, plan.config, device)
     announced = [_announced(each, plan) for each in eval_sets(plan, info, device)]
-    evaluator = make_evaluator(
-        plan, saved.model, cell_model, loss, info, device, diagnostics, announced, in_lockstep=False
-    )
+    evaluator = make_evaluator(plan, saved.model, cell_model, loss, info, device, diagnostics, announced, most=int)
     found = evaluator.run(saved.step or 0)
     if not found:
         raise UserError(str(directory), "gave no number", "; ".join(diagnostics.summary()) or "look at the data")

@@ -192,22 +192,22 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
 def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
     """What a rank's memory will hold: of several ranks, which part of the model; in MB, or why that is not known."""
     from trainer.distributed.env import RankInfo
-    from trainer.training.setup.sharding import describe_shape, mesh_shape
+    from trainer.training.setup.sharding import layout_for
 
     held: dict[str, Any] = {}
     if plan.facts.world_size > 1:
-        shape = mesh_shape(plan.config.distributed, RankInfo(world_size=plan.facts.world_size))
-        held["sharding"] = "none: each rank holds the whole model" if shape is None else describe_shape(*shape)
+        layout = layout_for(plan.config.distributed, RankInfo(world_size=plan.facts.world_size))
+        held["sharding"] = "none: each rank holds the whole model" if layout is None else str(layout)
     return {**held, "memory_megabytes": _megabytes(plan, device)}
 
 
 def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
+    from trainer.distributed.strategy import bypassed
     from trainer.import_path import format_error
     from trainer.metrics.logger import get_logger
     from trainer.tools.memory import predict_memory, resident_bytes
     from trainer.training.setup.plausible import memory_bytes
-    from trainer.training.setup.sharding import bypassed
 
     try:
         memory = predict_memory(plan)

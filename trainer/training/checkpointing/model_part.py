@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.distributed.shards import as_shard, layout_of, own_range, part_to_save, saving_ranks
 from trainer.errors import UserError
 from trainer.model.weights import tied_names
-from trainer.shards import as_shard, is_dtensor, own_part, own_range
 from trainer.training.checkpointing.checkpoint import TensorPart, model_file
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack
 from trainer.training.step.optimizer import load_named_state, named_state
@@ -27,12 +27,6 @@ class OtherModel(Exception):
     """A checkpoint holds the tensors of another model; the message names them."""
 
 
-def model_ranks(model: nn.Module) -> list[int]:
-    """The ranks that write a file of it."""
-    mesh = _mesh(model)
-    return [0] if mesh is None else list(range(mesh.size(mesh.ndim - 1)))
-
-
 def model_part(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, rank: int
 ) -> TensorPart | None:
@@ -41,27 +35,23 @@ def model_part(
     Raises:
         UserError: an optimizer of the user's own keeps what is no shard, and may differ by rank.
     """
-    if rank not in model_ranks(model):
+    if rank not in saving_ranks(model):
         return None
     state = model.state_dict()
     shared = tied_names(model)
     kept = {name: value for name, value in state.items() if name not in shared}
     tree = {"model": kept, "optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
     values, tensors = pack(tree)
-    rows = {}
+    rows, is_sharded = {}, layout_of(model.parameters()) is not None
     for name, tensor in tensors.items():
-        if is_dtensor(tensor):
-            start, stop = own_range(tensor)
-            if start < stop:
-                rows[name] = Rows(own_part(tensor), start, tuple(tensor.shape))
-            continue
-        if tensor.numel() > 1 and name.startswith("optimizer.") and _mesh(model) is not None:
+        is_whole = layout_of([tensor]) is None
+        if is_whole and is_sharded and tensor.numel() > 1 and name.startswith("optimizer."):
             problem = f"keeps {name.removeprefix('optimizer.')}, which is not sharded as its parameter is"
             raise UserError(
                 "optimizer.target", problem, "make it with torch.zeros_like(parameter), which gives a shard"
             )
-        if rank == 0:
-            rows[name] = Rows.all_of(tensor)
+        if (part := part_to_save(tensor, rank)) is not None:
+            rows[name] = Rows(*part, tuple(tensor.shape))
     if rank != 0:
         return TensorPart(rows, shapes={})
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -154,10 +144,6 @@ def scaler_state(saved: TensorFiles) -> dict[str, Any]:
 
 def _read(saved: TensorFiles, name: str, *, like: Tensor) -> Tensor:
     """A tensor, or this rank's shard of it if it is sharded as `like` is."""
-    if is_dtensor(like) and saved.shapes.get(name) == tuple(like.shape):
+    if layout_of([like]) is not None and saved.shapes.get(name) == tuple(like.shape):
         return as_shard(saved.read(name, *own_range(like)), like)
     return saved.read(name)
-
-
-def _mesh(model: nn.Module) -> Any:
-    return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)

@@ -16,10 +16,11 @@ from torch import Tensor
 from trainer.config.schema import CheckpointTable
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.env import RankInfo
+from trainer.distributed.shards import saving_ranks
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import BackgroundWriter, Part, StatePart, TensorPart
-from trainer.training.checkpointing.model_part import model_part, model_ranks
+from trainer.training.checkpointing.model_part import model_part
 from trainer.training.checkpointing.tensor_files import Rows, pack
 from trainer.training.checkpointing.train_state import Position, TrainState, generator_states
 from trainer.training.extension import Extensions
@@ -118,7 +119,7 @@ class Saver:
             "tokens": [position.tokens_before, position.tokens],
             "micro_batches": [position.micro_batches, position.micro_batches_since],
             "world_size": self._info.world_size,
-            "model_files": model_ranks(self._state.model),
+            "model_files": saving_ranks(self._state.model),
             "evaluation_is_due": position.evaluation_is_due,
             **self._state.shared(),
             "extensions": self._extensions.state_dict(),

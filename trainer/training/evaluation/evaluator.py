@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.distributed.agree import gather_from_ranks, most_of_ranks
+from trainer.distributed.agree import gather_from_ranks
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
@@ -37,7 +37,7 @@ class Evaluator:
         guard: of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run.
         autocast: the precision's context.
         is_bytes: the tokens are bytes, so that bits per byte are known.
-        in_lockstep: the ranks hold shards of the model, so that all of them must run as many forwards, and stop together.
+        most: the largest number of the ranks that must run as many forwards and stop together, as shards of a model make them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Evaluator:
         guard: BestEffort,
         autocast: Callable[[], AbstractContextManager[None]],
         is_bytes: bool,
-        in_lockstep: bool = False,
+        most: Callable[[int], int] = int,
         world_size: int,
         device: torch.device,
     ) -> None:
@@ -68,7 +68,7 @@ class Evaluator:
         self._is_off = False  # the same on all ranks
         self._autocast = autocast
         self._is_bytes = is_bytes
-        self._in_lockstep = in_lockstep
+        self._most = most
         self._world_size = world_size
         self._device = device
 
@@ -125,9 +125,7 @@ class Evaluator:
 
     def _stops(self, should_stop: Callable[[], bool]) -> bool:
         """Whether to stop before the next micro-batch, of which every rank has as many."""
-        if not self._in_lockstep:
-            return should_stop()
-        return bool(most_of_ranks(int(should_stop()), device=self._device, world_size=self._world_size)[0])
+        return bool(self._most(int(should_stop())))
 
     def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None) -> None:
         micro = split(batch, self._accepted)

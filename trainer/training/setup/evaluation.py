@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -43,14 +43,14 @@ def make_evaluator(
     diagnostics: Diagnostics,
     sets: Sequence[EvalSet],
     *,
-    in_lockstep: bool,
+    most: Callable[[int], int],
 ) -> Evaluator:
     """The evaluator of a run.
 
     Args:
         model: the run's, which a task of the user's own gets.
         cell_model: what a row is run through; with `chunk_tokens` the model without its output layer.
-        in_lockstep: the ranks hold shards of the model.
+        most: see `Strategy.most`.
     """
     table, autocast = plan.config.eval, autocast_context(plan.config, device)
     task = None
@@ -77,7 +77,7 @@ def make_evaluator(
         guard=diagnostics.best_effort("evaluation"),
         autocast=autocast,
         is_bytes=plan.config.data.tokenizer == "bytes",
-        in_lockstep=in_lockstep,
+        most=most,
         world_size=info.world_size,
         device=device,
     )

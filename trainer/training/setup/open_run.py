@@ -46,7 +46,7 @@ from trainer.training.setup.data import EvalSet, eval_sets, max_tokens_per_micro
 from trainer.training.setup.evaluation import make_details, make_evaluator
 from trainer.training.setup.parts import autocast_context, in_cells, make_state, model_and_loss
 from trainer.training.setup.plan import Plan, begin_from_weights, width_of
-from trainer.training.setup.sharding import average_over_ranks, refuse_bypassed_units, run_mesh
+from trainer.training.setup.sharding import make_strategy, refuse_bypassed_units
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.details import LoggedDetails
@@ -100,10 +100,10 @@ def open_run(
     config = plan.config
     run_dir, found, claimed = _place(plan, launch.run_dir, info, stack)
     data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
-    mesh = run_mesh(config, info, device)
+    strategy = make_strategy(config, info, device)
     with raise_on_all_ranks(world_size=info.world_size):
-        state = make_state(plan, info, device, mesh)
-    refuse_bypassed_units(state.model, device, seq_len=config.data.seq_len)
+        state = make_state(plan, info, device, strategy)
+    refuse_bypassed_units(strategy, state.model, device, seq_len=config.data.seq_len)
     diagnostics, group = state.tracker.diagnostics, dist.group.WORLD if info.world_size > 1 else None
     if config.gns.enabled:
         state.gns = GradientNoiseScale(state.model, ema=config.gns.ema, process_group=group)
@@ -119,11 +119,11 @@ def open_run(
     if _is_over(position, plan.length):
         _say_over(run_dir, position, plan.length, info)
         return None
-    contract = _checked_contract(plan, state.model if mesh is None else None, info, device, position.step)
+    contract = _checked_contract(plan, strategy.whole(state.model), info, device, position.step)
     run_dir = _begin_record(info, run_dir, stack, position.step)
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
-    run = Run(plan, info, device, mesh, run_dir, state, position, launch.stop)
+    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     wandb_run_id: str | None = None
     with raise_on_all_ranks(world_size=info.world_size):
@@ -182,12 +182,12 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
     """
     plan, config, state, position = run.plan, run.config, run.state, run.position
     info, device, diagnostics = run.info, run.device, run.diagnostics
-    if config.train.compile and run.mesh is None:
-        state.model.compile()
+    if config.train.compile:
+        run.strategy.compile(state.model)
     # What a row is run through; everything that keeps or shows the model has the model itself.
     cell_model, run.loss = model_and_loss(state.model, config, device)
     run.row_model = in_cells(cell_model, config)
-    step_model, averaging = average_over_ranks(run.row_model, state.model, config, info, device, run.mesh)
+    step_model = run.strategy.wrap(run.row_model, state.model)
     pack(position.data_state, "data")  # one that a checkpoint cannot keep is refused before the first step
     guard = diagnostics.best_effort("data metrics")
     loader = Loader(state.dataset, device=device, prefetch=config.data.prefetch, guard=guard)
@@ -199,7 +199,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         on_end=lambda reason: run.run_dir.leave_status(info, "failed", reason=reason, step=position.step),
         reading=lambda: loader.reading,
         is_asked=lambda: run.stop.is_heard or run.stop.requested,
-        groups=run.mesh.get_all_groups() if run.mesh is not None else (),
+        groups=run.strategy.groups,
     )
     stack.callback(run.watchdog.close)
     run.windows = WindowReader(
@@ -214,7 +214,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:
         run.evaluator = make_evaluator(
-            plan, state.model, cell_model, run.loss, info, device, diagnostics, sets, in_lockstep=run.in_lockstep
+            plan, state.model, cell_model, run.loss, info, device, diagnostics, sets, most=run.strategy.most
         )
     run.growth = _growth(run)
     run.extensions = _load_extensions(run)
@@ -227,7 +227,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         gns=state.gns,
         scaler=state.scaler,
         settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
-        averaging=averaging,
+        strategy=run.strategy,
         world_size=info.world_size,
         device=device,
         autocast=autocast_context(config, device),

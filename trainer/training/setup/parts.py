@@ -5,8 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,11 +12,10 @@ from torch import nn
 from trainer.config.rules import check_state_rules, largest_batch
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.cellwise import Cellwise
-from trainer.model.headless import Headless, output_layer, refuse_more_than_a_head
-from trainer.model.recompute import recompute_blocks
+from trainer.model.wrappers import Cellwise, Headless, output_layer, recompute_blocks, refuse_more_than_a_head
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Loss, Objective
@@ -26,29 +23,27 @@ from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.sharding import sharded_model
+from trainer.training.setup.sharding import shard_model
 from trainer.training.step.optimizer import build_optimizer
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_state(plan: Plan, info: RankInfo, device: torch.device, mesh: DeviceMesh | None = None) -> TrainState:
+def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy | None = None) -> TrainState:
     """Everything of a run that has a state, on this rank, as it is before the first step, but for the noise scale.
 
     Args:
-        mesh: over which the parameters are sharded; None: every rank has all of them.
+        strategy: None: every rank has all of the parameters.
 
     Raises:
         UserError: something of the user's cannot be used.
     """
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    build = partial(make_model, config, config.model, plan.vocab_size)
-    model = build().to(device) if mesh is None else sharded_model(build, mesh, config, device)
+    model = make_model(config, config.model, plan.vocab_size)
+    shard_model(strategy or Strategy(), model, config)
+    model = model.to(device)
     check_state_rules(config, width_of(model))
     if not plan.has_built_in_model:  # whose needs were not known before
         refuse_unmet(plan.unmet_needs(device, model=model))

@@ -17,19 +17,18 @@ from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import refuse_scalars, shard_units
+from trainer.distributed.strategy import shard_units
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, Family
-from trainer.model.headless import output_layer
-from trainer.model.recompute import recompute_blocks
 from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
+from trainer.model.wrappers import output_layer, recompute_blocks
 from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
-from trainer.training.setup.sharding import mesh_shape
+from trainer.training.setup.sharding import layout_for
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
@@ -133,8 +132,7 @@ class Plan:
             output_layer(model)
         if self.config.train.activation_checkpointing == "block":
             recompute_blocks(model)
-        if mesh_shape(self.config.distributed, RankInfo(world_size=self.facts.world_size)) is not None:
-            refuse_scalars(model)
+        if layout_for(self.config.distributed, RankInfo(world_size=self.facts.world_size)) is not None:
             shard_units(model)
 
     def check_weights(self) -> None:

@@ -15,7 +15,7 @@ from trainer.data.layout import unread_parts
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError, UserErrors
 from trainer.storage import is_url
-from trainer.training.setup.sharding import mesh_shape
+from trainer.training.setup.sharding import layout_for
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, few, printable
 
@@ -153,8 +153,8 @@ def unmet_needs(
     tokens = _tokens_of_a_batch(config, sources)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
-    shape = mesh_shape(config.distributed, RankInfo(world_size=world_size))
-    held = num_parameters if shape is None else -(-num_parameters // shape[1])
+    layout = layout_for(config.distributed, RankInfo(world_size=world_size))
+    held = num_parameters if layout is None else -(-num_parameters // layout.shards)
     logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
     needs = {
         "data.seq_len": (logits, "the logits that exist together"),

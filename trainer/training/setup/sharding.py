@@ -1,66 +1,56 @@
-"""The strategy of a run: the mesh of its ranks, its model on them, and how their gradients are averaged."""
+"""The strategy of a run, as `[distributed]` has it, and its model on the ranks."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.config.schema import DistributedTable, RunConfig
 from trainer.distributed.env import RankInfo, num_nodes
-from trainer.distributed.strategy import (
-    GradientAveraging,
-    make_mesh,
-    reshard,
-    shard_model,
-    shard_units,
-    sharded_averaging,
-    with_ddp,
-)
+from trainer.distributed.shards import Layout
+from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, shard_units
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.model.deferred.build import record
-from trainer.model.deferred.steps import NotReplayable, replay
-from trainer.model.headless import output_layer, run_few_tokens
 from trainer.model.protocol import ModelOutput
-from trainer.model.weights import tied_names
-from trainer.shards import is_dtensor, own_part, own_rows
-from trainer.wording import counted
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from trainer.model.wrappers import output_layer, run_few_tokens
 
 logger = get_logger(__name__)
 
 
-def run_mesh(config: RunConfig, info: RankInfo, device: torch.device) -> DeviceMesh | None:
-    """The mesh over which the run's parameters are sharded; None if every rank holds the whole model.
-
-    Every rank must call it.
+def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> Strategy:
+    """The strategy of a run. Every rank must call it.
 
     Raises:
-        UserError: as `mesh_shape`.
+        UserError: as `layout_for`.
     """
     table = config.distributed
-    shape = mesh_shape(table, info)
-    if shape is None:
+    if info.world_size == 1:
         if table.strategy != "ddp":
             logger.info('distributed.strategy = "%s": a single rank holds the whole model', table.strategy)
-        return None
-    replicas, _ = shape
-    if table.strategy == "hsdp" and replicas == 1:
+        return Strategy()
+    layout = layout_for(table, info)
+    if layout is None:
+        return Replicated(world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
+    if table.strategy == "hsdp" and layout.replicas == 1:
         logger.info(
             'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
         )
-    return make_mesh(world_size=info.world_size, replicas=replicas, device=device)
+    return Sharded(
+        layout,
+        device=device,
+        reshard_after_forward=table.reshard_after_forward,
+        keeps_whole=table.accumulate == "whole",
+        param_dtype=torch.bfloat16 if config.train.precision == "bf16" else None,
+    )
 
 
-def mesh_shape(table: DistributedTable, info: RankInfo) -> tuple[int, int] | None:
-    """(replicas, shards of each) of a run; None if every rank holds the whole model.
+def layout_for(table: DistributedTable, info: RankInfo) -> Layout | None:
+    """How a run lays out its parameters; None if every rank holds the whole model.
 
     Raises:
         UserError: replicas do not fit the nodes.
@@ -71,63 +61,19 @@ def mesh_shape(table: DistributedTable, info: RankInfo) -> tuple[int, int] | Non
     if info.world_size % replicas:
         problem = f"{replicas} nodes do not divide {info.world_size} ranks"
         raise UserError("distributed.replicas", problem, "set it to a number that does")
-    return replicas, info.world_size // replicas
+    return Layout(replicas, info.world_size // replicas)
 
 
-def describe_shape(replicas: int, shards: int) -> str:
-    """For people."""
-    return counted(shards, "shard") if replicas == 1 else f"{replicas} replicas of {counted(shards, 'shard')}"
-
-
-def sharded_model(
-    build: Callable[[], nn.Module], mesh: DeviceMesh, config: RunConfig, device: torch.device
-) -> nn.Module:
-    """The model that `build` makes, sharded over the mesh, with the weights that it would have on a single rank.
-
-    Its construction is recorded and replayed tensor by tensor, so that the whole model exists nowhere. One that cannot be
-    replayed is built on the host, whole on each rank, and then sharded.
-
-    Raises:
-        UserError: the model cannot be built, or its blocks are not known.
-    """
-    try:
-        model, made = record(build)
-    except NotReplayable as reason:
-        model = build()  # which says what is wrong, if something is
-        logger.info("each rank builds the whole model in the host's memory before it is sharded: %s", reason)
-        shard_over(mesh, model, config)
-        return model.to(device)
-    shard_over(mesh, model, config)
-    make_empty(model, device)
-    places = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-    @torch.no_grad()
-    def keep(name: str, whole: Tensor) -> None:
-        place = places[name]
-        own_part(place).copy_(own_rows(whole, place) if is_dtensor(place) else whole)
-
-    replay(made, keep)
-    return model
-
-
-def make_empty(model: nn.Module, device: torch.device) -> None:
-    """Move a model from the meta device, with the ties between its parameters, which torch's `to_empty` cuts."""
-    tied = tied_names(model)
-    model.to_empty(device=device)
-    for name, owner in tied.items():
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, model.get_parameter(owner))
-
-
-def shard_over(mesh: DeviceMesh, model: nn.Module, config: RunConfig) -> None:
-    """Shard the model in place, as `[distributed]` has it.
+def shard_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> None:
+    """Leave this rank its part of the model, which each rank has built whole in host memory, with the same weights.
 
     Raises:
         UserError: its blocks are not known.
     """
+    strategy.shard(model, lambda: _prepared_units(model, config))
+
+
+def _prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
     units = shard_units(model)
     if config.objective.chunk_tokens:  # the loss uses it after the model's forward
         units = [unit for unit in units if unit is not output_layer(model)]
@@ -138,13 +84,7 @@ def shard_over(mesh: DeviceMesh, model: nn.Module, config: RunConfig) -> None:
         for unit in units:
             unit.compile()
     model.register_forward_hook(_with_known_fields)
-    shard_model(
-        model,
-        mesh,
-        units=units,
-        reshard_after_forward=config.distributed.reshard_after_forward,
-        param_dtype=torch.bfloat16 if config.train.precision == "bf16" else None,
-    )
+    return units
 
 
 def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -152,7 +92,7 @@ def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> 
     return output if isinstance(output, tuple) else ModelOutput(output.logits, output.state)
 
 
-def refuse_bypassed_units(model: nn.Module, device: torch.device, *, seq_len: int) -> None:
+def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, *, seq_len: int) -> None:
     """Run a few tokens, and refuse a sharded model that uses a module's parts without calling the module.
 
     Every rank must call it.
@@ -163,7 +103,7 @@ def refuse_bypassed_units(model: nn.Module, device: torch.device, *, seq_len: in
     Raises:
         UserError: a parameter was used that is not gathered.
     """
-    if not any(map(is_dtensor, model.parameters())):
+    if strategy.whole(model) is not None:
         return
     try:
         inspect.signature(model.forward).bind(tokens=None, state=None)
@@ -178,36 +118,4 @@ def refuse_bypassed_units(model: nn.Module, device: torch.device, *, seq_len: in
         raise bypassed(error) or error from None
     finally:
         model.train(was_training)
-        reshard(model)
-
-
-def bypassed(error: Exception) -> UserError | None:
-    """What to say of an error that a parameter in shards has caused; None for any other."""
-    if "mixed torch.Tensor and DTensor" not in str(error):
-        return None
-    problem = "the model uses a part of a block without calling the block, so that its parameters are not gathered"
-    fix = "call blocks through their forward, or return other modules from shard_units()"
-    return UserError("distributed.strategy", problem, fix)
-
-
-def average_over_ranks(
-    row_model: nn.Module,
-    model: nn.Module,
-    config: RunConfig,
-    info: RankInfo,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-) -> tuple[nn.Module, GradientAveraging | None]:
-    """What the training step calls, and how gradients are averaged; None on a single rank.
-
-    Args:
-        row_model: what a row is run through.
-        model: the model itself, inside of it.
-    """
-    if info.world_size == 1:
-        return row_model, None
-    table = config.distributed
-    if mesh is None:
-        return with_ddp(row_model, world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
-    reshard(model)  # some tokens may have been run through it
-    return row_model, sharded_averaging(model, mesh, keeps_whole=table.accumulate == "whole")
+        strategy.reshard(model)

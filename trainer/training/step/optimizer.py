@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import OptimizerTable
+from trainer.distributed.shards import gathered, layout_of, own_part, own_rows
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
-from trainer.shards import gathered, is_dtensor, own_part, own_rows
 from trainer.training.step.schedule import LR_SCALE
 from trainer.wording import counted, few
 
@@ -38,7 +38,7 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
         return MuonWithAdamW(matrices, others, lr=table.lr, momentum=table.momentum, adamw=adamw)
     if table.name == "sgd":
         sgd: dict[str, Any] = {"momentum": table.momentum, "nesterov": table.momentum > 0}
-        shards = any(is_dtensor(parameter) for group in groups for parameter in group["params"])
+        shards = layout_of(parameter for group in groups for parameter in group["params"]) is not None
         optimizer = (
             SkippingSGD(groups, lr=table.lr, **sgd)
             if shards
@@ -264,7 +264,7 @@ class SkippingMuon(Skipping, torch.optim.Muon):
         self.keep_buffers()
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        if not is_dtensor(parameter):
+        if layout_of([parameter]) is None:
             super()._step_one(parameter, group)
             return
         # As torch's: the momentum is that of each element, so that one matrix alone is gathered.

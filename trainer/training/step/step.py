@@ -30,13 +30,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
-from trainer.distributed.strategy import GradientAveraging
+from trainer.distributed.shards import own_part
+from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
 from trainer.objective.compose import Loss
-from trainer.shards import is_dtensor
 from trainer.training.extension import Extensions, Measured
 from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
@@ -109,7 +109,7 @@ class TrainStep:
         gns: hooks of the noise scale; None if it is off.
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
-        averaging: of the gradients over ranks; None on a single rank.
+        strategy: how gradients are averaged over ranks; None on a single rank.
         autocast: makes the context in which forward and loss run.
         extensions: are called at the moments of the step.
         diagnostics: guards of the noise scale, whose failure never costs the step.
@@ -126,7 +126,7 @@ class TrainStep:
         gns: GradientNoiseScale | None,
         scaler: torch.amp.GradScaler,
         settings: StepSettings,
-        averaging: GradientAveraging | None = None,
+        strategy: Strategy | None = None,
         world_size: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
@@ -143,16 +143,13 @@ class TrainStep:
         self._extensions = extensions or Extensions({}, diagnostics, device=device, world_size=world_size)
         self._scaler = scaler
         self._clip_grad_norm = settings.clip_grad_norm
-        self._no_sync = nullcontext if averaging is None else averaging.no_sync
-        self._refuse_unreduced = None if averaging is None else averaging.refuse_unreduced
+        self._strategy = strategy or Strategy()
         self._world_size = world_size
         self._device = device
         self._autocast = autocast
         self._gns_guard = diagnostics.best_effort("gns")
         self._clock = clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._has_shards = any(map(is_dtensor, self._parameters))
-        self._copies = 1 if averaging is None else averaging.copies
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
         self._max_tokens_per_micro = settings.max_tokens_per_micro
         self._kappa = 1.0 / settings.max_tokens_per_micro  # of the step that accumulates
@@ -200,7 +197,7 @@ class TrainStep:
                 state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
                 for look in extensions.on_state:
                     look(micro, carry, state)
-            with nullcontext() if is_last else self._no_sync():
+            with nullcontext() if is_last else self._strategy.no_sync():
                 with self._autocast():
                     output = self._model(**micro.inputs, state=state)
                     result = self._objective(output.logits, micro.targets, meta=micro.meta)
@@ -250,8 +247,7 @@ class TrainStep:
         Raises:
             UserError: the gradient is not averaged, since a parameter had no part in it.
         """
-        if self._refuse_unreduced is not None:
-            self._refuse_unreduced()
+        self._strategy.refuse_unreduced()
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
         votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, save_due, exchange, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
@@ -261,14 +257,12 @@ class TrainStep:
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
         used = [p for p in self._parameters if p.grad is not None]
-        gradients: list[Any] = [p.grad for p in used]
-        if self._has_shards:
-            gradients = [gradient.to_local() for gradient in gradients]
+        gradients = [own_part(p.grad) for p in used if p.grad is not None]
         squares = square_norms(gradients)
         for look in self._extensions.on_gradient:
             look(dict(zip(used, squares, strict=True)))
         own_sq = torch.stack(squares).sum()
-        packed = torch.cat([packed, own_sq.reshape(1) / self._copies])
+        packed = torch.cat([packed, own_sq.reshape(1) / self._strategy.copies])
         if self._world_size > 1:
             dist.all_reduce(packed)
         # Copied before the optimizer's work is queued, for which `finish` then does not wait.

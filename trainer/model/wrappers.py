@@ -1,7 +1,10 @@
-"""Runs the rows of a training batch piece by piece: the gradient through several cells of a group, and burn-in of states."""
+"""Other ways to run a model: rows piece by piece (gradients through several cells, burn-in), without the output layer, and with
+blocks that the backward recomputes."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from typing import Any
 
@@ -10,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
 from trainer.model.protocol import ModelOutput
+
+logger = get_logger(__name__)
+
+KEY = "objective.chunk_tokens"
+FEW_TOKENS = 8
 
 
 class Cellwise(nn.Module):
@@ -99,16 +108,16 @@ class Cellwise(nn.Module):
         inputs: dict[str, Any],
     ) -> Tensor:
         """The state before the row, from the stored one of `burn_in` tokens earlier; zeros where nothing precedes it."""
-        missing = [name for name, value in (("tokens_before", tokens), ("group_ids", continues)) if value is None]
+        problem = ""
         if tokens is None or continues is None:
+            missing = [name for name, value in (("tokens_before", tokens), ("group_ids", continues)) if value is None]
             problem = f"a micro-batch has no {' and no '.join(missing)}"
-            raise UserError("ledger.burn_in", problem, "add it in your data set (docs/ledger.md), or set burn_in to 0")
-        if tokens.shape[1] < self._burn_in:
+        elif tokens.shape[1] < self._burn_in:
             problem = f"{self._burn_in} tokens before a row are needed, tokens_before has {tokens.shape[1]}"
-            raise UserError("ledger.burn_in", problem, "lengthen it in your data set, or lower burn_in")
-        if others := sorted(inputs.keys() - {"resets"}):
+        elif others := sorted(inputs.keys() - {"resets"}):
             problem = f"a micro-batch has the input {', '.join(others)}, which is not known for the tokens before a row"
-            raise UserError("ledger.burn_in", problem, "set it to 0")
+        if problem or tokens is None or continues is None:
+            raise UserError("ledger.burn_in", problem, "change your data set (docs/ledger.md), or set burn_in to 0")
         last = slice(tokens.shape[1] - self._burn_in, None)
         given = {} if resets is None else {"resets": resets[:, last]}
         # Autocast keeps the weights that it converts. Until torch 2.10 those converted here would be used for the row itself,
@@ -132,3 +141,111 @@ def _returned(state: Tensor | None, given: Tensor | None) -> Tensor:
     if state is None:
         raise UserError("model.target", "the model returned no state", "return it, or set train.tbptt_cells to 1")
     return state if given is None else state.to(given.dtype)
+
+
+def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int = 1) -> Any:
+    """The output of one row of a few tokens; of a whole cell, where the model takes no such row.
+
+    Args:
+        seq_len: tokens of a cell.
+        below: token ids are.
+    """
+    few, cell = (torch.arange(length, device=device)[None] % below for length in (FEW_TOKENS, seq_len))
+    try:
+        return model(tokens=few, state=None)
+    except Exception:  # noqa: BLE001 - a model of the user's own may raise anything
+        return model(tokens=cell, state=None)
+
+
+def output_layer(model: nn.Module) -> nn.Linear:
+    """The layer that gives the logits: what `model.get_output_embeddings()` returns (as in `transformers`), or `model.head`.
+
+    Raises:
+        UserError: there is none, or it is not an `nn.Linear`.
+    """
+    getter = getattr(model, "get_output_embeddings", None)
+    layer = getter() if getter is not None else getattr(model, "head", None)
+    if not isinstance(layer, nn.Linear):
+        problem = f"the model's output layer is not known ({type(model).__name__} has no nn.Linear named head)"
+        raise UserError(KEY, problem, "name it head, or return it from get_output_embeddings(); or set 0")
+    return layer
+
+
+class Headless(nn.Module):
+    """A model whose output has, instead of logits, what enters its output layer: [B, T, D].
+
+    Args:
+        model: implements `trainer.model.protocol`. It is itself as before when it is called without this wrapper.
+        head: its output layer, which must be the last thing that a forward computes.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.model = model
+        self._heads = [head]  # in a list: its parameters are the model's already
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run the model; `output.logits` is [B, T, D], in whatever type the model gives it."""
+        (head,) = self._heads
+        head.forward = _as_it_is  # type: ignore[method-assign, assignment]
+        try:
+            return self.model(**inputs)
+        finally:
+            del head.forward
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+@torch.no_grad()
+def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.device, *, seq_len: int) -> None:
+    """Refuse a model that does something to its logits, which a headless one would leave out.
+
+    Args:
+        seq_len: tokens of a cell.
+
+    Raises:
+        UserError: its logits for a few tokens are not what its output layer makes of the headless model's output.
+    """
+    try:
+        inspect.signature(model.forward).bind(tokens=None, state=None)
+    except TypeError:
+        logger.warning(
+            "%s: the model takes inputs that only the data have, so it was not seen whether it does more to its "
+            "logits than its output layer",
+            KEY,
+        )
+        return
+    was_training = model.training
+    model.eval()
+    try:
+        logits = run_few_tokens(model, device, seq_len=seq_len, below=head.out_features).logits
+        hidden = run_few_tokens(Headless(model, head), device, seq_len=seq_len, below=head.out_features).logits
+    finally:
+        model.train(was_training)
+    is_same = hidden.shape == (*logits.shape[:-1], head.in_features)
+    if is_same:
+        again = head(hidden.to(head.weight.dtype))
+        is_same = again.shape == logits.shape and bool((again - logits).abs().amax() <= 1e-5 * logits.abs().amax())
+    if not is_same:
+        problem = "the model's logits are not those of its output layer: it scales, caps or changes them afterwards"
+        raise UserError(KEY, problem, "set it to 0")
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Have the backward run each of `model.blocks` again from its input, instead of keeping its activations.
+
+    A block must give the same when it is called again with the same inputs: one that writes into them, or into itself, would
+    get another gradient (the contract's checks would show it).
+
+    Raises:
+        UserError: the model has no `nn.ModuleList` of that name.
+    """
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        problem = f'is "block", but {type(model).__name__} has no nn.ModuleList named blocks'
+        fix = 'choose "off", or name it so in a model of your own'
+        raise UserError("train.activation_checkpointing", problem, fix)
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -1,7 +1,9 @@
-"""Causal language models of `transformers` whose cache is a recurrent state of a fixed size.
+"""Causal language models of `transformers` whose cache is a recurrent state of a fixed size, and built-in families written as
+architectures of `transformers` that compute the same, so that `from_pretrained` opens them.
 
 Which families train exactly was measured (docs/families.md). Layers of full attention are left out, since their cache grows.
-`from` names a local directory of `save_pretrained`; nothing is downloaded.
+`from` names a local directory of `save_pretrained`; nothing is downloaded. Configs that are written name every number in which
+the architectures could differ; the logits are those of the trained model up to rounding.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from trainer.import_path import format_error
 from trainer.model.protocol import ModelOutput
 
 HEAD_DIM = 32
+NORM_EPS = torch.finfo(torch.float32).eps  # nn.RMSNorm's own for float32
+
+Weights = dict[str, Tensor]
 
 
 def _mamba2(dim: int, num_layers: int) -> dict[str, Any]:
@@ -60,9 +65,6 @@ def _kimi_linear(dim: int, num_layers: int) -> dict[str, Any]:
 def _mlp(dim: int) -> dict[str, Any]:
     return {"intermediate_size": 2 * dim, "num_attention_heads": max(dim // HEAD_DIM, 1), "num_key_value_heads": 1}
 
-
-DIM_MULTIPLES = {"mamba2": HEAD_DIM // 2, "bamba": HEAD_DIM // 2, "qwen3_next": HEAD_DIM}
-"""Of what `dim` must be a multiple, for the heads in `SIZES`."""
 
 SIZES: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "mamba2": _mamba2,
@@ -149,9 +151,8 @@ def _new(
 ) -> Any:
     known = transformers.AutoConfig.for_model(model_type)
     if unknown := sorted(name for name in settings if not hasattr(known, name)):
-        close = [difflib.get_close_matches(name, known.to_dict(), n=1) for name in unknown]
-        hints = dict.fromkeys(match[0] for match in close if match)
-        fix = f"did you mean {' and '.join(hints)}?" if hints else f"see {type(known).__name__}"
+        close = [match for name in unknown for match in difflib.get_close_matches(name, known.to_dict(), n=1)]
+        fix = f"did you mean {' and '.join(close)}?" if close else f"see {type(known).__name__}"
         raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", fix)
     sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
     special = {"pad_token_id": None, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
@@ -159,17 +160,13 @@ def _new(
     try:
         config = transformers.AutoConfig.for_model(model_type, **given)
         return transformers.AutoModelForCausalLM.from_config(config)
-    except UserError:
-        raise
     except Exception as error:  # a family checks its own sizes, each in its own way
         cause: BaseException = error
         while cause.__cause__ is not None:  # config classes wrap what a validator says
             cause = cause.__cause__
         problem = f"{model_type} cannot be built: {str(cause).rstrip('.')}"
-        multiple = DIM_MULTIPLES.get(model_type, 1)
-        if dim % multiple and not settings:
-            raise UserError("model.dim", problem, f"set it to a multiple of {multiple}") from error
-        raise UserError("model.args", problem, f"see {type(known).__name__}") from error
+        fix = f"set model.dim to a multiple of {HEAD_DIM}, or see {type(known).__name__}"
+        raise UserError("model.args" if settings else "model.dim", problem, fix) from error
 
 
 def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str, Any]) -> Any:
@@ -180,13 +177,10 @@ def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     except Exception as error:
-        raise UserError(
-            "model.args.from", f"{folder} cannot be read: {format_error(error)}", "write it again"
-        ) from error
-    if model.config.model_type != model_type:
-        raise UserError(
-            "model.family", f"is {model_type}, but {folder} has a {model.config.model_type}", "name that one"
-        )
+        problem = f"{folder} cannot be read: {format_error(error)}"
+        raise UserError("model.args.from", problem, "write it again") from error
+    if (found := model.config.model_type) != model_type:
+        raise UserError("model.family", f"is {model_type}, but {folder} has a {found}", "name that one")
     return model
 
 
@@ -281,3 +275,115 @@ def package() -> Any:
 def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
     """Every rank would say, of each kernel that is not installed, that a slower one takes its place."""
     return "falling back to its reference" not in record.getMessage()
+
+
+def save_as_llama(model: Any, directory: Path, *, rotary_base: float) -> None:
+    """Write a `Transformer`.
+
+    Raises:
+        UserError: the package `transformers` is missing.
+    """
+    attention = model.blocks[0].attention
+    config = package().LlamaConfig(
+        **_common(model),
+        num_attention_heads=attention.heads,
+        num_key_value_heads=attention.kv_heads,
+        hidden_act="gelu",
+        rope_parameters={"rope_type": "default", "rope_theta": rotary_base},
+    )
+    weights = _outer(model)
+    for number, block in enumerate(model.blocks):
+        weights |= _block(
+            number,
+            block.mlp,
+            {
+                "input_layernorm": block.attention_norm,
+                "self_attn.q_proj": block.attention.queries,
+                "self_attn.k_proj": block.attention.keys,
+                "self_attn.v_proj": block.attention.values,
+                "self_attn.o_proj": block.attention.out,
+                "post_attention_layernorm": block.mlp_norm,
+            },
+        )
+    _save(config, weights, directory)
+
+
+def save_as_qwen3_next(model: Any, directory: Path) -> None:
+    """Write a `GatedDelta`, as layers of linear attention alone with plain MLPs.
+
+    Raises:
+        UserError: the package `transformers` is missing.
+    """
+    width = model.dim // model.heads
+    config = package().Qwen3NextConfig(
+        **_common(model),
+        layer_types=["linear_attention"] * model.num_layers,
+        linear_num_key_heads=model.heads,
+        linear_num_value_heads=model.heads,
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
+        linear_conv_kernel_dim=model.blocks[0].mixer.taps.shape[0],
+        # Of no layer here, but checked against each other.
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.heads,
+        head_dim=width,
+        num_experts=0,
+        mlp_only_layers=list(range(model.num_layers)),
+        hidden_act="silu",
+    )
+    weights = _outer(model)
+    for number, block in enumerate(model.blocks):
+        mixer = block.mixer
+        weights |= _block(number, block.mlp, {"linear_attn.out_proj": mixer.out, "linear_attn.norm": mixer.norm})
+        queries, keys, values = mixer.inputs.weight.chunk(3)
+        decay, rate = mixer.gates.weight.chunk(2)
+        prefix = f"model.layers.{number}.linear_attn."
+        weights |= {
+            f"{prefix}in_proj_qkvz.weight": _by_head(model.heads, queries, keys, values, mixer.output_gate.weight),
+            f"{prefix}in_proj_ba.weight": _by_head(model.heads, rate, decay),
+            f"{prefix}conv1d.weight": mixer.taps.flip(0).T[:, None],  # [3 D, 1, taps], the oldest position first
+            f"{prefix}A_log": mixer.log_a,
+            f"{prefix}dt_bias": mixer.step_bias,
+            # It multiplies by 1 + weight.
+            f"model.layers.{number}.input_layernorm.weight": block.mixer_norm.weight - 1.0,
+            f"model.layers.{number}.post_attention_layernorm.weight": block.mlp_norm.weight - 1.0,
+        }
+    weights["model.norm.weight"] = model.norm.weight - 1.0
+    _save(config, weights, directory)
+
+
+def _common(model: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "intermediate_size": model.hidden,
+        "num_hidden_layers": model.num_layers,
+        "rms_norm_eps": NORM_EPS,
+        "tie_word_embeddings": model.head.weight is model.embedding.weight,
+        "bos_token_id": model.vocab_size - 1,
+        "eos_token_id": model.vocab_size - 1,
+    }
+
+
+def _outer(model: Any) -> Weights:
+    return {
+        "model.embed_tokens.weight": model.embedding.weight,
+        "model.norm.weight": model.norm.weight,
+        "lm_head.weight": model.head.weight,
+    }
+
+
+def _block(number: int, mlp: Any, others: dict[str, Any]) -> Weights:
+    modules = {**others, "mlp.gate_proj": mlp.gate, "mlp.up_proj": mlp.values, "mlp.down_proj": mlp.out}
+    return {f"model.layers.{number}.{name}.weight": module.weight for name, module in modules.items()}
+
+
+def _by_head(heads: int, *parts: Tensor) -> Tensor:
+    """Rows [heads * n_i, D] of several matrices as one, all rows of a head together."""
+    return torch.cat([part.reshape(heads, -1, part.shape[1]) for part in parts], dim=1).flatten(0, 1)
+
+
+def _save(config: Any, weights: Weights, directory: Path) -> None:
+    model = package().AutoModelForCausalLM.from_config(config)
+    model.load_state_dict({name: weight.detach() for name, weight in weights.items()})  # exactly these tensors
+    save(model, directory)

@@ -1,0 +1,152 @@
+"""Tensors of which each rank holds some rows, as FSDP2 keeps parameters, gradients and optimizer state (a DTensor).
+
+Each function also takes a whole tensor, which is its own and only part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.wording import counted
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Layout(NamedTuple):
+    """How parameters are laid out over the ranks: `replicas` copies of `shards` parts, one part per rank."""
+
+    replicas: int
+    shards: int
+
+    def __str__(self) -> str:
+        shards = counted(self.shards, "shard")
+        return shards if self.replicas == 1 else f"{self.replicas} replicas of {shards}"
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """As `isinstance`, without an import that takes a quarter of a run's start: who has a DTensor has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
+    """How a model's parameters are laid out, by the first that is in shards; None if each rank holds them whole."""
+    mesh = next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
+    return None if mesh is None else Layout(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size(mesh.ndim - 1))
+
+
+def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
+    """How `fully_shard` has laid out all of the parameters, and the ranks that average gradients; None if they have no group.
+
+    Raises:
+        ValueError: naming a layout of another kind.
+    """
+    meshes = []
+    for parameter in parameters:
+        if not is_dtensor(parameter):
+            raise ValueError("sharded next to unsharded parameters")
+        *over_replicas, over_shards = parameter.placements
+        if len(over_replicas) > 1 or not all(p.is_replicate() for p in over_replicas) or not over_shards.is_shard():
+            raise ValueError("parameters that are sharded otherwise than by fully_shard alone")
+        meshes.append(parameter.device_mesh)
+    mesh = meshes[0]
+    if any(other != mesh for other in meshes):
+        raise ValueError("parameters sharded over several meshes")
+    layout, world = layout_of(parameters), dist.group.WORLD
+    assert layout is not None
+    if mesh.ndim == 1:
+        return layout, mesh.get_group()
+    return layout, world if world is not None and mesh.size() == world.size() else None
+
+
+def unsharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters to which autograd adds gradients while they are whole, of those that are trained. This all-gathers each
+    once, so all ranks must call it.
+
+    Raises:
+        ValueError: parameters stay sharded.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    found = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for module in modules:
+        module.reshard()
+    if any(map(is_dtensor, found)):
+        raise ValueError("parameters that stay sharded in the backward (tensor parallelism)")
+    return found
+
+
+def own_range(tensor: Tensor) -> tuple[int, int]:
+    """The rows [start, stop) of the whole tensor that this rank holds."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not is_dtensor(tensor):
+        return 0, rows
+    mesh = tensor.device_mesh
+    most = -(-rows // mesh.size(mesh.ndim - 1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * most, rows)
+    return start, min(start + most, rows)
+
+
+def own_entries(tensor: Tensor) -> tuple[int, int]:
+    """The entries [first, stop) of the whole tensor, counted row by row, that this rank holds.
+
+    Raises:
+        ValueError: it is sharded along another dimension.
+    """
+    if is_dtensor(tensor) and not tensor.placements[-1].is_shard(0):
+        raise ValueError(f"sharded as {tensor.placements[-1]}")
+    start, stop = own_range(tensor)
+    row = tensor.numel() // max(tensor.shape[0], 1) if tensor.ndim else 1
+    return start * row, stop * row
+
+
+def own_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank would hold if it were laid out as `like` is."""
+    if not is_dtensor(like):
+        return whole
+    start, stop = own_range(like)
+    return whole[start:stop]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def as_shard(own: Tensor, like: Tensor) -> Tensor:
+    """The tensor, laid out as `like` is, of which this rank holds `own`; in the same memory, with the type of `own`."""
+    if not is_dtensor(like):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def gathered(own: Tensor, like: Tensor) -> Tensor:
+    """The whole tensor of which this rank holds the part that it holds of `like`. Every rank must call it."""
+    shard = as_shard(own, like)
+    return shard.full_tensor() if is_dtensor(shard) else shard
+
+
+def saving_ranks(model: nn.Module) -> list[int]:
+    """The ranks that save a part of the model: 0, or those of the first replica."""
+    layout = layout_of(model.parameters())
+    return list(range(1 if layout is None else layout.shards))
+
+
+def part_to_save(tensor: Tensor, rank: int) -> tuple[Tensor, int] | None:
+    """The rows that this rank saves of a tensor, and the first one's place; None: nothing. Rank 0 saves what is whole."""
+    start, stop = own_range(tensor)
+    saves = start < stop if is_dtensor(tensor) else rank == 0
+    return (own_part(tensor), start) if saves else None

@@ -1,1 +1,0 @@
-"""Models of other packages behind the trainer's protocol."""

@@ -1,1 +1,0 @@
-"""The gated recurrence on CUDA: its Triton kernels and their operator."""
