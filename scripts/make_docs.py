@@ -6,18 +6,19 @@ import json
 import sys
 from pathlib import Path
 
-from trainer.metrics.payload_schema import json_schema
+from trainer.metrics.payload_contract import json_schema
 from trainer.tools.catalog_docs import render_catalog_markdown
 from trainer.tools.config_docs import render_config_markdown, render_config_schema
-from trainer.tools.diagnostics.docs import render_diagnosis_markdown
+from trainer.tools.diagnostics.diagnose import render_diagnosis_markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def documents() -> dict[str, str]:
     """Path below docs/ -> text."""
+    calibration = json.loads((DOCS / "diagnosis_calibration.json").read_text("utf-8"))
     return {
-        "diagnosis.md": render_diagnosis_markdown(json.loads((DOCS / "diagnosis_calibration.json").read_text("utf-8"))),
+        "diagnosis.md": render_diagnosis_markdown((DOCS / "diagnosis.md").read_text("utf-8"), calibration),
         "training/METRICS_LOSSES.md": render_catalog_markdown(),
         "config.md": render_config_markdown(),
         "config.schema.json": render_config_schema(),

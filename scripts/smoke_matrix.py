@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config.load import load_config
-from trainer.tools.diagnostics.smoke_matrix import CASES, Case, Damage, Judgement, is_green, judge_all, measure_damage
+from trainer.tools.diagnostics.smoke_matrix import CASES, Case, Judgement, is_green, judge_all, measure_damage
 from trainer.tools.runs.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,13 +98,13 @@ def program(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def damages(out: Path) -> dict[str, Damage | None]:
+def damages(out: Path) -> dict[str, tuple[float, float] | None]:
     """The loss damage of each case that has a control."""
     runs = {case.name: load_run(out / case.name) for case in CASES}
     return {case.name: measure_damage(runs[case.name], runs[case.control]) for case in CASES if case.control}
 
 
-def verdict_table(judgements: Sequence[Judgement], found: Mapping[str, Damage | None]) -> Table:
+def verdict_table(judgements: Sequence[Judgement], found: Mapping[str, tuple[float, float] | None]) -> Table:
     """A table of expected and actual findings, and the damage."""
     table = Table(title="Smoke matrix", title_justify="left")
     for heading in ("run", "provokes", "expected", "found", "recall loss", "of its control", "damage", ""):
@@ -122,8 +122,9 @@ def verdict_table(judgements: Sequence[Judgement], found: Mapping[str, Damage | 
     return table
 
 
-def _cost(case: Case, damage: Damage) -> tuple[str, str, str]:
-    return f"{damage.loss:.3f}", f"{damage.control_loss:.3f} ({case.control})", f"{damage.nats:+.3f} nats"
+def _cost(case: Case, damage: tuple[float, float]) -> tuple[str, str, str]:
+    loss, control_loss = damage
+    return f"{loss:.3f}", f"{control_loss:.3f} ({case.control})", f"{loss - control_loss:+.3f} nats"
 
 
 def write_report(runs: Sequence[Path], out: Path) -> None:

@@ -66,6 +66,11 @@ class UserErrors(UserError):
         return "\n".join(error.message for error in self.errors)
 
 
+def combined(errors: list[UserError]) -> UserError:
+    """The error itself if it is a single one, otherwise all of them as one."""
+    return errors[0] if len(errors) == 1 else UserErrors(errors)
+
+
 def _relative(text: str) -> str:
     try:
         here = os.path.join(os.getcwd(), "")

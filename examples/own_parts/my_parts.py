@@ -72,10 +72,6 @@ class Saturation(Extension):
 
     metric_keys = (SATURATION,)
 
-    def measures(self, step: int) -> bool:
-        """Only steps that log."""
-        return self.run.logs(step)
-
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """After the backward pass of each micro-batch."""
         if isinstance(self.run.model, GruModel):

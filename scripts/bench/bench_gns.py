@@ -31,7 +31,6 @@ import random
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,21 +59,15 @@ class TimedNoiseScale(GradientNoiseScale):
         self.own_seconds = 0.0
         super().__init__(model)
 
-    @staticmethod
-    def _measure(owner: weakref.ref[GradientNoiseScale], index: int, grad: Tensor) -> None:
-        gns = owner()
-        assert isinstance(gns, TimedNoiseScale)
-        began = gns._clock()
-        GradientNoiseScale._measure(owner, index, grad)
-        gns.own_seconds += gns._clock() - began
+    def _measure(self, index: int, grad: Tensor) -> None:
+        began = self._clock()
+        super()._measure(index, grad)
+        self.own_seconds += self._clock() - began
 
-    @staticmethod
-    def _accumulated(owner: weakref.ref[GradientNoiseScale], parameter: Tensor) -> None:
-        gns = owner()
-        assert isinstance(gns, TimedNoiseScale)
-        began = gns._clock()
-        GradientNoiseScale._accumulated(owner, parameter)
-        gns.own_seconds += gns._clock() - began
+    def _accumulated(self, parameter: Tensor) -> None:
+        began = self._clock()
+        super()._accumulated(parameter)
+        self.own_seconds += self._clock() - began
 
     def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
         """Time the original."""

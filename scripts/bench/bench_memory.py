@@ -19,7 +19,7 @@ import torch
 from bench_table import Figure, peak_mb, print_figures
 from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, EachStep, plan_of, run_trainer
 
-from trainer.tools.check.memory import predict_memory, resident_bytes
+from trainer.tools.memory import predict_memory, resident_bytes
 
 # Two micro-batches have the same worst moment as eight.
 SETS = ("train.micro_batches=2", "train.compile=false")

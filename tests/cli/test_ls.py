@@ -16,7 +16,7 @@ from tests.support.runs import run
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.metrics.run_status import take_lock
-from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.diagnose import RULES
 from trainer.tools.verbs.diagnosis import MIN_INTERVAL_SEC, LiveVerdict
 from trainer.tools.verbs.ls import age_text, entry_of, find_runs, ls
 

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from trainer.diagnostics.diagnose import diagnose
-from trainer.diagnostics.outcome import Outcome
-from trainer.diagnostics.rules import speed
-from trainer.runs.load import load_run
 
 from tests.support.runs import read_rows, run
+from trainer.tools.diagnostics import run as run_rules
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.diagnostics.rule import Outcome
+from trainer.tools.runs.load import load_run
 
 tokenizers = pytest.importorskip("tokenizers")
 SLOW_MODULE = """
@@ -105,7 +105,7 @@ def judged(
     arguments = ("--config", config, "--run-dir", directory / "run", "--steps", 14)
     done = run(*arguments, cwd=directory, extra={"SLOW_STAGE": stage})
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(speed, "MIN_SECONDS", 0.5)
+    monkeypatch.setattr(run_rules, "MIN_SECONDS", 0.5)
     (ruling,) = [each for each in diagnose(load_run(directory / "run")).rulings if each.rule.name == "data_bound"]
     return ruling.outcome
 

@@ -16,7 +16,7 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.shards import own_part
-from trainer.tools.check.memory import predict_memory
+from trainer.tools.memory import predict_memory
 from trainer.training.setup.parts import autocast_context, make_objective, make_state
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sharding import average_over_ranks, run_mesh

@@ -19,11 +19,10 @@ from tests.support.config_fuzz import mutated_overrides, mutated_tables, mutated
 from tests.support.fault_record import Injected
 from tests.support.in_process import program
 from tests.support.runs import run, write_tiny_config
-from trainer.config.load import load_config
-from trainer.config.overrides import apply_override
+from trainer.config.load import apply_override, load_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.tools.check.memory import MOST_SECONDS
+from trainer.tools.memory import MOST_SECONDS
 
 EXAMPLES = 2000
 PROCESSES = 50

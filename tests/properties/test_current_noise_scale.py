@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from trainer.metrics.noise_scale.current import BLOCKS, Current, History
 from trainer.metrics.noise_scale.estimate import PairAverage
-from trainer.metrics.noise_scale.ratio import Ratio
+from trainer.metrics.noise_scale.ratio import BLOCKS, Current, History, Ratio
 
 RUNS = 300
 STEPS = (14, 20, 40, 100, 205, 215, 260, 400, 1000)

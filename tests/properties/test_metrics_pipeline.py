@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.metrics.aggregate import UnloggedCounters, WindowAggregator
+from trainer.metrics.aggregate import Recorder, UnloggedCounters
 from trainer.metrics.rank_reduction import _combine, _pack, rank_operations
 from trainer.metrics.tracker import MetricsTracker
 
@@ -90,7 +90,7 @@ def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[li
     since = 0
     for step, is_logged in enumerate(logs):
         for rank, ledger in zip(reports, ledgers, strict=True):
-            window = WindowAggregator()
+            window = Recorder()
             for micro in rank[step]:
                 window.add(micro)
             ledger.add(window.drain_metrics())
@@ -101,7 +101,7 @@ def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[li
             since = step + 1
 
 
-class Recorder:
+class KeepingSink:
     """A sink that keeps what it gets."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Recorder:
 def test_each_payload_holds_what_was_counted_since_the_one_before(
     interval: int, steps: list[tuple[float, float, float, bool]]
 ) -> None:
-    sink = Recorder()
+    sink = KeepingSink()
     tracker = MetricsTracker(log_interval=interval, num_devices=1, device="cpu", sinks=[sink], strict_keys=True)
     counted, raised, logged = 0.0, 0.0, {}
     for step, (count, flag, gauge, force) in enumerate(steps, start=1):

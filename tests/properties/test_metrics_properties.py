@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.metrics.aggregate import SumCount, UnloggedCounters, Value, WindowAggregator
+from trainer.metrics.aggregate import Recorder, SumCount, UnloggedCounters, Value
 from trainer.metrics.catalog.lookup import CATALOG, lookup
 from trainer.metrics.payload_contract import (
     PayloadError,
     build_payload,
     build_restart,
     encode_payload,
+    json_schema,
     parse_line,
     parse_payload,
     validate_payload,
     validate_stream,
 )
-from trainer.metrics.payload_schema import json_schema
 from trainer.metrics.rank_reduction import _combine, _pack, rank_operations
 from trainer.metrics.smoothing import Ema
 
@@ -180,7 +180,7 @@ micro_steps = st.lists(
 @profile
 @given(micro_steps)
 def test_a_window_equals_its_definition(micros: list[dict[str, Any]]) -> None:
-    window = WindowAggregator()
+    window = Recorder()
     for values in micros:
         window.add(values)
     result = window.result()
@@ -258,7 +258,7 @@ def test_a_mean_over_nothing_is_left_out_though_it_is_nan() -> None:
 @given(st.lists(st.lists(st.tuples(finite, st.integers(1, 1000)), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_the_loss_is_that_of_the_same_tokens_in_one_batch(ranks: list[list[tuple[float, int]]]) -> None:
     def windowed(micros: list[tuple[float, int]]) -> dict[str, Value]:
-        window = WindowAggregator()
+        window = Recorder()
         for mean, count in micros:
             window.add({"loss": SumCount(mean * count, count)})
         return window.result()

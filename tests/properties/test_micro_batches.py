@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.batch_tables import BatchScheduleTable, plan_of
+from trainer.config.base import BatchScheduleTable, plan_of
 from trainer.data.blending.blend import BlendDataset, BlendSource
 from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, positions, zero_batches
 from trainer.micro_batches import AutoRule, MicroBatches

@@ -15,8 +15,7 @@ from tests.support.metric_streams import healthy_scenario, write_run
 from tests.support.real_runs import REAL_RUNS
 from tests.support.runs import ROOT
 from trainer.model.families import FAMILIES
-from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.diagnose import RULES, diagnose
 from trainer.tools.diagnostics.smoke_matrix import SPEED_RULES
 from trainer.tools.runs.load import load_run
 

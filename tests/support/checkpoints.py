@@ -11,8 +11,7 @@ import torch
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import TensorPart
 from trainer.training.checkpointing.model_part import open_model, whole_weights
-from trainer.training.checkpointing.tensor_files import Rows, TensorFiles
-from trainer.training.checkpointing.tree import pack, unpack
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack
 
 
 def model_content(path: Path) -> dict[str, Any]:

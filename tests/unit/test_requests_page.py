@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import ROOT
-from trainer.config.hints import EXPLAINED, OTHER_NAMES
+from trainer.config.messages import EXPLAINED, OTHER_NAMES
 from trainer.config.schema import RunConfig
 from trainer.metrics.catalog.lookup import CATALOG, is_known
 from trainer.metrics.sinks.base import display_key

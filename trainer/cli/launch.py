@@ -17,14 +17,13 @@ from typing import Any
 from trainer.cli.imports import uncollected
 from trainer.cli.refuse import EXIT_USER_ERROR, refuse
 from trainer.config.load import load_config, located
-from trainer.config.rules import broken_sharding
+from trainer.config.rules import check_sharding
 from trainer.config.schema import RunConfig
 from trainer.ending import STOP_SIGNALS
-from trainer.errors import UserError, UserErrors
+from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.import_path import PROGRAM
-from trainer.training.parent import PARENT, stop_with_parent
-from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.signals import PARENT, StopRequest, say_stopping, stop_with_parent
 from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
@@ -67,7 +66,7 @@ def run_training(
     stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
-        from trainer.training.checkpointing.data_changes import DataPolicy
+        from trainer.training.checkpointing.resume_checks import DataPolicy
         from trainer.training.main import train
         from trainer.training.setup.open_run import Launch
 
@@ -107,8 +106,7 @@ def _refuse_ranks(config: RunConfig, nproc: int) -> None:
     """
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
-    if found := broken_sharding(config, nproc):
-        raise found[0] if len(found) == 1 else UserErrors(found)
+    check_sharding(config, nproc)
 
 
 def _refuse_before_ranks(config: RunConfig, run_dir: str | None) -> None:

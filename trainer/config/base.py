@@ -1,13 +1,26 @@
-"""Base class of all config tables, and the types they share."""
+"""Base class of all config tables, the types they share, and schedules of weights and of micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
-# Tags of the number-or-schedule union. pydantic puts them into error paths, from which `messages` removes them; the angle
+from trainer.micro_batches import AutoRule, LrRule, MicroBatches
+from trainer.wording import short_repr
+
+# Tags of the unions of numbers and tables. pydantic puts them into error paths, from which `messages` removes them; the angle
 # brackets keep them distinct from keys.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
@@ -32,6 +45,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]  # over a whole run: steps, groups
 WholeNumber = Annotated[int, Field(ge=0, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
 Tokens = Annotated[int, Field(ge=0, le=10**15)]  # float64 counts exactly so far; also a position in a run, in any unit
+MicroBatchCount = Annotated[int, Field(ge=1, le=10_000)]
 Factor = Annotated[float, Field(ge=0, le=1000)]  # multiplies something of the order of 1
 PositiveFactor = Annotated[float, Field(gt=0, le=1000)]
 Amount = Annotated[float, Field(ge=0, le=1e9)]  # in the key's unit: a norm, GB, TFLOPS
@@ -69,22 +83,22 @@ class Table(BaseModel):
     )
 
 
-def integer_keys(value: Any) -> Any:
+def _integer_keys(value: Any) -> Any:
     """Converts the points' keys to integers: TOML keys are strings."""
     if not isinstance(value, Mapping):
         return value
-    points: dict[Any, Any] = {}
-    for key, weight in value.items():
-        try:
-            points[int(key)] = weight
-        except (TypeError, ValueError):
-            raise ValueError(f"a point's key must be a whole number (its position in the run), got {key!r}") from None
+    try:
+        points = {int(key): weight for key, weight in value.items()}
+    except (TypeError, ValueError):
+        problem = "the points' keys must be whole numbers (positions in the run)"
+        raise ValueError(f"{problem}, got {short_repr(list(value))}") from None
     if len(points) < len(value):
         raise ValueError("two points have the same key")
     return points
 
 
-Points = Annotated[dict[Tokens, Share], BeforeValidator(integer_keys), Field(min_length=1)]
+Points = Annotated[dict[Tokens, Share], BeforeValidator(_integer_keys), Field(min_length=1)]
+BatchPoints = Annotated[dict[Tokens, MicroBatchCount], BeforeValidator(_integer_keys), Field(min_length=1)]
 
 
 def _accept_kind(schema: dict[str, Any]) -> None:
@@ -113,10 +127,85 @@ class ScheduleTable(Table):
     """Factor on the weight of every point."""
 
 
+class BatchScheduleTable(Table):
+    """A number of micro-batches that is planned: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
+
+    schedule: Literal["step"]
+    """step: take the last point reached, in whatever order they are written; the first point holds before it, too."""
+    unit: Literal["steps", "tokens"] = "steps"
+    """Unit of the points: steps, optimizer steps, from 1; tokens, the target tokens over all ranks before the step, its
+    predecessor counted as full."""
+    points: BatchPoints
+    """Position in the run -> micro-batches."""
+    lr: LrRule = "none"
+    """The scheduler's learning rate is multiplied by 1 (none), sqrt(m / m_start) (sqrt) or m / m_start (linear)."""
+
+
+class AutoBatchTable(Table):
+    """A number of micro-batches that doubles when the noise scale B permits: `{ schedule = "auto", start = 1, max = 16 }`."""
+
+    schedule: Literal["auto"]
+    """auto: decide during the run. Needs gns.enabled."""
+    start: MicroBatchCount = 1
+    """Micro-batches of the first steps; one rank needs 2, since one micro-batch alone has no noise to measure."""
+    max: MicroBatchCount = 16
+    """Micro-batches at most."""
+    multiple: PositiveFactor = 2.0
+    """Double when the lower bound of B exceeds this many times the batch, both in sequences per step over all ranks."""
+    every: Count = 100
+    """Steps between decisions, and from a change to the next at least."""
+    lr: LrRule = "none"
+    """As in a schedule."""
+
+    @model_validator(mode="after")
+    def _can_grow(self) -> AutoBatchTable:
+        if self.max < 2 * self.start:
+            raise ValueError(f"max = {self.max} is less than twice start = {self.start}: set max to {2 * self.start}")
+        return self
+
+
+def _table_of_word(value: Any) -> Any:
+    """`"auto"` is short for a table."""
+    if value == "auto":
+        return {"schedule": "auto"}
+    form = value.get("schedule", "step") if isinstance(value, Mapping) else value
+    if isinstance(form, str) and form not in ("auto", "step"):
+        raise ValueError(
+            f'must be an integer, "auto" or a table with schedule = "step" or "auto"; got {short_repr(form)}'
+        )
+    return value
+
+
 def _weight_kind(value: Any) -> str:
-    return SCHEDULE_TAG if isinstance(value, Mapping | ScheduleTable) else NUMBER_TAG
+    return SCHEDULE_TAG if isinstance(value, Mapping | Table) else NUMBER_TAG
+
+
+def _batch_kind(value: Any) -> str:
+    form = value.get("schedule") if isinstance(value, Mapping) else getattr(value, "schedule", None)
+    return AUTO_TAG if form == "auto" else _weight_kind(value)
 
 
 Weight = Annotated[
     Annotated[Share, Tag(NUMBER_TAG)] | Annotated[ScheduleTable, Tag(SCHEDULE_TAG)], Discriminator(_weight_kind)
 ]
+BatchSize = Annotated[
+    Annotated[MicroBatchCount, Tag(NUMBER_TAG)]
+    | Annotated[BatchScheduleTable, Tag(SCHEDULE_TAG)]
+    | Annotated[AutoBatchTable, Tag(AUTO_TAG)],
+    Discriminator(_batch_kind),
+    BeforeValidator(
+        _table_of_word, json_schema_input_type=MicroBatchCount | Literal["auto"] | BatchScheduleTable | AutoBatchTable
+    ),
+]
+
+
+def plan_of(setting: int | BatchScheduleTable | AutoBatchTable) -> MicroBatches:
+    """The plan of `train.micro_batches`, whichever form it has."""
+    if isinstance(setting, int):
+        return MicroBatches.constant(setting)
+    if isinstance(setting, AutoBatchTable):
+        rule = AutoRule(max=setting.max, multiple=setting.multiple, every=setting.every)
+        return MicroBatches(((0, setting.start),), lr=setting.lr, auto=rule)
+    points = dict(sorted(setting.points.items()))
+    points = {0: next(iter(points.values())), **points}  # the first point holds before it, too
+    return MicroBatches(tuple(points.items()), unit=setting.unit, lr=setting.lr)

@@ -40,10 +40,6 @@ class MixingOverride(Table):
     batch_size_by_modality: dict[Text, Size] | None = None
     repeat: bool | None = None
 
-    def applied_to(self, defaults: MixingTable) -> MixingTable:
-        """`defaults` with the keys that are set here replaced."""
-        return defaults.model_copy(update=self.model_dump(exclude_none=True))
-
 
 class FilesTable(Table):
     """Files of documents, for training or evaluation."""

@@ -1,26 +1,32 @@
-"""Reading a config: TOML, `--set` overrides and included dataset files, validated; all mistakes are reported at once."""
+"""Configs as files: TOML with `--set` overrides, validated, with all mistakes reported at once; and written and compared."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from trainer.config.data_tables import DatasetFile
-from trainer.config.lines import KeyOrigins, KeyPath, key_lines
-from trainer.config.messages import toml_problem, user_errors
-from trainer.config.overrides import apply_override
+from trainer.config.messages import KeyPath, user_errors
 from trainer.config.schema import RunConfig
-from trainer.errors import UserError, UserErrors
+from trainer.errors import UserError, UserErrors, combined
 from trainer.files import did_you_mean
+from trainer.wording import short_repr
 
 Model = TypeVar("Model", bound=BaseModel)
+_HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
+_KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
+# These name a run, so they always differ.
+_NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
+_RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "devices")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -51,61 +57,98 @@ def to_toml(config: BaseModel, *, with_defaults: bool = True) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=not with_defaults))
 
 
-def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -> Model:
-    raw, origins = _read_keys(path, overrides)
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        found = user_errors(error, model, origins.where)
-    except RecursionError:
-        raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None
-    raise found[0] if len(found) == 1 else UserErrors(found)
-
-
 @contextmanager
 def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     """Adds the file and line, or the override, of their key to the mistakes that are found in the block."""
-    raw, origins = _read_keys(path, overrides)  # now: the block may change the working directory
+    source = _Source(path, overrides)  # now: the block may change the working directory
     try:
         yield
     except UserError as error:
         for each in error.errors if isinstance(error, UserErrors) else [error]:
-            key = _path_of(each.key, raw)
+            key = source.path_of(each.key)
             if not each.where and key[0] in RunConfig.model_fields:
-                each.where = origins.where(key)
+                each.where = source.where(key)
         raise
 
 
-def _path_of(key: str, raw: Mapping[str, Any]) -> KeyPath:
-    """The path that a mistake's key names: `table.key`, or `source NAME: key` of `[[data.source]]` or `[[eval.source]]`."""
-    named = re.fullmatch(r"(eval )?source ([^:]+): (.*)", key)
-    if named is None:
-        return tuple(key.split("."))
-    table = "eval" if named[1] else "data"
-    names = [source.get("name") for source in raw.get(table, {}).get("source", [])]
-    index = (names.index(named[2]),) if named[2] in names else ()
-    return (table, "source", *index, *named[3].split("."))
+def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -> Model:
+    source = _Source(path, overrides)
+    try:
+        return model.model_validate(source.raw)
+    except ValidationError as error:
+        found = user_errors(error, model, source.where)
+    except RecursionError:
+        found = [UserError("TOML", "is nested too deeply", "remove brackets", where=str(path))]
+    raise combined(found)
 
 
-def _read_keys(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], KeyOrigins]:
-    """The file with the overrides, and where each key was written."""
-    text = _read(path)
-    raw = _parse(text, path)
-    overridden = {apply_override(raw, override): f"--set {override}" for override in overrides}
-    return raw, KeyOrigins(str(path), key_lines(text), overridden)
+class _Source:
+    """A file with its overrides applied, and where each key was written."""
+
+    def __init__(self, path: str | Path, overrides: Sequence[str]) -> None:
+        self._path = str(path)
+        self._text = _read(path)
+        self.raw = _parse(self._text, path)
+        self._overrides = {apply_override(self.raw, override): f"--set {override}" for override in overrides}
+
+    def where(self, key: KeyPath) -> str:
+        """`file:line` or `--set ...`."""
+        # The latest override of the key, of something in it, or of a table around it.
+        for changed, origin in reversed(self._overrides.items()):
+            if key and (key[: len(changed)] == changed or changed[: len(key)] == key):
+                return origin
+        line = line_of(self._text, key)
+        return self._path if line is None else f"{self._path}:{line}"
+
+    def path_of(self, key: str) -> KeyPath:
+        """The path that a mistake's key names: `table.key`, or `source NAME: key` of `[[data.source]]` or `[[eval.source]]`."""
+        named = re.fullmatch(r"(eval )?source ([^:]+): (.*)", key)
+        if named is None:
+            return tuple(key.split("."))
+        table = "eval" if named[1] else "data"
+        names = [source.get("name") for source in self.raw.get(table, {}).get("source", [])]
+        index = (names.index(named[2]),) if named[2] in names else ()
+        return (table, "source", *index, *named[3].split("."))
+
+
+def line_of(text: str, key: KeyPath) -> int | None:
+    """The line, from 1, of `key` or of the nearest table around it; None if the text has neither.
+
+    A search for `[table]` and `key =`, to which a string of several lines may look like either.
+    """
+    counts: Counter[KeyPath] = Counter()
+    table: KeyPath = ()
+    best: tuple[int, int | None] = 0, None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if header := _HEADER.match(line):
+            names, table = _keys(header[2]), ()
+            counts[names] += header[1] == "[["
+            for end, name in enumerate(names, start=1):
+                # The index of the newest element, in an array of tables.
+                table = (*table, name, counts[names[:end]] - 1) if counts[names[:end]] else (*table, name)
+            path = table
+        elif found := _KEY.match(line):
+            path = table + _keys(found[1])
+        else:
+            continue
+        common = min(len(path), len(key))
+        if path[:common] == key[:common] and common > best[0]:
+            best = common, number
+    return best[1]
+
+
+def _keys(dotted: str) -> KeyPath:
+    return tuple(part.strip(" \t\"'") for part in dotted.split("."))
 
 
 def _read(path: str | Path) -> str:
     try:
         if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
-            raise UserError(str(path), "is not a file", "name a TOML file")
+            raise OSError(None, "not a file")
         data = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(
-            str(path), f"cannot be read: {error.strerror}", did_you_mean(path) or "check the path"
-        ) from None
-    except ValueError as error:
-        raise UserError(repr(str(path)), f"cannot be a path: {error}", "check the path") from None
+    except (OSError, ValueError) as error:
+        problem = f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+        raise UserError(str(path), problem, did_you_mean(path) or "check the path") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -114,13 +157,111 @@ def _read(path: str | Path) -> str:
 
 
 def _parse(text: str, path: str | Path) -> dict[str, Any]:
+    where, fix = str(path), "correct it"
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r" \(at line (\d+), column \d+\)", str(error))  # otherwise: at the end of the document
-        where = f"{path}:{found[1] if found else text.count(chr(10)) + 1}"
-        raise UserError("TOML", toml_problem(error), "correct this line or the one before", where=where) from None
+        problem, _, position = str(error).partition(" (at ")
+        found = re.match(r"line (\d+)", position)  # otherwise: at the end of the document
+        where, fix = f"{path}:{found[1] if found else text.count(chr(10)) + 1}", "correct this line or the one before"
+        problem = problem[:1].lower() + problem[1:]
     except ValueError:  # more digits than Python reads
-        raise UserError("TOML", "has an integer of thousands of digits", "write a number", where=str(path)) from None
+        problem = "has an integer of thousands of digits"
     except RecursionError:
-        raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None
+        problem = "is nested too deeply"
+    raise UserError("TOML", problem, fix, where=where)
+
+
+def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
+    """Change `raw` in place as `text` (`table.key=value`) says.
+
+    The value is TOML; a bare word that is not a TOML value is a string. An element of an array of tables is named by its
+    index or by its `name`: `data.source.0.weight=2`, `data.source.python.weight=2`. Missing tables are created.
+
+    Returns:
+        The path that was set, with indices.
+
+    Raises:
+        UserError: `text` is not of the form `key=value`, or the path leads through a value that is not a table.
+    """
+    name, separator, value = text.partition("=")
+    parts = [part.strip() for part in name.split(".")]
+    if not separator or not all(parts):
+        raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
+    node: Any = raw
+    path: KeyPath = ()
+    for part in parts:
+        step: str | int = part
+        if isinstance(node, list):
+            names = [element.get("name") if isinstance(element, dict) else None for element in node]
+            names = names if part in names else list(map(str, range(len(node))))
+            step = names.index(part) if part in names else -1
+        if step == -1 or not isinstance(node, dict | list):
+            here = ".".join(map(str, path))
+            known = f"0 to {len(node) - 1}, or a name" if isinstance(node, list) else "a key of a table"
+            raise UserError(f"--set {text}", f"{here} has no {part!r}: it is {short_repr(node)}", f"use {known}")
+        path = (*path, step)
+        if len(path) < len(parts):
+            node = node.setdefault(step, {}) if isinstance(node, dict) else node[int(step)]
+    node[path[-1]] = parse_value(value.strip())
+    return path
+
+
+def parse_value(text: str) -> Any:
+    """`text` as a TOML value, or unchanged if it is not one."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # not TOML, or an integer of thousands of digits
+        return text
+    # Further keys come from a newline in the text: then it is not a single value.
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+class Difference(NamedTuple):
+    """One key. None: that config does not have the key (an absent optional key, another number of sources)."""
+
+    key: str
+    first: Any
+    second: Any
+
+
+def differences(first: BaseModel, second: BaseModel) -> list[Difference]:
+    """The keys whose values differ, sorted, with all defaults filled in; elements of arrays of tables are matched by `name`."""
+    one, other = (flatten(config.model_dump(mode="json", exclude_none=True)) for config in (first, second))
+    keys = sorted(one.keys() | other.keys())
+    return [Difference(key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]
+
+
+def render_differences(found: list[Difference], first: str, second: str) -> str:
+    """Two lines per key in the manner of `diff`, with values in JSON's spelling, which is TOML's as well."""
+    lines = [f"--- {first}", f"+++ {second}"]
+    for key, *values in found:
+        pairs = zip("-+", values, strict=True)
+        lines += [
+            f"{sign}{key} = {json.dumps(value, ensure_ascii=False)}" for sign, value in pairs if value is not None
+        ]
+    return "\n".join(lines)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as `table.key` -> value; tables in a list by their `name`, or by index if one has none or they repeat."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, list) and value and all(isinstance(element, Mapping) for element in value):
+            names = [element.get("name") for element in value]
+            if None in names or len(set(names)) < len(names):
+                names = list(map(str, range(len(value))))
+            flat[f"{prefix}{key}[].name"] = names  # shows a change of order
+            value = {name: {k: v for k, v in e.items() if k != "name"} for name, e in zip(names, value, strict=True)}
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a launch and, prefixed with `env.`, its versions, ranks and devices; without the names of the run."""
+    recorded = {"env": {key: value for key, value in environment.items() if key in _RECORDED}}
+    flat = {**flatten(config), **flatten(recorded)}
+    return {key: value for key, value in flat.items() if key not in _NAMES_OF_THE_RUN}

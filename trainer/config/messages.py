@@ -1,50 +1,92 @@
-"""Turns pydantic's validation errors into messages with file, line, key, value and fix."""
+"""Turns pydantic's validation errors into messages with the key, its value and a fix, such as the key that was meant."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, time
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.config.base import FORMS, TAGS
-from trainer.config.hints import hint, keys_of
-from trainer.config.lines import KeyPath
 from trainer.errors import UserError
-from trainer.wording import counted
 
-_BOUNDS = {
-    "greater_than_equal": ">= {ge}",
-    "greater_than": "> {gt}",
-    "less_than_equal": "<= {le}",
-    "less_than": "< {lt}",
-}
-_TYPES = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "a table",
-    "model_type": "a table",
-    "model_attributes_type": "a table",
-    # Of the command line, whose values are texts.
-    "int_parsing": "an integer",
-    "int_parsing_size": "a smaller integer",
-    "float_parsing": "a number",
-    "bool_parsing": "true or false",
-}
+KeyPath = tuple[str | int, ...]
+"""Path of a key, with the index of each element of an array of tables: `("data", "source", 0, "name")`."""
 
-_LENGTHS = {
-    "too_short": ("at least", "min_length", "item"),
-    "too_long": ("at most", "max_length", "item"),
-    "string_too_short": ("at least", "min_length", "character"),
-    "string_too_long": ("at most", "max_length", "character"),
+# pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
+_MUST = {
+    "greater_than_equal": "be >= {ge}",
+    "greater_than": "be > {gt}",
+    "less_than_equal": "be <= {le}",
+    "less_than": "be < {lt}",
+    "too_short": "have a length >= {min_length}",
+    "too_long": "have a length <= {max_length}",
+    "string_too_short": "have a length >= {min_length}",
+    "string_too_long": "have a length <= {max_length}",
+    "int_type": "be an integer",
+    "float_type": "be a number",
+    "finite_number": "be a finite number",
+    "bool_type": "be true or false",
+    "string_type": "be a string",
+    "list_type": "be a list",
+    "dict_type": "be a table",
+    "model_type": "be a table",
+    "model_attributes_type": "be a table",
+    # On the command line, where every value is text.
+    "int_parsing": "be an integer",
+    "int_parsing_size": "be a smaller integer",
+    "float_parsing": "be a number",
+    "bool_parsing": "be true or false",
 }
+# Key here -> its names in other trainers; with a table in front, in that table only.
+OTHER_NAMES = {
+    "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint.interval checkpoint.steps",
+    "checkpoint.keep_last": "save_total_limit keep_checkpoints",
+    "checkpoint.resume": "resume_from resume_from_checkpoint load_from",
+    "data.mixing.batch_size": "micro_batch_size train_batch_size per_device_batch_size per_device_train_batch_size",
+    "data.mixing.num_streams_mixed": "num_active",
+    "data.seq_len": "max_seq_len max_length sequence_length block_size context_length",
+    "eval.batches": "eval_iters",
+    "eval.every": "eval.steps eval.interval eval_steps eval_interval",
+    "eval.holdout_fraction": "val_fraction val_split validation_split",
+    "metrics.log_interval": "log_every log_freq log_steps logging_steps log_every_n_steps",
+    "metrics.peak_tflops": "gpu_peak_tflops",
+    "metrics.smoothing_alpha": "alpha ema_alpha",
+    "model.dim": "width d_model n_embd hidden_size hidden_dim embed_dim",
+    "model.num_layers": "n_layer n_layers num_hidden_layers depth",
+    "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.lr": "learning_rate max_lr peak_lr",
+    "run.dir": "output_dir out_dir save_dir log_dir",
+    "scheduler.min_lr_ratio": "min_lr lr_min",
+    "scheduler.name": "lr_scheduler lr_scheduler_type lr_schedule",
+    "scheduler.warmup_steps": "warmup warmup_iters warmup_ratio",
+    "train.clip_grad_norm": "max_grad_norm grad_clip gradient_clip_val gradient_clipping",
+    "train.micro_batches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps "
+    "rampup_batch_size batch_size_schedule",
+    "train.precision": "mixed_precision amp dtype bf16 fp16",
+    "train.steps": "max_steps num_steps total_steps train_steps max_iters",
+}
+_WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
+_LAUNCHER = "the launcher sets the number of processes: torchrun --nproc_per_node=N"
+_EPOCHS = "set train.steps, or data.mixing.repeat = false to stop after one epoch"
+# Names for which there is no single key.
+EXPLAINED = {
+    "enable_wandb": _WANDB,
+    "use_wandb": _WANDB,
+    "enable_tensorboard": "set metrics.tensorboard = true",
+    "num_gpus": _LAUNCHER,
+    "world_size": _LAUNCHER,
+    "num_workers": "there are no worker processes; data.prefetch sets how many micro-batches a thread prepares ahead",
+    "global_batch_size": "set data.mixing.batch_size (cells per micro-batch and rank) and train.micro_batches",
+    "epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "debug_log_active_every_n_batches": "remove it: every logged step reports the open streams as stream_mixing/*",
+}
+_RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 
 
 def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]) -> list[UserError]:
@@ -63,88 +105,95 @@ def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable
     return found
 
 
+def option_problem(error: ValidationError) -> str:
+    """What is wrong with the value of a command-line option, worded like the mistakes of a config."""
+    return _describe(error.errors(include_url=False)[0], (), BaseModel)[0]
+
+
 def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
     """(problem, fix) of one error."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key", hint(path, model)
     if kind == "missing":
-        return "is required but missing", _how_to_add(path, model)
+        form = "[[{}]]" if path[-1] == "source" else "[{}]"
+        table = f"a table {form.format(_dotted(path))}"
+        return "is required but missing", f"add {table if keys_of(model, path) else f'{path[-1]} = ...'}"
     if kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
         return f"must be one of {allowed}; got {shown(value)}", ""
-    if kind in _BOUNDS:
-        return f"must be {_BOUNDS[kind].format(**context)}, got {shown(value)}", ""
     if kind == "list_type" and isinstance(value, Mapping) and keys_of(model, path):
         return "is a single table, and must be a list of them", f"write [[{_dotted(path)}]] with double brackets"
-    if kind in _TYPES:
-        if _TYPES[kind] in ("a list", "a table") and (problem := _broken_toml(value)):
-            return (
-                f"{shown(value)} is not valid TOML: {problem}",
-                f"write {_TYPES[kind]} as TOML does, brackets closed",
-            )
-        return f"must be {_TYPES[kind]}, got {shown(value)}", ""
+    if kind in _MUST:
+        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", ""
     if kind == "string_pattern_mismatch":
         return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
-    if kind in _LENGTHS:
-        bound, number, what = _LENGTHS[kind]
-        return f"must have {bound} {counted(context[number], what)}, got {shown(value)}", ""
-    if kind == "value_error":  # of a validator of ours, which says it in its own words
-        return _lowered(details["msg"].removeprefix("Value error, ")), ""
+    if kind == "value_error":  # raised by a validator of ours
+        text = details["msg"].removeprefix("Value error, ")
+        return text[:1].lower() + text[1:], ""
     return f"cannot be {shown(value)}", ""
-
-
-def option_problem(error: ValidationError) -> str:
-    """What is wrong with the value of an option of the command line, in the words of a config's mistakes."""
-    return _describe(error.errors(include_url=False)[0], (), BaseModel)[0]
-
-
-def _how_to_add(path: KeyPath, model: type[BaseModel]) -> str:
-    if path[-1] == "source":
-        return f'add a table [[{_dotted(path)}]] with name = "..." and root = "..."'
-    return f"add a table [{_dotted(path)}]" if keys_of(model, path) else f"add {path[-1]} = ..."
-
-
-def _broken_toml(value: Any) -> str:
-    """Why `--set` took what looks like a table or list for a string; empty if it does not look like one."""
-    if not isinstance(value, str) or not value.startswith(("{", "[")):
-        return ""
-    try:
-        tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError as error:
-        return toml_problem(error)
-    except ValueError:
-        return "an integer of thousands of digits"
-    except RecursionError:
-        return "nested too deeply"
-    return ""
-
-
-def toml_problem(error: tomllib.TOMLDecodeError) -> str:
-    """The parser's message without the position."""
-    return _lowered(str(error).partition(" (at ")[0])
-
-
-def _lowered(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))
 
 
 def shown(value: Any) -> str:
     """A value in TOML's spelling, cut to a readable length."""
-    if isinstance(value, list):
-        text = f"[{', '.join(map(shown, value))}]"
-        return text if len(text) <= 80 else text[:77] + "..."
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, date | time):
-        return value.isoformat()
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length():,} bits"
-    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    if isinstance(value, list):
+        text = f"[{', '.join(map(shown, value))}]"
+    elif isinstance(value, date | time):
+        text = value.isoformat()
+    else:
+        text = f'"{value}"' if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def hint(path: KeyPath, model: type[BaseModel]) -> str:
+    """The fix for the unknown key at `path` of a config that `model` describes.
+
+    An explanation; or the keys that may be meant: the one that other trainers call so, keys of the same name in other tables
+    (`lr` and `optimizer_lr` for `optimizer.lr`), and the closest key of this table; or all keys of this table.
+    """
+    word = str(path[-1]).lower().replace("-", "_")
+    if word in EXPLAINED:
+        return EXPLAINED[word]
+    known = keys_of(model, path[:-1])
+    renamed = _RENAMED.get(_dotted(path)) or _RENAMED.get(word)
+    same = [".".join(keys) for keys in _all_keys(model) if word in ("_".join(keys[i:]) for i in range(len(keys)))]
+    # `optimizer.lr`, rather than how it follows the batch; a source to train on, rather than one to evaluate on.
+    same = [key for key in same if not key.startswith(("train.micro_batches.", "eval.source."))]
+    # A name that many tables have (`name`, `every`) does not tell which one was meant.
+    found = ([renamed] if renamed else []) + (same if len(same) <= 2 else [])
+    close = [] if renamed else difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    found += [key for key in close if not any(other.endswith(f".{key}") for other in found)]
+    if found:
+        return f"did you mean {' or '.join(dict.fromkeys(found))}?"
+    return f"known keys: {', '.join(known)}" if known else ""
+
+
+def keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """The keys of the table at `path` below `model`, sorted; empty if there is no table."""
+    table = tuple(part for part in path if isinstance(part, str))
+    return sorted({keys[-1] for keys in _all_keys(model) if keys[:-1] == table})
+
+
+def _all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every table and key below `model`, without indices."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        for table in _models_in(field.annotation):
+            yield from _all_keys(table, (*prefix, name))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation mentions, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _models_in(argument)]
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))

@@ -5,13 +5,17 @@ Checked before the process group starts. Rules that need the data itself are in 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
-from trainer.errors import UserError, UserErrors
+from trainer.errors import UserError, combined
 from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
 from trainer.wording import counted
+
+Mistake = tuple[str, str, str]
+"""(key, problem, fix)."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     micro_tokens = tokens_per_micro(config, sources, world_size)
     tokens = micro_tokens * config.micro_batches.most
     steps = least_steps(config, micro_tokens)
-    if found := _broken_rules(config, sources, in_flight, steps, tokens, world_size):
-        raise found[0] if len(found) == 1 else UserErrors(found)
+    _refuse(_broken_rules(config, sources, in_flight, steps, tokens, world_size))
     ownership, reason = _ownership(config, sources, world_size)
     return Facts(
         world_size=world_size,
@@ -101,111 +104,103 @@ def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
 
 def _broken_rules(
     config: RunConfig, sources: list[SourceTable], in_flight: int, steps: int, tokens_per_step: int, world_size: int
-) -> list[UserError]:
-    found = _broken_lengths(config, steps, tokens_per_step)
-    train, capacity = config.train, config.ledger.capacity
-    if train.tbptt_cells > config.data.max_group_cells:
+) -> Iterator[Mistake]:
+    yield from _broken_lengths(config, steps, tokens_per_step)
+    yield from _broken_pairs(config)
+    yield from _broken_sharding(config, world_size)
+    batches, ledger = config.micro_batches, config.ledger
+    if batches.auto is not None and world_size * batches.first == 1:
+        problem = f'"auto" with start = 1: {ONE_BATCH_SIZE}'
+        yield "train.micro_batches", problem, 'write { schedule = "auto", start = 2 }'
+    names = [source.name for source in sources]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield "data.source", f"two sources are named {name}", "give each a unique name"
+    if ledger.capacity < in_flight:
         problem = (
-            f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {config.data.max_group_cells})"
+            f"must hold the groups in flight: {in_flight} (K x batch size over the sources), got {ledger.capacity}"
         )
-        found.append(UserError("train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"))
-    if config.ledger.burn_in >= config.data.seq_len:
-        problem = f"{config.ledger.burn_in} tokens must be less than a cell (data.seq_len = {config.data.seq_len})"
-        found.append(UserError("ledger.burn_in", problem, f"set it to at most {config.data.seq_len - 1}"))
+        yield "ledger.capacity", problem, f"set it to {in_flight} or more"
+    foreign = next((source.name for source in sources if source.target is not None), None)
+    if foreign is not None and world_size > 1 and ledger.ownership == "reader":
+        problem = (
+            f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not guarantee'
+        )
+        yield "ledger.ownership", problem, "use exchange or auto"
+
+
+def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:
+    train, data, burn_in = config.train, config.data, config.ledger.burn_in
+    if train.tokens and train.steps not in (0, steps):
+        problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
+        yield "train.steps", problem, "set one of them to 0"
+    if train.tokens and not tokens_per_step:
+        problem = "needs the size of a batch, which data sets of your own do not tell"
+        yield "train.tokens", problem, "set train.steps instead"
+    if config.scheduler.warmup_tokens and not train.tokens:
+        fix = "set train.tokens, or warmup_steps instead"
+        yield "scheduler.warmup_tokens", "needs a run whose length is in tokens", fix
+    if train.tbptt_cells > data.max_group_cells:
+        problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
+        yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
+    if burn_in >= data.seq_len:
+        problem = f"{burn_in} tokens must be less than a cell (data.seq_len = {data.seq_len})"
+        yield "ledger.burn_in", problem, f"set it to at most {data.seq_len - 1}"
     if train.activation_checkpointing == "cell" and train.tbptt_cells == 1:
         problem = 'is "cell", which saves nothing when a row is one cell (train.tbptt_cells = 1)'
-        fix = 'raise train.tbptt_cells, or choose "block"'
-        found.append(UserError("train.activation_checkpointing", problem, fix))
+        yield "train.activation_checkpointing", problem, 'raise train.tbptt_cells, or choose "block"'
+
+
+def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
+    train = config.train
     if config.eval.every and not config.eval.has_data:
         problem = "is 0, which leaves no documents for eval.every to evaluate on"
         fix = "set it above 0 (0.02), add an [[eval.source]], or set eval.every to 0"
-        found.append(UserError("eval.holdout_fraction", problem, fix))
+        yield "eval.holdout_fraction", problem, fix
     if train.precision == "fp16" and train.device == "cpu":
-        found.append(UserError("train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'))
+        yield "train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'
     if config.distributed.backend == "nccl" and train.device == "cpu":
-        found.append(UserError("distributed.backend", '"nccl" needs CUDA devices', 'use "gloo" or "auto"'))
-    if config.gns.components_every and not config.gns.enabled:
+        yield "distributed.backend", '"nccl" needs CUDA devices', 'use "gloo" or "auto"'
+    if not config.gns.enabled and config.gns.components_every:
         problem = "needs the noise scale, which gns.enabled = false turns off"
-        found.append(UserError("gns.components_every", problem, "set it to 0, or gns.enabled to true"))
-    found += _broken_growth(config, world_size)
-    found += broken_sharding(config, world_size)
+        yield "gns.components_every", problem, "set it to 0, or gns.enabled to true"
+    if not config.gns.enabled and config.micro_batches.auto is not None:
+        problem = '"auto" needs the noise scale, which gns.enabled = false turns off'
+        yield "train.micro_batches", problem, "set gns.enabled = true, or plan the changes by a schedule"
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
-        found.append(UserError("objective.chunk_tokens", problem, "set one of them off"))
-    names = [source.name for source in sources]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    found += [UserError("data.source", f"two sources are named {name}", "give each a unique name") for name in twice]
-    if capacity < in_flight:
-        problem = (
-            f"must hold the groups in flight: {in_flight} (K x batch size over the sources), got {capacity}; states "
-            "that are still needed would be evicted"
-        )
-        found.append(UserError("ledger.capacity", problem, f"set it to {in_flight} or more"))
-    return found
+        yield "objective.chunk_tokens", problem, "set one of them off"
 
 
-def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
-    """Why a run cannot measure the gradient noise scale; None if it can."""
-    if not config.gns.enabled:
-        return "gns.enabled = false"
-    if world_size * config.micro_batches.most > 1:
-        return None
-    fix = "set train.micro_batches = 2 and halve data.mixing.batch_size"
-    return f"{ONE_BATCH_SIZE}; {fix}"
+def check_sharding(config: RunConfig, world_size: int) -> None:
+    """Refuse what of `[distributed]` is impossible with this number of ranks, or with other tables.
+
+    Raises:
+        UserError: one or several rules are broken.
+    """
+    _refuse(_broken_sharding(config, world_size))
 
 
-def _broken_growth(config: RunConfig, world_size: int) -> list[UserError]:
-    batches, key = config.micro_batches, "train.micro_batches"
-    if batches.auto is None:
-        return []
-    found = []
-    if not config.gns.enabled:
-        problem = '"auto" asks the gradient noise scale, which gns.enabled = false turns off'
-        found.append(UserError(key, problem, "set gns.enabled = true, or plan the changes by a schedule"))
-    if world_size == 1 and batches.first == 1:
-        problem = '"auto" with start = 1 on one rank: a single micro-batch per step has no noise that could be measured'
-        found.append(UserError(key, problem, 'write { schedule = "auto", start = 2 }'))
-    return found
-
-
-def broken_sharding(config: RunConfig, world_size: int) -> list[UserError]:
-    """What of `[distributed]` does not go with this number of ranks, or with other tables."""
-    table, found = config.distributed, []
+def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
     if table.strategy != "hsdp" and table.replicas:
-        problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
-        found.append(UserError("distributed.replicas", problem, 'set it to 0, or the strategy to "hsdp"'))
+        yield (
+            "distributed.replicas",
+            f'{table.replicas} replicas, but the strategy is "{table.strategy}"',
+            'set it to 0, or the strategy to "hsdp"',
+        )
     elif table.replicas and world_size % table.replicas:
         problem = f"{table.replicas} replicas do not divide {counted(world_size, 'rank')}"
-        found.append(UserError("distributed.replicas", problem, "choose a divisor"))
+        yield "distributed.replicas", problem, "choose a divisor"
     if table.strategy == "ddp":
-        return found
+        return
     if config.train.precision == "fp16":
-        problem = f'"fp16" with strategy "{table.strategy}": loss scaling does not work on shards'
-        found.append(UserError("train.precision", problem, 'use "bf16"'))
+        yield "train.precision", f'"fp16" with {strategy}: loss scaling does not work on shards', 'use "bf16"'
     if config.gns.components_every:
-        problem = f'does not go with strategy "{table.strategy}", which reduces gradients before they can be compared'
-        found.append(UserError("gns.components_every", problem, 'set it to 0, or the strategy to "ddp"'))
+        problem = f"does not go with {strategy}, which reduces gradients before they can be compared"
+        yield "gns.components_every", problem, 'set it to 0, or the strategy to "ddp"'
     if table.find_unused_parameters:
-        problem = f'does not go with strategy "{table.strategy}", whose ranks must use the same parameters'
-        found.append(
-            UserError("distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones")
-        )
-    return found
-
-
-def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> list[UserError]:
-    found = []
-    train = config.train
-    if train.tokens and train.steps not in (0, steps):
-        problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
-        found.append(UserError("train.steps", problem, "set one of them to 0"))
-    if train.tokens and tokens_per_step == 0:
-        problem = "needs to know how large a batch is, and data sets of your own do not say"
-        found.append(UserError("train.tokens", problem, "set train.steps instead"))
-    if config.scheduler.warmup_tokens and not train.tokens:
-        fix = "set train.tokens, or warmup_steps instead"
-        found.append(UserError("scheduler.warmup_tokens", "needs a run whose length is in tokens", fix))
-    return found
+        problem = f"does not go with {strategy}, whose ranks must use the same parameters"
+        yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
 
 
 def check_state_rules(config: RunConfig, state_width: int) -> None:
@@ -214,11 +209,27 @@ def check_state_rules(config: RunConfig, state_width: int) -> None:
     Raises:
         UserError: `tbptt_cells` or `burn_in` is set for such a model.
     """
+    found: list[Mistake] = []
     if state_width == 0 and config.train.tbptt_cells > 1:
         problem = "the model has no state, through which the gradient could flow from cell to cell"
-        raise UserError("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")
+        found.append(("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead"))
     if state_width == 0 and config.ledger.burn_in:
-        raise UserError("ledger.burn_in", "the model has no state that could be stale", "set it to 0")
+        found.append(("ledger.burn_in", "the model has no state that could be stale", "set it to 0"))
+    _refuse(found)
+
+
+def _refuse(found: Iterable[Mistake]) -> None:
+    if errors := [UserError(key, problem, fix) for key, problem, fix in found]:
+        raise combined(errors)
+
+
+def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
+    """Why a run cannot measure the gradient noise scale; None if it can."""
+    if not config.gns.enabled:
+        return "gns.enabled = false"
+    if world_size * config.micro_batches.most > 1:
+        return None
+    return f"{ONE_BATCH_SIZE}; set train.micro_batches = 2 and halve data.mixing.batch_size"
 
 
 def costs_of_carry(config: RunConfig) -> dict[str, str]:
@@ -251,9 +262,4 @@ def _ownership(config: RunConfig, sources: list[SourceTable], world_size: int) -
     foreign = next((source.name for source in sources if source.target is not None), None)
     if foreign is None or world_size == 1:
         return "reader", "slices are cut at group boundaries: the rank that reads a group owns it"
-    if config.ledger.ownership == "reader":
-        problem = (
-            f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not guarantee'
-        )
-        raise UserError("ledger.ownership", problem, "use exchange or auto")
     return "exchange", f"source {foreign} is a target, which may move groups between ranks"

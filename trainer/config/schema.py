@@ -12,6 +12,7 @@ from trainer.config.base import (
     WEB_ADDRESS,
     Amount,
     Args,
+    BatchSize,
     Count,
     Factor,
     Fraction,
@@ -24,8 +25,8 @@ from trainer.config.base import (
     Text,
     Tokens,
     WholeNumber,
+    plan_of,
 )
-from trainer.config.batch_tables import BatchSize, plan_of
 from trainer.config.data_tables import DataTable, EvalTable
 from trainer.micro_batches import MicroBatches
 

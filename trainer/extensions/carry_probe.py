@@ -305,8 +305,8 @@ class StepProbe(Extension):
         self._seconds = 0.0
 
     def measures(self, step: int) -> bool:
-        """Every `ledger.probe_every` steps."""
-        return step % self.run.config.ledger.probe_every == 0 and self.run.logs(step)
+        """Every `ledger.probe_every` steps that log."""
+        return step % self.run.config.ledger.probe_every == 0
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Measure a micro-batch, outside of the step's times."""

@@ -34,7 +34,7 @@ class NoiseSources(Extension):
 
     def measures(self, step: int) -> bool:
         """Every `gns.components_every` steps that log."""
-        return step % self.run.config.gns.components_every == 0 and self.run.logs(step)
+        return step % self.run.config.gns.components_every == 0
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The window in halves."""

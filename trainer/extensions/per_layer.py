@@ -342,10 +342,6 @@ class LayerNumbers(Extension):
         self.num_sums = self._layers.num_sums
         self.metric_keys = self._layers.metric_keys
 
-    def measures(self, step: int) -> bool:
-        """Every logged step."""
-        return self.run.logs(step)
-
     def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
         """Copy a sample of the weights."""
         self._layers.before_update(squares)

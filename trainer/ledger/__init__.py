@@ -1,8 +1,8 @@
 """The ledger: recurrent states per group, kept between steps."""
 
 from trainer.hashing import splitmix64
-from trainer.ledger.eviction import WIPE_MODES, WipeMode
 from trainer.ledger.exchange import owner_of
+from trainer.ledger.index import WIPE_MODES, WipeMode
 from trainer.ledger.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, Ownership
 
 __all__ = [

@@ -1,19 +1,36 @@
 """Which slot holds which group, the order in which slots were stored, and the groups evicted recently.
 
+| wipe mode | evicts |
+|---|---|
+| `none` | nothing |
+| `full` | everything, every `wipe_every` steps |
+| `lru` | the least recently stored groups, when more than `capacity` are live |
+| `periodic_stale` | every `sweep_every` steps, the groups with `last_step < step - stale_threshold` |
+
 Host memory only: groups, slots and steps are integers here, and nothing knows about states.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from itertools import repeat
+from typing import Literal, get_args
 
 import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import EVICTION_MODES, Evicted, EvictedGroups, EvictionMode, WipeMode
+
+WipeMode = Literal["none", "full", "lru", "periodic_stale"]
+WIPE_MODES: tuple[WipeMode, ...] = get_args(WipeMode)
+
+# Checkpoints store the position of a mode here: append a new one.
+EvictionMode = Literal["lru", "stale"]
+EVICTION_MODES: tuple[EvictionMode, ...] = get_args(EvictionMode)
+
+Evicted = tuple[EvictionMode, int]
+"""How a group was evicted, and at which step."""
 
 # Stands for the last step of slots that must not be evicted; no bucket has it. -1 is a free slot.
 PINNED = -2
@@ -103,7 +120,8 @@ class GroupIndex:
     def __init__(self, *, capacity: int, wipe_mode: WipeMode, counts: dict[str, int]) -> None:
         self.capacity = capacity
         self.num_live = 0
-        self.evicted = EvictedGroups(capacity)
+        # Groups evicted recently that have not come back, oldest first: of more than `capacity` the oldest are forgotten.
+        self.evicted: OrderedDict[int, Evicted] = OrderedDict()
         self.last_step: Ints = np.full(capacity, -1, np.int64)
         """Per slot, the step of the last store; -1 if free."""
         self._group_of: Ints = np.full(capacity, -1, np.int64)
@@ -149,7 +167,7 @@ class GroupIndex:
         ended = slots[is_held & ~is_kept]
         new = (is_kept & ~is_held).nonzero()[0]
         self._check_room(is_kept, self.num_live - ended.size + new.size)
-        if self.evicted.entries:
+        if self.evicted:
             self._take_evicted(group_ids[~is_held].tolist(), cell_index[~is_held].tolist())
         if ended.size:
             self._vacate(ended)
@@ -189,7 +207,7 @@ class GroupIndex:
         return self._free[: self.capacity - self.num_live].copy()
 
     def fill(
-        self, groups: Ints, slots: Ints, last_step: Ints, free_slots: Ints, evicted: Sequence[tuple[int, Evicted]]
+        self, groups: Ints, slots: Ints, last_step: Ints, free_slots: Ints, evicted: Iterable[tuple[int, Evicted]]
     ) -> None:
         """Replace everything; `evicted` oldest first, none of them held."""
         self._found_for = None
@@ -200,29 +218,25 @@ class GroupIndex:
         self.last_step[slots] = last_step
         self._free[: free_slots.size] = free_slots
         self.evicted.clear()
-        for group, (mode, step) in evicted:
-            self.evicted.add([group], mode, step)
+        self._remember(evicted)
         if self._order is not None:
             self._order.rebuild()
 
     def _check_room(self, is_kept: Flags, num_live_after: int) -> None:
-        if num_live_after <= self.capacity:
-            return
         needed = int(np.count_nonzero(is_kept)) if self._is_lru else num_live_after
-        if needed <= self.capacity:
+        if min(needed, num_live_after) <= self.capacity:
             return
-        if self._is_lru:
-            problem = f"must hold the groups of one micro-batch: needs {needed}, got {self.capacity}"
-            raise UserError("ledger.capacity", problem, f"set it to at least {needed}")
-        problem = f"is exhausted: {needed} groups are in flight, got {self.capacity}"
-        raise UserError("ledger.capacity", problem, f"set it to at least {needed}, or wipe_mode to lru")
+        what, fix = (
+            ("groups in flight", ", or wipe_mode to lru") if not self._is_lru else ("groups of one micro-batch", "")
+        )
+        problem = f"must hold the {what}: needs {needed}, got {self.capacity}"
+        raise UserError("ledger.capacity", problem, f"set it to at least {needed}{fix}")
 
     def _take_evicted(self, groups: list[int], cells: list[int]) -> None:
         """Forget that some of the groups, none of them held, were evicted, and count those that continue."""
-        evicted = self.evicted.entries
         for group, cell in zip(groups, cells, strict=True):
-            if group in evicted:
-                mode, _ = evicted.pop(group)
+            if group in self.evicted:
+                mode, _ = self.evicted.pop(group)
                 # A first cell starts from zero anyway, so nothing was lost.
                 if cell:
                     self._counts[FALSE_EVICTION_KEYS[mode]] += 1
@@ -251,8 +265,14 @@ class GroupIndex:
 
     def _evict(self, slots: Ints, mode: EvictionMode, step: int) -> None:
         """Free the slots, and remember that their groups were evicted."""
-        self.evicted.add(self._vacate(slots), mode, step)
+        self._remember(zip(self._vacate(slots), repeat((mode, step))))
         self._counts[f"ledger/evictions/{mode}"] += slots.size
+
+    def _remember(self, evicted: Iterable[tuple[int, Evicted]]) -> None:
+        """Add evicted groups, none of them known."""
+        self.evicted.update(evicted)
+        while len(self.evicted) > self.capacity:
+            self.evicted.popitem(last=False)
 
 
 def distinct(group_ids: Ints) -> list[int]:
@@ -264,3 +284,12 @@ def distinct(group_ids: Ints) -> list[int]:
         if twice is not None:
             raise ValueError(f"group {twice} appears twice in one micro-batch")
     return groups
+
+
+def is_due(step: int, previous_step: int, every: int) -> bool:
+    """Whether an action with interval `every` is due at `step`, when the last step begun was `previous_step`.
+
+    It is due if a multiple of `every` lies in (previous_step, step]: a step that is never begun delays the action
+    instead of losing it.
+    """
+    return step // every > previous_step // every

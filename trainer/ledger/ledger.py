@@ -27,11 +27,9 @@ from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import EVICTION_MODES, Evicted, WipeMode, check_settings, is_due
 from trainer.ledger.exchange import OwnerExchange, owner_of
-from trainer.ledger.host_slab import HostSlab
-from trainer.ledger.index import GroupIndex, distinct
-from trainer.ledger.slab import InvalidCount, Native, Slab, to_device
+from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex, WipeMode, distinct, is_due
+from trainer.ledger.slab import HostSlab, InvalidCount, Native, Slab, to_device
 from trainer.ledger.snapshot import Layout, load_shards, save_rows, save_shard
 
 Ownership = Literal["reader", "exchange"]
@@ -54,7 +52,7 @@ class Ledger:
     Args:
         state_width: numbers per state.
         capacity: most groups that this rank can hold.
-        wipe_mode: `none`, `full`, `lru` or `periodic_stale`; see `trainer.ledger.eviction`.
+        wipe_mode: `none`, `full`, `lru` or `periodic_stale`; see `trainer.ledger.index`.
         stale_threshold: with `periodic_stale`, steps that a group may go without a store.
         sweep_every: with `periodic_stale`, steps between sweeps.
         wipe_every: with `full`, steps between wipes.
@@ -87,15 +85,19 @@ class Ledger:
         world_size: int = 1,
         process_group: Any = None,
     ) -> None:
-        check_settings(
-            wipe_mode=wipe_mode,
-            capacity=capacity,
-            stale_threshold=stale_threshold,
-            sweep_every=sweep_every,
-            wipe_every=wipe_every,
-        )
-        if ownership not in get_args(Ownership):
-            raise UserError("ledger.ownership", f"must be one of {', '.join(get_args(Ownership))}, got {ownership!r}")
+        for key, value, allowed in (
+            ("wipe_mode", wipe_mode, WIPE_MODES),
+            ("ownership", ownership, get_args(Ownership)),
+        ):
+            if value not in allowed:
+                raise UserError(f"ledger.{key}", f"must be one of {', '.join(allowed)}, got {value!r}")
+        positive = {"capacity": capacity}
+        positive |= {"wipe_every": wipe_every} if wipe_mode == "full" else {}
+        if wipe_mode == "periodic_stale":
+            positive |= {"sweep_every": sweep_every, "stale_threshold": stale_threshold}
+        for key, number in positive.items():
+            if number < 1:
+                raise UserError(f"ledger.{key}", f"must be >= 1 with wipe_mode {wipe_mode}, got {number}")
         self._wipe_mode = wipe_mode
         self._stale_threshold = stale_threshold
         self._sweep_every = sweep_every
@@ -266,7 +268,7 @@ class Ledger:
     @property
     def recently_evicted(self) -> Mapping[int, Evicted]:
         """Groups evicted recently that have not come back: mode and step, oldest first."""
-        return MappingProxyType(self._index.evicted.entries)
+        return MappingProxyType(self._index.evicted)
 
     def state_dict(self, *, with_rows: bool = True) -> dict[str, Any]:
         """This rank's shard: tensors (on the CPU), numbers and strings; counters are not part of it (`undrained`).

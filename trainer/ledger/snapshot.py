@@ -11,8 +11,7 @@ from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.eviction import EVICTION_MODES, Evicted
-from trainer.ledger.index import GroupIndex
+from trainer.ledger.index import EVICTION_MODES, Evicted, GroupIndex
 from trainer.ledger.slab import Slab
 from trainer.metrics.logger import get_logger
 
@@ -33,7 +32,7 @@ class Layout(NamedTuple):
 def save_shard(index: GroupIndex, slab: Slab, *, layout: Layout, step: int | None) -> dict[str, Any]:
     """Copy a shard but for its rows into what `torch.load(weights_only=True)` accepts."""
     slots = index.held_slots()
-    evicted = list(index.evicted.entries.items())
+    evicted = list(index.evicted.items())
     return {
         "format": FORMAT,
         **layout._asdict(),

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from trainer.metrics.aggregate import SumCount, UnloggedCounters, WindowAggregator
+    from trainer.metrics.aggregate import Recorder, SumCount, UnloggedCounters
     from trainer.metrics.best_effort import BestEffort, Diagnostics, SkipBatch
     from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, lookup, register
     from trainer.metrics.catalog.spec import MetricSpec
@@ -32,7 +32,7 @@ _HOMES: Final = {
     "StepMetrics": "tracker",
     "SumCount": "aggregate",
     "UnknownMetric": "catalog.lookup",
-    "WindowAggregator": "aggregate",
+    "Recorder": "aggregate",
     "format_metrics": "logger",
     "get_logger": "logger",
     "lookup": "catalog.lookup",
@@ -48,13 +48,13 @@ __all__ = [
     "GradientNoiseScale",
     "MetricSpec",
     "MetricsTracker",
+    "Recorder",
     "Reporter",
     "SkipBatch",
     "StepMetrics",
     "SumCount",
     "UnknownMetric",
     "UnloggedCounters",
-    "WindowAggregator",
     "format_metrics",
     "get_logger",
     "lookup",

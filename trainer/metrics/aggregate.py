@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.metrics.catalog.lookup import lookup_or_gauge
-from trainer.metrics.catalog.spec import WindowReduction
-from trainer.metrics.values import as_number
+from trainer.metrics.catalog.spec import Kind, WindowReduction
+from trainer.metrics.values import LeaveOut, as_number
+from trainer.wording import message_of
 
 Scalar = float | torch.Tensor
+MOST_EXACT = 2**53
 
 
 class SumCount(NamedTuple):
@@ -87,6 +89,8 @@ def as_scalar(value: Any) -> Scalar:
     Raises:
         TypeError: it is neither.
     """
+    if type(value) is float or (type(value) is int and abs(value) < MOST_EXACT):
+        return float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach()
     return as_number(value)
@@ -128,25 +132,31 @@ class _Entry:
         return self.total / self.count if self.how == "mean" else self.total
 
 
-class WindowAggregator:
-    """Aggregate of the values that the micro-steps of one optimizer step report.
+class Recorder:
+    """The one place where a run's metrics are recorded: combines what is recorded until it is drained.
 
-    A key that some micro-steps lack is aggregated over those that reported it: a gauge present once with 1.0 stays 1.0.
+    A key that some micro-batches lack is combined over those that reported it: a gauge present once with 1.0 stays 1.0. A key
+    that is not in the catalog is a gauge.
 
     Args:
-        metric_keys: the keys that can be added, for a window that is reduced over ranks (see `Reporter`).
+        metric_keys: the keys that may be recorded; empty: any.
+        leave_out: told of a value that cannot be taken, which then counts as one that could not be given; None: it raises.
     """
 
-    def __init__(self, metric_keys: Iterable[str] = ()) -> None:
+    def __init__(self, metric_keys: Iterable[str] = (), *, leave_out: LeaveOut | None = None) -> None:
         self.metric_keys = tuple(metric_keys)
         self._known = frozenset(self.metric_keys)
+        self._leave_out = leave_out
+        self._rules: dict[str, WindowReduction] = {}  # looked up once
         self._entries: dict[str, _Entry] = {}
         self._moments: dict[str, Moments] = {}  # of the last sample
 
-    def add(self, values: Mapping[str, Input | Moments | None]) -> None:
-        """Take in one micro-step's values; a pair is (sum, count), None a value that could not be given.
+    def record(self, key: str, value: Input | Moments | None) -> None:
+        """Take in one value; see `add`."""
+        self.add({key: value})
 
-        A key that is not in the catalog is a gauge.
+    def add(self, values: Mapping[str, Input | Moments | None]) -> None:
+        """Take in the values of one micro-batch; a pair is (sum, count), None a value that could not be given.
 
         Raises:
             KeyError: a key is not among `metric_keys`, where those were given.
@@ -156,29 +166,38 @@ class WindowAggregator:
         if self._known and not self._known.issuperset(values):
             raise KeyError(f"not among the metric_keys: {', '.join(sorted(values.keys() - self._known))}")
         for key, value in values.items():
-            how, entry = lookup_or_gauge(key).window, self._entries.get(key)
-            if isinstance(value, Moments):
-                self._moments[key] = value
-                continue
-            if value is None:
-                if how not in ("mean", "weighted_mean"):
-                    self._entries[key] = _Entry(how, None, 1.0)
-                continue
             try:
-                value = as_value(value)
-            except TypeError as error:
-                raise TypeError(f"{key}: {error}") from None
-            if isinstance(value, tuple) and how != "weighted_mean":
-                raise ValueError(f"{key}: a (sum, count) pair, but its window reduction is {how}")
-            total, count = value if isinstance(value, tuple) else (value, 1.0)
-            if entry is None or how == "last":
-                self._entries[key] = _Entry(how, total, count)
-            elif entry.total is None:
-                continue
-            elif how in ("max", "min"):
-                entry.total = _larger(entry.total, total, 1 if how == "max" else -1)
-            else:
-                entry.total, entry.count = entry.total + total, entry.count + count
+                self._add(key, value)
+            except Exception as error:  # noqa: BLE001 - one value must not cost the others
+                if self._leave_out is None:
+                    raise type(error)(f"{key}: {message_of(error)}") from None
+                self._leave_out(key, message_of(error))
+                self._add(key, None)
+
+    def _add(self, key: str, value: Input | Moments | None) -> None:
+        how, entry = self._rules.get(key), self._entries.get(key)
+        if how is None:
+            how = self._rules[key] = lookup_or_gauge(key).window
+        if isinstance(value, Moments):
+            self._moments[key] = value
+            return
+        if value is None:
+            if how not in ("mean", "weighted_mean"):
+                self._entries[key] = _Entry(how, None, 1.0)
+            return
+        if type(value) is not float:
+            value = as_value(value)
+        if isinstance(value, tuple) and how != "weighted_mean":
+            raise ValueError(f"a (sum, count) pair, but its window reduction is {how}")
+        total, count = value if isinstance(value, tuple) else (value, 1.0)
+        if entry is None or how == "last":
+            self._entries[key] = _Entry(how, total, count)
+        elif entry.total is None:
+            return
+        elif how in ("max", "min"):
+            entry.total = _larger(entry.total, total, 1 if how == "max" else -1)
+        else:
+            entry.total, entry.count = entry.total + total, entry.count + count
 
     def result(self) -> dict[str, Reported]:
         """The aggregates so far; weighted means still as `SumCount`."""
@@ -213,6 +232,7 @@ class UnloggedCounters:
 
     def __init__(self, counters: tuple[str, ...] = ()) -> None:
         self._counters = counters
+        self._kinds: dict[str, Kind] = {}  # looked up once
         self._kept: dict[str, Scalar | None] = dict.fromkeys(counters, 0.0)
         self._latest: dict[str, Value] = {}
 
@@ -220,7 +240,9 @@ class UnloggedCounters:
         """Take in one step's values; None is one that could not be given: its count is not known until the next drain."""
         self._latest = {}
         for key, value in values.items():
-            kind, kept = lookup_or_gauge(key).kind, self._kept.get(key, 0.0)
+            kind, kept = self._kinds.get(key), self._kept.get(key, 0.0)
+            if kind is None:
+                kind = self._kinds[key] = lookup_or_gauge(key).kind
             value = value.detach() if isinstance(value, torch.Tensor) else value
             if kind == "gauge" or isinstance(value, tuple):
                 if value is not None:

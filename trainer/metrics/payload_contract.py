@@ -245,17 +245,15 @@ def validate_payload(obj: Any) -> None:
 
 
 def _check_version(obj: Mapping[str, Any]) -> None:
+    version, problem = obj.get("schema_version"), ""
     if "schema_version" not in obj:
-        raise PayloadError("schema_version", f"missing; this reader supports version {SCHEMA_VERSION}")
-    version = obj["schema_version"]
-    if not _is_int(version):
-        raise PayloadError(
-            "schema_version", f"must be an integer, got {version!r}; this reader supports {SCHEMA_VERSION}"
-        )
-    if version != SCHEMA_VERSION:
-        raise PayloadError(
-            "schema_version", f"version {version} is not supported; this reader supports {SCHEMA_VERSION}"
-        )
+        problem = "missing; this reader supports version"
+    elif not _is_int(version):
+        problem = f"must be an integer, got {version!r}; this reader supports"
+    elif version != SCHEMA_VERSION:
+        problem = f"version {version} is not supported; this reader supports"
+    if problem:
+        raise PayloadError("schema_version", f"{problem} {SCHEMA_VERSION}")
 
 
 def _check_step(step: Any) -> None:
@@ -307,3 +305,47 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
         if isinstance(found, Payload) and found.global_step < last_step:
             yield Violation(number, "global_step", f"falls from {last_step} to {found.global_step} without a restart")
         last_step = found.global_step
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of one line of a stream, for consumers in other languages: a payload or a restart event."""
+    step, version = {"type": "integer", "minimum": 0}, {"type": "integer", "const": SCHEMA_VERSION}
+    keys = {"minLength": 1}
+    payload = {
+        "title": "Payload",
+        "description": "One row of metrics of one optimizer step.",
+        "type": "object",
+        "required": list(_REQUIRED),
+        "not": {"required": ["event"]},
+        "properties": {
+            "schema_version": version,
+            "mode": {"enum": list(MODES)},
+            "global_step": step,
+            "metrics": {"type": "object", "propertyNames": keys, "additionalProperties": {"type": "number"}},
+            "non_finite": {
+                "description": "Metrics that JSON numbers cannot represent; none of them appears in `metrics` as well.",
+                "type": "object",
+                "propertyNames": keys,
+                "additionalProperties": {"enum": list(NON_FINITE_WORDS)},
+            },
+        },
+        "anyOf": [
+            {"properties": {"metrics": {"minProperties": 1}}},
+            {"required": ["non_finite"], "properties": {"non_finite": {"minProperties": 1}}},
+        ],
+        "additionalProperties": True,
+    }
+    restart = {
+        "title": "Restart",
+        "description": "Later rows may repeat steps above `global_step`; the last row of a step counts.",
+        "type": "object",
+        "required": ["schema_version", "event", "global_step"],
+        "properties": {"schema_version": version, "event": {"const": RESTART}, "global_step": step},
+        "additionalProperties": True,
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"Trainer metrics, version {SCHEMA_VERSION}",
+        "oneOf": [{"$ref": "#/$defs/payload"}, {"$ref": "#/$defs/restart"}],
+        "$defs": {"payload": payload, "restart": restart},
+    }

@@ -123,7 +123,7 @@ def _scalars(value: Reported, operation: RankReduction, device: torch.device | s
     else:
         taken = as_scalar(value)
         given = Moments(1.0, taken, 1.0, taken * taken, taken, 1.0)
-    scalars = map(as_scalar, given)
+    scalars = (scalar if type(scalar) is float else as_scalar(scalar) for scalar in given)
     return [
         scalar.to(device=device, dtype=torch.float64).reshape(()) if isinstance(scalar, torch.Tensor) else scalar
         for scalar in scalars

@@ -44,9 +44,9 @@ def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], T]) -> dict[
         raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
     found: dict[str, T | None] = {}
     for name, value in values.items():
-        if is_name(name, leave_out):
+        if (isinstance(name, str) and name) or is_name(name, leave_out):
             try:
-                found[name] = take(value)
+                found[name] = value if type(value) is float else take(value)  # type: ignore[assignment]
             except TypeError as error:
                 leave_out(name, message_of(error))
                 found[name] = None

@@ -49,12 +49,14 @@ class Extension:
     Attributes:
         metric_keys: the names of all metrics that it reports.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
+        every_step: it measures steps that are not logged too.
         keeps: what the noise scale's hooks keep for it in the windows that it measures: `pairs`, `by_parameter` or nothing.
     """
 
     metric_keys: Sequence[str] = ()
     num_sums: int = 0
     keeps: str = ""
+    every_step: bool = False
 
     def __init__(self, run: Run, **args: Any) -> None:
         self.run = run
@@ -62,7 +64,8 @@ class Extension:
             raise UserError("extension.args", f"{type(self).__name__} takes no {', '.join(args)}", "take them out")
 
     def measures(self, step: int) -> bool:
-        """Whether this step calls the moments from `window_read` to `summed`; the same on all ranks."""
+        """Whether this step calls the moments from `window_read` to `summed`; the same on all ranks. Asked of logged steps, and
+        with `every_step` of all."""
         return True
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch] | None:
@@ -177,9 +180,10 @@ class Extensions:
         self._device = device
         self._world_size = world_size
         self._arrange()
-        self._measuring: list[_Rider] = []  # the step that was begun last
+        self._measure(())
 
     def _arrange(self) -> None:
+        self._always = [each for each in self._riders if each.extension.every_step]
         self._by_moment = {moment: [each for each in self._riders if each.has(moment)] for moment in MOMENTS}
 
     @property
@@ -192,25 +196,31 @@ class Extensions:
         for each in self._by_moment[moment]:
             each.call(moment, *args, **kwargs)
 
-    def begin_step(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> Sequence[MicroBatch]:
         """Ask which extensions measure the step. Returns its micro-batches."""
         # One that has failed on this rank keeps its place in the sums until all ranks know.
-        self._measuring = [each for each in self._riders if each.call("measures", step) is not False]
+        asked = self._riders if is_logged else self._always
+        if asked or self._measuring:
+            self._measure([each for each in asked if each.call("measures", step) is not False])
         for each in self._measuring:
             if each.has("window_read"):
                 window = each.call("window_read", step, window) or window
         return window
 
-    def keeps(self, what: str) -> bool:
-        """Whether an extension that measures the step needs this of the noise scale's hooks."""
-        return any(each.extension.keeps == what for each in self._measuring)
+    def _measure(self, riders: Sequence[_Rider]) -> None:
+        """Note who measures the step: the calls of its moments, and what the noise scale's hooks keep."""
 
-    def in_step(self, moment: str) -> list[Callable[..., Any]]:
-        """The calls of a moment of the extensions that measure the step."""
-        return [partial(each.call, moment) for each in self._measuring if each.has(moment)]
+        def calls(moment: str) -> list[Callable[..., Any]]:
+            return [partial(each.call, moment) for each in riders if each.has(moment)]
+
+        self._measuring = riders
+        self.on_state, self.on_micro, self.on_gradient = map(calls, ("state_found", "micro_done", "gradient_ready"))
+        self.kept = {each.extension.keeps for each in riders}
 
     def sum_up(self) -> Measured | None:
         """Call `updated`, and start to sum over ranks; None if nobody measures the step."""
+        if not self._measuring:
+            return None
         riders = [each for each in self._measuring if each.extension.num_sums]
         if not riders:
             return None

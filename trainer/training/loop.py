@@ -45,7 +45,7 @@ def run_loop(run: Run) -> str:
         run.extensions.call("step_launched", position.step + (in_flight is not None))
     run.extensions.exchange()
     if run.saver.last_saved != position.step and position.step > 0:
-        run.at("checkpoint", position.step, may_wait=True)
+        run.watchdog.at("checkpoint", position.step, may_wait=True)
         with run.output():
             run.saver.save(position, in_background=False)
     return reason or "all steps are done"
@@ -55,7 +55,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
     step = run.position.step + (1 if previous is None else 2)
     tokens_before = run.position.tokens_before if previous is None else run.position.tokens  # through step - 2
-    num_micros = run.config.micro_batches.first
+    num_micros = run.num_micros
     num_before, change = num_micros * (step > 1), None
     if run.growth is not None:
         num_micros, num_before, change = micro_batches_of(run, run.growth, step, previous, tokens_before)
@@ -63,16 +63,17 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     lr = run.schedule(reached) * (1.0 if run.growth is None else run.growth.lr_factor(num_micros))
     if reached >= run.length.total:
         run.position.last_step = step
-    at_once = is_read_at_once(run, step)
+    is_logged = run.logs(step)
+    at_once = is_logged or is_read_at_once(run, step)
     if (at_once or run.saver.must_save) and previous is not None:
         # Before the step starts, so that its times are its own.
         reason, previous = finish(run, previous), None
         if reason is not None:
             return reason, None
     run.tracker.start_step()
-    run.at(DATA, step)
+    run.watchdog.at(DATA, step)
     try:
-        with run.tracker.section("data"), run.reading():
+        with run.tracker.section("data"), run.stop.interrupting(run.info.world_size == 1):
             window = run.windows.read(step, num_micros)
     except StopNow:
         return (None if previous is None else finish(run, previous)) or stopped_by(run), None
@@ -81,10 +82,10 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     if change is not None:
         logger.info("step %d: %d micro-batches instead of %d: %s", step, num_micros, num_before, change["reason"])
         run.event(change)
-    run.at("forward and backward", step)
+    run.watchdog.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
-        run.train_step.accumulate(step, window.micros)
-    run.at("optimizer", step)
+        run.train_step.accumulate(step, window.micros, is_logged=is_logged)
+    run.watchdog.at("optimizer", step)
     with run.tracker.section("optimizer"):
         launched = run.train_step.launch(
             lr=lr,
@@ -121,11 +122,11 @@ def micro_batches_of(
 
 
 def is_read_at_once(run: Run, step: int) -> bool:
-    """Whether the step's numbers are needed right after it; the same on all ranks."""
+    """Whether the numbers of a step that is not logged are needed right after it; the same on all ranks."""
     config = run.config
     is_asked = run.extensions.needs_boundary(step) or (run.growth is not None and run.growth.decides_after(step))
     is_due = any(every and step % every == 0 for every in (config.eval.every, config.checkpoint.every))
-    return run.logs(step) or is_asked or is_due
+    return is_asked or is_due
 
 
 def finish(run: Run, taken: StepInFlight) -> str | None:
@@ -146,7 +147,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     if len(taken.window.micros) != position.micro_batches:
         position.micro_batches, position.micro_batches_since = len(taken.window.micros), step
     for metrics in taken.window.metrics:
-        run.record_all(metrics)
+        run.recorder.add(metrics)
     run.extensions.call("step_finished", taken, outcome)
     if not outcome.is_finite:
         reject(run, taken, outcome)
@@ -158,7 +159,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         run.extensions.exchange()
     end_step(run, taken, outcome, is_logged=run.logs(step))
     if outcome.all_saved:
-        run.at("checkpoint", step, may_wait=True)
+        run.watchdog.at("checkpoint", step, may_wait=True)
         run.saver.publish_pending()
     every, is_last = run.config.eval.every, step == position.last_step
     position.evaluation_is_due = run.evaluator is not None and (step % every == 0 or is_last)
@@ -191,7 +192,7 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, *, is_logged: 
     """
     step, extra = taken.step, {}
     if is_logged:
-        run.at("logging", step)
+        run.watchdog.at("logging", step)
         extra = reduced_metrics(run, taken, drains=drains)
     with run.output() if is_logged else nullcontext():
         run.tracker.end_step(
@@ -218,13 +219,13 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
         run.record("grad_scale", grad_scale)
     if run.info.world_size > 1:
         ready_after = taken.launched.ready_at - run.tracker.step_start
-        run.record_all({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
+        run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
     if drains:
         for name, reporter in run.reporters.items():
             drained = guard(name).run(reporter.drain_metrics)
-            run.record_all(dict.fromkeys(reporter.metric_keys) if drained is None else drained)
-        run.record_all(run.extensions.drain_metrics())
-    recorded = guard("metrics").run(run.position.unlogged.drain_metrics)
+            run.recorder.add(dict.fromkeys(reporter.metric_keys) if drained is None else drained)
+        run.recorder.add(run.extensions.drain_metrics())
+    recorded = guard("metrics").run(run.recorder.drain_metrics)
     if recorded is None:  # nothing of this rank is known
         recorded = dict.fromkeys(run.operations)
     world_size = run.info.world_size
@@ -240,13 +241,13 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     position, config = run.position, run.config
     if position.evaluation_is_due and not evaluate(run):
         return False
-    if run.extensions.has("at_boundary") and is_read_at_once(run, position.step):
-        run.at("extensions", position.step)
+    if run.extensions.has("at_boundary") and (run.logs(position.step) or is_read_at_once(run, position.step)):
+        run.watchdog.at("extensions", position.step)
         run.extensions.call("at_boundary", position.step, is_last=is_last)
     every = config.checkpoint.every
     is_due = run.saver.must_save or (every and position.step % every == 0)
     if is_due and not is_last:  # after the last step the loop saves
-        run.at("checkpoint", position.step, may_wait=True)
+        run.watchdog.at("checkpoint", position.step, may_wait=True)
         run.extensions.exchange()
         with run.output():
             run.saver.save(position, in_background=config.checkpoint.background)
@@ -259,12 +260,12 @@ def evaluate(run: Run) -> bool:
     position = run.position
 
     def should_stop() -> bool:  # asked between micro-batches
-        run.at("evaluation", position.step, may_wait=run.config.eval.target is not None)
+        run.watchdog.at("evaluation", position.step, may_wait=run.config.eval.target is not None)
         return run.stop.requested
 
     should_stop()
     found: dict[str, float] | None = None
-    with suppress(StopNow), run.reading():
+    with suppress(StopNow), run.stop.interrupting(run.info.world_size == 1):
         found = run.evaluator.run(position.step, should_stop)
     position.evaluation_is_due = found is None
     if found is None:

@@ -18,7 +18,6 @@ from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks.stdout import kept_for_payloads
 from trainer.training.checkpointing.saver import SaveError
-from trainer.training.exits import exits_as_errors
 from trainer.training.loop import NonFiniteError, run_loop
 from trainer.training.messages import summarize
 from trainer.training.run import Run
@@ -27,6 +26,7 @@ from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import make_plan
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.tokens import Stopped, tokenize_once
+from trainer.training.signals import exits_as_errors
 from trainer.wording import error_text
 
 logger = get_logger(__name__)
@@ -91,7 +91,7 @@ def _run_to_end(run: Run) -> int:
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
             reason = run_loop(run)
-        run.at("end", run.position.step, may_wait=True)
+        run.watchdog.at("end", run.position.step, may_wait=True)
         state = "stopped" if reason.startswith("stopped") else FINISHED
         run.saver.close()
         # Stopped before the first step there is no checkpoint, and what follows in a script must not take it for done.
@@ -119,7 +119,7 @@ def _run_to_end(run: Run) -> int:
             run.watchdog.write(frames)
         raise RunFailed from error
     finally:
-        run.at("end", run.position.step, may_wait=True)
+        run.watchdog.at("end", run.position.step, may_wait=True)
         guard = run.diagnostics.best_effort
         run.extensions.call("before_output")
         if run.info.is_main:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import Watchdog
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import Reported
+from trainer.metrics.aggregate import Recorder, Reported
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.rank_reduction import Operations, Reporter
-from trainer.metrics.sinks.events import EventWriter
+from trainer.metrics.sinks.jsonl import EventWriter
 from trainer.metrics.tracker import MetricsTracker
 from trainer.objective.compose import Loss
 from trainer.training.checkpointing.saver import Saver
@@ -31,7 +31,6 @@ from trainer.training.signals import StopRequest
 from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
 from trainer.training.step.window import Window, WindowReader
-from trainer.wording import message_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,14 +83,15 @@ class Run:
     """Parts that collect metrics themselves, drained on logged steps."""
     operations: Operations = field(init=False)
     """How every metric of any rank combines; the same on all ranks."""
-
-    @property
-    def config(self) -> RunConfig:
-        return self.plan.config
-
-    @property
-    def length(self) -> Length:
-        return self.plan.length
+    config: RunConfig = field(init=False)
+    length: Length = field(init=False)
+    num_micros: int = field(init=False)
+    """Micro-batches of every step, where nothing makes that change."""
+    tracker: MetricsTracker = field(init=False)
+    diagnostics: Diagnostics = field(init=False)
+    """Guards of what only measures or shows: its failure costs one warning, never the run."""
+    recorder: Recorder = field(init=False)
+    """Holds what was recorded since the last logged step."""
 
     @property
     def in_lockstep(self) -> bool:
@@ -122,24 +122,13 @@ class Run:
         """Whether the noise scale is on and has not failed."""
         return self.gns is not None and self.diagnostics.best_effort("gns").enabled
 
-    @property
-    def tracker(self) -> MetricsTracker:
-        return self.state.tracker
-
-    @property
-    def diagnostics(self) -> Diagnostics:
-        """Guards of what only measures or shows: its failure costs one warning, never the run."""
-        return self.state.tracker.diagnostics
-
-    def at(self, what: str, step: int, *, may_wait: bool = False) -> None:
-        """Record the current phase for the watchdog; see `Watchdog.at`."""
-        self.watchdog.at(what, step, may_wait=may_wait)
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Where a single rank stops at once if it is asked to."""
-        with self.stop.interrupting(self.info.world_size == 1):
-            yield
+    def __post_init__(self) -> None:
+        self.config = self.plan.config
+        self.length = self.plan.length
+        self.num_micros = self.config.micro_batches.first
+        self.tracker = self.state.tracker
+        self.diagnostics = self.state.tracker.diagnostics
+        self.recorder = self.position.unlogged
 
     def record(self, name: str, value: Reported) -> None:
         """Count a metric on this rank until the next logged step, which reports it.
@@ -150,17 +139,7 @@ class Run:
         Args:
             value: a number, a tensor of one element, a pair (sum, weight), or None: it should be there and is not known.
         """
-        try:
-            self.position.unlogged.add({name: value})
-        except Exception as error:  # noqa: BLE001 - one value must not cost the others
-            self.diagnostics.best_effort("metrics").leave_out(name, message_of(error))
-            with suppress(Exception):
-                self.position.unlogged.add({name: None})
-
-    def record_all(self, values: Mapping[str, Reported]) -> None:
-        """Record several metrics."""
-        for name, value in values.items():
-            self.record(name, value)
+        self.recorder.add({name: value})
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Write to events.jsonl (rank 0; other ranks do nothing)."""

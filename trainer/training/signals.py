@@ -9,11 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
 
 from trainer.ending import STOP_SIGNALS, ProcessorUse, end_process
+from trainer.import_path import place_of
 from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
@@ -119,3 +120,73 @@ class StopRequest:
                 raise StopNow
         elif now - self._since > SAME_REQUEST_SEC:
             os._exit(128 + number)
+
+
+class UnexpectedExit(Exception):
+    """The user's code ended the process; the message says how and where."""
+
+
+class _Exit(BaseException):
+    """`os._exit(0)` was called."""
+
+    code = 0
+
+
+@contextmanager
+def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
+    """Turn `sys.exit`, `os._exit(0)` and whatever else is no `Exception` into an `UnexpectedExit`.
+
+    Nothing of Python's runs after `os._exit`, so it is replaced meanwhile; in a forked process it stays what it is, and C code
+    that ends the process is not seen.
+
+    Args:
+        when: at what point of the run, as ` after step 7`.
+    """
+    real, process = os._exit, os.getpid()
+
+    def guarded(status: int) -> None:
+        if status or os.getpid() != process:
+            real(status)
+        raise _Exit
+
+    setattr(os, "_exit", guarded)  # noqa: B010 - mypy knows that it does not return
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        what = f"{type(error).__name__} was raised"
+        if isinstance(error, SystemExit | _Exit):
+            what = f"{'os._exit' if isinstance(error, _Exit) else 'sys.exit'}({error.code!r}) was called"
+        raise UnexpectedExit(f"{what}{when()}{place_of(error)}") from error
+    finally:
+        setattr(os, "_exit", real)  # noqa: B010
+
+
+PARENT = "TRAINER_PARENT"
+"""Who starts a process that must not outlive it sets this to its own process id; torchrun need not."""
+CHECK_EVERY_SEC = 1.0
+EXIT_ORPHANED = 1
+
+
+def stop_with_parent(
+    stop: Callable[[], None], *, within_sec: float, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Call `stop` from a thread when the launcher that started this process is gone, and end `within_sec` after that.
+
+    The parent is asked for again and again: Linux's signal of its death comes with the end of the parent's thread already,
+    and other systems have none. A process that has no launcher (a shell's, a scheduler's) goes on without its parent.
+    """
+    named = environ.pop(PARENT, "")  # not for the processes that this one starts
+    if not named and "TORCHELASTIC_RUN_ID" not in environ:
+        return
+    parent = int(named) if named else os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(CHECK_EVERY_SEC)
+        stop()
+        time.sleep(within_sec)
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

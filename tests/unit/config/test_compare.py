@@ -8,8 +8,7 @@ import tomllib
 import pytest
 
 from tests.support.runs import ROOT, run, write_tiny_config
-from trainer.config.compare import differences, render_differences
-from trainer.config.load import load_config
+from trainer.config.load import differences, load_config, render_differences
 
 jsonschema = pytest.importorskip("jsonschema")
 SHIPPED = sorted((ROOT / "train_configs").rglob("*.toml"))

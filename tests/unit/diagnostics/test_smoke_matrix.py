@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.runs import ROOT
 from trainer.config.load import load_config
-from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.diagnose import RULES
 from trainer.tools.diagnostics.smoke_matrix import (
     CASES,
     RECALL_LOSS,
@@ -126,9 +126,7 @@ def test_damage_compares_the_second_halves(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "run", {1: 9.0, 5: 9.0, 6: 1.0, 10: 2.0}))
     control = load_run(write_run(tmp_path / "control", {2: 9.0, 7: 0.5}))
     silent = load_run(write_run(tmp_path / "silent", {2: 9.0}))
-    damage = measure_damage(run, control)
-    assert damage is not None
-    assert (damage.loss, damage.control_loss, damage.nats) == (1.5, 0.5, 1.0)
+    assert measure_damage(run, control) == (1.5, 0.5)
     assert measure_damage(run, silent) is None
 
 
@@ -155,5 +153,5 @@ def test_the_whole_matrix_is_green_and_a_swap_of_its_table_is_not(
     swapped = [replace(healthy, expected=imbalanced.expected), replace(imbalanced, expected=healthy.expected), *rest]
     assert not is_green(judge_all(swapped, diagnoses, steps=STEPS))
     found = script.damages(tmp_path / "runs")
-    assert found["diag_stale_false_evict"].nats > 0.1
-    assert found["diag_imbalanced_bs"].nats > 0.1
+    for name in ("diag_stale_false_evict", "diag_imbalanced_bs"):
+        assert found[name][0] - found[name][1] > 0.1

@@ -19,8 +19,7 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.ledger import Ledger
 from trainer.ledger import slab as slabs
-from trainer.ledger.host_slab import HostSlab
-from trainer.ledger.slab import Slab
+from trainer.ledger.slab import HostSlab, Slab
 from trainer.training.setup import parts
 from trainer.training.setup.plan import build_model, make_plan
 

@@ -7,134 +7,10 @@ import pytest
 import torch
 
 from tests.support.ranks import differences
-from tests.unit.ledger.test_ledger import lookup, new_ledger, store
+from tests.unit.ledger.test_ledger import new_ledger, store
 from trainer.errors import UserError
 from trainer.ledger import Ledger
-from trainer.ledger.eviction import EvictedGroups, WipeMode
-
-
-def evicting_ledger(mode: str) -> Ledger:
-    """A ledger that has evicted group 1, and only it, before step 9."""
-    if mode == "lru":
-        ledger = new_ledger("lru", capacity=2)
-        groups = [1, 2, 3]
-    else:
-        ledger = new_ledger("periodic_stale", capacity=8, stale_threshold=3)
-        groups = [1]
-    for step, group in enumerate(groups, start=1):
-        ledger.begin_step(step)
-        store(ledger, [group], cell=0)
-    ledger.begin_step(9)
-    assert dict(ledger.recently_evicted).keys() == {1}
-    return ledger
-
-
-BOTH = pytest.mark.parametrize(("mode", "name"), [("lru", "lru"), ("periodic_stale", "stale")])
-
-
-@BOTH
-def test_group_that_never_comes_back_is_no_false_eviction(mode: str, name: str) -> None:
-    ledger = evicting_ledger(mode)
-    store(ledger, [7], cell=1)
-    metrics = ledger.drain_metrics()
-    assert metrics[f"ledger/evictions/{name}"] >= 1
-    assert metrics["ledger/false_evictions/lru"] == metrics["ledger/false_evictions/stale"] == 0
-
-
-@BOTH
-def test_group_that_comes_back_in_mid_document_counts_once_for_its_mode(mode: str, name: str) -> None:
-    ledger = evicting_ledger(mode)
-    lookup(ledger, [1], cell=1)
-    assert ledger.last_extra_metrics[f"ledger/false_evictions/{name}"] == 0  # the look-up alone does not count
-    store(ledger, [1], cell=1)
-    store(ledger, [1], cell=2)
-    other = "stale" if name == "lru" else "lru"
-    metrics = ledger.drain_metrics()
-    assert metrics[f"ledger/false_evictions/{name}"] == 1
-    assert metrics[f"ledger/false_evictions/{other}"] == 0
-    assert 1 not in ledger.recently_evicted
-    assert metrics["ledger/cold_starts"] == 1
-
-
-@BOTH
-def test_group_that_comes_back_at_its_start_is_forgotten_without_counting(mode: str, name: str) -> None:
-    ledger = evicting_ledger(mode)
-    store(ledger, [1], cell=0)
-    store(ledger, [1], cell=1)
-    assert 1 not in ledger.recently_evicted
-    assert ledger.drain_metrics()[f"ledger/false_evictions/{name}"] == 0
-
-
-def test_lru_evicts_the_least_recently_stored_and_pins_the_micro_batch() -> None:
-    ledger = new_ledger("lru", capacity=3)
-    for step, group in ((1, 1), (2, 2), (3, 3)):
-        ledger.begin_step(step)
-        store(ledger, [group])
-    ledger.begin_step(4)
-    store(ledger, [1, 4])
-    assert lookup(ledger, [1, 2, 3, 4]) == [1.0, 0.0, 1.0, 1.0]
-    assert dict(ledger.recently_evicted) == {2: ("lru", 4)}
-
-
-def test_lru_ties_fall_in_slot_order() -> None:
-    ledger = new_ledger("lru", capacity=3)
-    ledger.begin_step(1)
-    store(ledger, [30])
-    store(ledger, [20])
-    store(ledger, [10])
-    store(ledger, [30])
-    ledger.begin_step(2)
-    store(ledger, [40])
-    assert 30 in ledger.recently_evicted
-
-
-def test_false_eviction_is_counted_once_and_only_in_mid_group() -> None:
-    ledger = new_ledger("lru", capacity=1)
-    ledger.begin_step(1)
-    store(ledger, [1])
-    store(ledger, [2])
-    store(ledger, [1], cell=1)
-    metrics = ledger.drain_metrics()
-    assert metrics["ledger/evictions/lru"] == 2
-    assert metrics["ledger/false_evictions/lru"] == 1
-    store(ledger, [2], cell=0)
-    store(ledger, [2], cell=1)
-    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
-
-
-@pytest.mark.parametrize(("is_last", "value"), [(True, 1.0), (False, float("nan"))])
-def test_false_eviction_counts_though_the_row_is_not_kept(is_last: bool, value: float) -> None:
-    ledger = new_ledger("lru", capacity=1)
-    ledger.begin_step(1)
-    store(ledger, [1])
-    store(ledger, [2])
-    store(ledger, [1], value, is_last=is_last)
-    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 1
-
-
-def test_stale_sweep_evicts_what_is_older_than_the_threshold() -> None:
-    ledger = new_ledger("periodic_stale", stale_threshold=2, sweep_every=1)
-    ledger.begin_step(1)
-    store(ledger, [1])
-    ledger.begin_step(2)
-    store(ledger, [2])
-    ledger.begin_step(3)
-    assert ledger.drain_metrics()["ledger/evictions/stale"] == 0
-    ledger.begin_step(4)
-    assert ledger.drain_metrics()["ledger/evictions/stale"] == 1
-    store(ledger, [1])
-    assert ledger.drain_metrics()["ledger/false_evictions/stale"] == 1
-
-
-def test_full_wipe_empties_everything_on_its_step() -> None:
-    ledger = new_ledger("full", wipe_every=3)
-    ledger.begin_step(2)
-    store(ledger, [1, 2])
-    ledger.begin_step(3)
-    metrics = ledger.drain_metrics()
-    assert metrics["ledger_wipe_count"] == 1
-    assert metrics["ledger/live_groups"] == 0
-    assert metrics["ledger/evictions/lru"] == metrics["ledger/evictions/stale"] == 0
+from trainer.ledger.index import PINNED, StoreOrder, WipeMode
 
 
 def test_full_wipe_forgets_who_was_evicted() -> None:
@@ -148,32 +24,6 @@ def test_full_wipe_forgets_who_was_evicted() -> None:
     ledger.begin_step(3)
     store(ledger, [1])
     assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
-
-
-def test_memory_of_evicted_groups_is_bounded_by_the_capacity() -> None:
-    ledger = new_ledger("lru", capacity=2)
-    for step, group in enumerate([1, 2, 3, 4, 5, 6], start=1):
-        ledger.begin_step(step)
-        store(ledger, [group])
-    assert dict(ledger.recently_evicted) == {3: ("lru", 5), 4: ("lru", 6)}
-    store(ledger, [1])
-    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0
-
-
-def test_a_refused_store_leaves_no_trace() -> None:
-    ledger = evicting_ledger("lru")
-    ledger.drain_metrics()
-    before, evicted = ledger.state_dict(), dict(ledger.recently_evicted)
-    with pytest.raises(UserError, match=r"ledger\.capacity"):
-        store(ledger, [1, 7, 2], float("nan"))
-    with pytest.raises(ValueError, match="appears twice"):
-        store(ledger, [1, 1])
-    assert differences(ledger.state_dict(), before) == []
-    assert dict(ledger.recently_evicted) == evicted
-    assert not any(ledger.undrained().values())
-    # Group 1 is still known to have been evicted.
-    store(ledger, [1])
-    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 1
 
 
 REFUSED = {
@@ -207,37 +57,12 @@ def test_a_refused_store_changes_nothing_in_any_mode(mode: WipeMode, kind: str) 
 
 
 def test_a_group_that_was_evicted_again_is_not_the_oldest() -> None:
-    evicted = EvictedGroups(2)
-    evicted.add([1], "lru", 1)
-    del evicted.entries[1]  # it came back
-    for step, group in ((2, 2), (3, 1), (4, 3)):
-        evicted.add([group], "lru", step)
-    assert evicted.entries == {1: ("lru", 3), 3: ("lru", 4)}
-
-
-def test_two_groups_that_keep_evicting_each_other_are_counted_each_time() -> None:
-    ledger = new_ledger("lru", capacity=1)
-    for step in range(1, 3000):
+    ledger = new_ledger("lru", capacity=2)
+    for step, group in enumerate([1, 2, 3, 4, 1, 5, 6], start=1):
         ledger.begin_step(step)
-        store(ledger, [step % 2])
-    assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 2997
-    assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}
-    evicted = ledger._index.evicted
-    assert sum(len(groups) for _, groups in evicted._queue) == evicted._num_queued <= 2 * 1 + 1024
-
-
-@pytest.mark.parametrize("mode", ["full", "periodic_stale"])
-def test_a_wipe_or_sweep_of_a_step_that_is_never_begun_happens_at_the_next(mode: str) -> None:
-    ledger = new_ledger(mode, wipe_every=3, sweep_every=3, stale_threshold=1)
-    ledger.begin_step(2)
-    store(ledger, [1])
-    ledger.begin_step(4)
-    assert lookup(ledger, [1]) == [0.0]
-    metrics = ledger.drain_metrics()
-    assert metrics["ledger_wipe_count"] + metrics["ledger/evictions/stale"] == 1
-    ledger.begin_step(4)
-    ledger.begin_step(5)
-    assert ledger.drain_metrics()["ledger_wipe_count"] == 0
+        store(ledger, [group])
+    # 1 and 2 were evicted first; 1 came back at step 5, and was evicted again at step 7.
+    assert list(ledger.recently_evicted.items()) == [(4, ("lru", 6)), (1, ("lru", 7))]
 
 
 def test_order_of_stores_stays_small_over_many_steps() -> None:
@@ -251,3 +76,37 @@ def test_order_of_stores_stays_small_over_many_steps() -> None:
     store(ledger, [100])
     # Of groups 0..4 and 5..7 all slots are used; group 0 was stored longest ago (step 2995).
     assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_stores_and_takes_equal_a_sort_of_all_slots(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    last_step = np.full(50, -1, np.int64)
+    order = StoreOrder(last_step)
+
+    def in_order() -> list[int]:
+        return sorted(np.flatnonzero(last_step >= 0).tolist(), key=lambda slot: (last_step[slot], slot))
+
+    step = 0
+    for _ in range(300):
+        step += int(rng.integers(0, 3))
+        for _ in range(int(rng.integers(1, 4))):
+            stored = rng.permutation(50)[: int(rng.integers(0, 8))]
+            last_step[stored] = PINNED
+            expected = in_order()[: int(rng.integers(0, 9)) * int(rng.integers(0, 2))]
+            assert order.take_oldest(len(expected)).tolist() == expected
+            last_step[expected] = -1
+            last_step[stored] = step
+            order.add(step, stored)
+        if rng.random() < 0.2:
+            cutoff = step - int(rng.integers(0, 6))
+            expected = [slot for slot in in_order() if last_step[slot] < cutoff]
+            assert order.take_before(cutoff).tolist() == expected
+            last_step[expected] = -1
+        if rng.random() < 0.05:
+            order.rebuild()
+            assert order.num_entries == len(in_order())
+        assert order.num_entries == order._front.size + sum(slots.size for _, slots in order._buckets)
+        assert order.num_entries <= 2 * 50 + 1024
+    assert order.take_oldest(51).tolist() == in_order()
+    assert order.num_entries == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.ledger.test_ledger import WIDTH, lookup, new_ledger, store
+from tests.unit.ledger.test_ledger import WIDTH, lookup, new_ledger
 from tests.unit.training.test_no_waiting import META, READINGS, NoBlockingCopies, needs_cuda
 from trainer.ledger import COUNTER_KEYS, WIPE_MODES, Ledger
 
@@ -69,36 +69,6 @@ def test_it_stays_lost_on_another_number_of_ranks() -> None:
     other.load_state_dict([ledger.state_dict(), empty])
     assert lookup(other, [1, 2]) == [1.0, 0.0]
     assert counts(other) == (0, 1)
-
-
-@DTYPES
-def test_its_group_holds_a_slot_until_the_next_store(dtype: torch.dtype) -> None:
-    ledger = new_ledger("lru", capacity=2, dtype=dtype)
-    ledger.begin_step(1)
-    store_rows(ledger, {1: NAN, 2: 1.0})
-    assert ledger.drain_metrics()["ledger/live_groups"] == 2
-    store(ledger, [1], is_last=True)
-    ledger.begin_step(2)
-    store_rows(ledger, {3: 1.0})
-    # Group 3 has the slot of group 1 now, and a state in it.
-    assert lookup(ledger, [3, 1]) == [1.0, 0.0]
-    assert ledger.drain_metrics()["ledger/evictions/lru"] == 0
-
-
-def test_a_first_cell_after_it_is_no_cold_start() -> None:
-    ledger = new_ledger()
-    ledger.begin_step(1)
-    store_rows(ledger, {1: NAN})
-    assert lookup(ledger, [1], cell=0) == [0.0]
-    assert counts(ledger) == (1, 0)
-
-
-def test_last_cells_and_rows_without_a_group_are_not_refused() -> None:
-    ledger = new_ledger()
-    ledger.begin_step(1)
-    states = torch.full((3, WIDTH), NAN)
-    ledger.store(np.array([1, -1, 2]), np.ones(3, np.int64), np.array([True, False, False]), states)
-    assert counts(ledger) == (1, 0)
 
 
 def test_counts_of_the_device_are_carried_between_two_drains() -> None:

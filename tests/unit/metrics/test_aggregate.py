@@ -8,25 +8,25 @@ import math
 import pytest
 import torch
 
-from trainer.metrics.aggregate import SumCount, UnloggedCounters, WindowAggregator
+from trainer.metrics.aggregate import Recorder, SumCount, UnloggedCounters
 
 
 def test_a_gauge_present_on_one_of_32_micro_steps_keeps_its_value() -> None:
-    window = WindowAggregator()
+    window = Recorder()
     for micro in range(32):
         window.add({"grad_norm": 1.0} if micro == 7 else {})
     assert window.result() == {"grad_norm": 1.0}
 
 
 def test_a_gauge_is_averaged_over_the_micro_steps_that_reported_it() -> None:
-    window = WindowAggregator()
+    window = Recorder()
     for values in ({"grad_norm": 1.0}, {}, {"grad_norm": 4.0}):
         window.add(values)
     assert window.result() == {"grad_norm": 2.5}
 
 
 def test_each_kind_is_put_together_in_its_own_way() -> None:
-    window = WindowAggregator()
+    window = Recorder()
     window.add({"ledger/cold_starts": 2.0, "loss_spike": 1.0, "ledger/live_groups": 5.0, "loss": (6.0, 3.0)})
     window.add({"ledger/cold_starts": 3.0, "loss_spike": 0.0, "ledger/live_groups": 4.0, "loss": (1.0, 1.0)})
     assert window.drain_metrics() == {
@@ -39,7 +39,7 @@ def test_each_kind_is_put_together_in_its_own_way() -> None:
 
 
 def test_a_plain_number_of_a_weighted_mean_counts_once() -> None:
-    window = WindowAggregator()
+    window = Recorder()
     window.add({"loss": 2.0})
     window.add({"loss": 4.0})
     assert window.result() == {"loss": SumCount(6.0, 2.0)}
@@ -47,7 +47,7 @@ def test_a_plain_number_of_a_weighted_mean_counts_once() -> None:
 
 def test_tensors_stay_tensors_and_carry_no_graph() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
-    window = WindowAggregator()
+    window = Recorder()
     for _ in range(2):
         window.add({"loss": (weight * 3, torch.tensor(2)), "grad_norm": weight * 1})
     result = window.result()
@@ -62,7 +62,7 @@ def test_tensors_stay_tensors_and_carry_no_graph() -> None:
 def test_nan_is_a_value_and_not_an_absence(tensor: bool) -> None:
     nan = torch.tensor(torch.nan) if tensor else math.nan
     for first, second in ((nan, 1.0), (1.0, nan)):
-        window = WindowAggregator()
+        window = Recorder()
         for value in (first, second):
             window.add({"grad_norm": value, "loss_spike": value, "ledger/cold_starts": value})
         assert all(math.isnan(float(value)) for value in window.result().values())  # type: ignore[arg-type]
@@ -70,15 +70,15 @@ def test_nan_is_a_value_and_not_an_absence(tensor: bool) -> None:
 
 def test_keys_and_pairs_are_checked() -> None:
     with pytest.raises(KeyError, match="not among the metric_keys: lr"):
-        WindowAggregator(["loss"]).add({"lr": 1.0})
+        Recorder(["loss"]).add({"lr": 1.0})
     with pytest.raises(TypeError, match="lr: must be a number, got 'high'"):
-        WindowAggregator().add({"lr": "high"})  # type: ignore[dict-item]
+        Recorder().add({"lr": "high"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="grad_norm: a \\(sum, count\\) pair, but its window reduction is mean"):
-        WindowAggregator().add({"grad_norm": (1.0, 2.0)})
+        Recorder().add({"grad_norm": (1.0, 2.0)})
 
 
 def test_a_key_outside_the_catalog_is_a_gauge() -> None:
-    window = WindowAggregator()
+    window = Recorder()
     for value in (1.0, 3.0):
         window.add({"my/thing": value})
     assert window.result() == {"my/thing": 2.0}
@@ -115,10 +115,10 @@ def test_named_counters_are_reported_as_zero() -> None:
 
 
 def test_a_total_of_which_a_part_is_not_known_is_not_known_and_stays_so_over_a_restart() -> None:
-    window = WindowAggregator()
+    window = Recorder()
     for value in (1.0, None, 2.0):
         window.add({"ledger/cold_starts": value, "grad_norm": value, "loss_spike": value, "lr": value})
-    again = WindowAggregator()
+    again = Recorder()
     again.load_state_dict(json.loads(json.dumps(window.state_dict())))
     for each in (window, again):
         assert each.drain_metrics() == {"ledger/cold_starts": None, "grad_norm": 1.5, "loss_spike": None, "lr": 2.0}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import UserError
-from trainer.metrics.batch_extras import BATCH_EXTRAS, check_inputs, pop_extras
+from trainer.metrics.batch_extras import check_inputs, pop_extras
 
 NAMES = [
     "dataset_labels",
@@ -20,20 +20,10 @@ NAMES = [
 ]
 
 
-def test_the_registered_extras_are_those_of_the_contract() -> None:
-    assert sorted(BATCH_EXTRAS) == sorted(NAMES)
-
-
 def test_extras_are_taken_out_and_inputs_stay() -> None:
     batch: dict[str, Any] = {"tokens": 1, "targets": 2, **dict.fromkeys(NAMES, 3)}
     assert pop_extras(batch) == dict.fromkeys(NAMES, 3)
     assert batch == {"tokens": 1, "targets": 2}
-
-
-def test_a_batch_without_extras_is_left_alone() -> None:
-    batch: dict[str, Any] = {"tokens": 1}
-    assert pop_extras(batch) == {}
-    assert batch == {"tokens": 1}
 
 
 def test_an_unregistered_key_is_refused_with_both_lists() -> None:

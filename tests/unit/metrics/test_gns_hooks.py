@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.support.gns_windows import loss_sum, make_model, micro, rows, window
 from trainer.errors import UserError
 from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.estimate import Absent, Window
+from trainer.metrics.noise_scale.estimate import Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 
@@ -117,13 +117,6 @@ def test_a_window_that_is_not_finished_is_forgotten(model: nn.Module, gns: Gradi
     window(gns, model, 2, first_seed=50)
     window(gns, model, 3)
     assert torch.equal(gns.local_sums(), expected)
-
-
-def test_one_micro_batch_a_step_is_absent_with_advice(model: nn.Module, gns: GradientNoiseScale) -> None:
-    window(gns, model, 1)
-    result = gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))
-    assert isinstance(result, Absent)
-    assert "halve the micro-batch" in result.reason
 
 
 def test_the_gradient_may_be_divided_before_it_is_measured(model: nn.Module, gns: GradientNoiseScale) -> None:

@@ -52,42 +52,6 @@ def test_an_unknown_key_names_the_nearest_one() -> None:
         lookup("grad_nrom")
 
 
-@pytest.mark.parametrize(
-    ("key", "ranks"),
-    [
-        ("stream_mixing/active/remaining_min", "min"),
-        ("stream_mixing/active/remaining_max", "max"),
-        ("stream_mixing/active/remaining_fraction_min", "min"),
-        ("stream_mixing/active/remaining_fraction_max", "max"),
-        ("stream_mixing/active/modalities/cpp", "sum"),
-        ("stream_mixing/active/steps_since_pick_max", "max"),
-        ("stream_mixing/active/pick_surprise_max", "max"),
-        ("stream_mixing/refill/exhaust_events", "sum"),
-        ("ledger/false_evictions/lru", "sum_and_worst"),
-        ("ledger/false_evictions/lru_max", "max"),
-        ("loss", "weighted_mean"),
-        ("gns/skipped", "max"),
-        ("tokens_in_step", "sum"),
-        ("non_finite_steps", "max"),
-        ("loss_spike", "max"),
-        ("grad_scale", "min"),
-        ("step_time_sec", "max"),
-        ("time/slowest_rank_sec", "max"),
-        ("time/fastest_rank_sec", "min"),
-        ("time/tokenize/books", "max"),
-        ("gpu/peak_gb", "max"),
-        ("objective/coord", "weighted_mean"),
-        ("source/a/loss", "weighted_mean"),
-        ("ledger/live_groups", "sum"),
-        ("ledger/fill_fraction", "max"),
-        ("ledger/stale_gap", "mean_and_error"),
-        ("ledger/probe_share", "weighted_mean"),
-    ],
-)
-def test_rank_reductions_are_those_of_the_design(key: str, ranks: str) -> None:
-    assert lookup(key).ranks == ranks
-
-
 def test_names_are_unique_and_rows_complete() -> None:
     assert len({spec.name for spec in CATALOG}) == len(CATALOG)
     for spec in CATALOG:
@@ -158,11 +122,6 @@ def test_an_unknown_key_is_a_gauge_with_one_warning(capsys):
     for _ in range(2):
         assert lookup_or_gauge("my/unheard_of").kind == "gauge"
     assert capsys.readouterr().err.count("'my/unheard_of' is not in the catalog") == 1
-
-
-def test_an_unknown_key_has_no_family():
-    with pytest.raises(UnknownMetric, match="not in the catalog"):
-        family("my_own/key")
 
 
 def test_healthy_bands_have_an_end_and_are_the_right_way_round():

@@ -16,8 +16,7 @@ import pytest
 from trainer.metrics.logger import add_log_file
 from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
 from trainer.metrics.sinks.base import display_key
-from trainer.metrics.sinks.events import EventWriter
-from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.sinks.jsonl import EventWriter, JsonlSink
 from trainer.metrics.sinks.stdout import StdoutSink, resolve_stdout_mode
 
 
@@ -61,15 +60,6 @@ def test_a_cut_last_line_is_mended_on_reopening(tmp_path: Path, cut: int, capsys
     # Only the line end was missing (cut = 1): the row is whole and stays.
     assert len(lines) == (4 if cut == 1 else 3)
     assert ("removed" in capsys.readouterr().err) == (cut != 1)
-
-
-def test_a_file_that_holds_one_fragment_alone_is_emptied(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"schema_ver')
-    sink = JsonlSink(path)
-    sink.log(payload(1))
-    sink.close()
-    assert list(validate_stream(path.read_bytes().splitlines())) == []
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
@@ -208,7 +198,3 @@ def test_a_closed_stdout_costs_one_warning() -> None:
 )
 def test_names_for_display(key: str, shown: str) -> None:
     assert display_key(key) == shown
-
-
-def test_the_working_directory_is_left_clean() -> None:
-    assert not os.path.exists("wandb")

@@ -14,7 +14,6 @@ import pytest
 
 from trainer.metrics.logger import (
     add_log_file,
-    format_metrics,
     format_number,
     format_train_line,
     get_logger,
@@ -49,10 +48,6 @@ from trainer.metrics.logger import (
 )
 def test_numbers_are_written_for_people(value: float | str, text: str) -> None:
     assert format_number(value) == text
-
-
-def test_the_line_of_a_step() -> None:
-    assert format_metrics(10, {"loss": 2.34, "n": 1200, "mem": "1/2GB"}) == "[step 10] loss=2.3400 | n=1.2k | mem=1/2GB"
 
 
 def test_the_tracker_line_is_exactly_the_documented_one() -> None:

@@ -12,14 +12,6 @@ from trainer.metrics.mfu import compute_mfu, lookup_peak_tflops, resolve_peak_tf
 from trainer.metrics.smoothing import Ema
 
 
-def test_the_first_sample_bootstraps_and_the_rest_is_mixed_in() -> None:
-    ema = Ema(0.1)
-    assert ema.read() is None
-    for sample, expected in ((10.0, 10.0), (20.0, 11.0), (0.0, 9.9)):
-        ema.update(sample)
-        assert ema.read() == pytest.approx(expected, rel=1e-15)
-
-
 def test_tensors_are_averaged_as_numbers_are() -> None:
     on_host, on_device, mixed = Ema(0.3), Ema(0.3), Ema(0.3)
     for index, sample in enumerate([3.0, math.nan, -1.0, math.inf, 0.5, 8.0]):

@@ -17,7 +17,7 @@ from tests.support import models
 from trainer.config.schema import ModelTable
 from trainer.model.deferred import NotReplayable, record, replay
 from trainer.model.families import FAMILIES
-from trainer.tools.check.memory import LiveBytes, resident_bytes
+from trainer.tools.memory import LiveBytes, resident_bytes
 from trainer.training.setup.plan import build_model
 
 SEED, VOCAB = 5, 997

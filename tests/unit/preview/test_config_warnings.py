@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.runs import make_corpus, run, write_tiny_config
 from trainer.config.load import load_config
-from trainer.tools.diagnostics.rules.all_rules import RULES
+from trainer.tools.diagnostics.diagnose import RULES
 from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings, rank_warnings
 from trainer.tools.preview.summary import Preview, make_preview
 from trainer.tools.runs.load import load_run
@@ -21,7 +21,6 @@ FAULTS = {
     "ledger.capacity": ["ledger.capacity=10000000"],
     "ledger.probe_every": ["ledger.probe_every=2", "train.steps=400"],
     "data.mixing.repeat": ["data.mixing.repeat=false", "train.steps=500"],
-    "scheduler.warmup_steps": ["scheduler.warmup_steps=5"],
     "eval.every": ["eval.every=100", "eval.holdout_fraction=0.1"],
     "metrics.log_interval": ["metrics.log_interval=50"],
     "data.seq_len": ["data.seq_len=1000"],
@@ -116,11 +115,10 @@ def test_the_diagnosis_of_the_run_suggests_the_threshold_of_the_preview(
 def test_slices_of_few_picks_cause_churn(tmp_path: Path) -> None:
     short = ["data.mixing.batch_size=100", "ledger.capacity=400", "data.max_group_cells=1"]
     preview, warnings = preview_of(tmp_path, *short)
-    rate = preview.world_size / preview.sources[0].picks_per_slice[1]  # type: ignore[index]
-    assert rate >= 0.5
-    assert any("readers are exhausted" in each.problem for each in warnings)
+    assert preview.sources[0].picks_per_slice[1] <= 4  # type: ignore[index]
+    assert any("a reader lasts" in each.problem for each in warnings)
     _, warnings = preview_of(tmp_path, "data.mixing.batch_size=4", "data.max_group_cells=1")
-    assert not any("readers are exhausted" in each.problem for each in warnings)
+    assert not any("a reader lasts" in each.problem for each in warnings)
 
 
 def test_uneven_batch_sizes_in_one_pool_name_the_modality_that_waits(tmp_path: Path) -> None:
@@ -137,7 +135,7 @@ def test_uneven_batch_sizes_in_one_pool_name_the_modality_that_waits(tmp_path: P
     assert found.problem.startswith("b has 16 and a 1 in one pool: b has few picks and waits")
     waits = {view.name: view.longest_wait_steps for view in preview.sources[0].modalities}
     assert waits["b"] > 2 * waits["a"]  # it is the large batch that waits
-    assert found.value == "{ a = 4 }"
+    assert found.value == "{ a = 8 }"
 
 
 def test_an_absent_modality_is_named(tmp_path: Path) -> None:

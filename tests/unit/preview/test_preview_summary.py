@@ -15,11 +15,16 @@ from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
 from trainer.data.streams.groups import build_groups
 from trainer.errors import UserError
 from trainer.micro_batches import ONE, MicroBatches
-from trainer.tools.preview.forecast import count_run
-from trainer.tools.preview.shapes import group_tokens, source_shape
-from trainer.tools.preview.shares import expected_batches, first_zero, sample_points
+from trainer.tools.limits import wait_bound
+from trainer.tools.preview.forecast import (
+    count_run,
+    expected_batches,
+    first_zero,
+    group_tokens,
+    sample_points,
+    source_shape,
+)
 from trainer.tools.preview.summary import _source_view, make_preview
-from trainer.tools.waits import wait_bound
 from trainer.training.setup.plan import Plan, make_plan
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.tools.preview.counted import CountedMixing
-from trainer.tools.preview.shapes import SliceShape, SourceShape, StreamShape
+from trainer.tools.preview.forecast import CountedMixing, SliceShape, SourceShape, StreamShape
 
 
 def waits(num_mixed: int, picks: int, seed: int, *, pick_mode: str = "weighted") -> list[int]:
     """Waits of a pool of K readers with n picks per slice, refilled from 4 K streams, over 10 K n picks."""
     part = SliceShape(np.full(4, picks), 4 * picks)
-    streams = tuple(StreamShape("m", 4, 4, (part,)) for _ in range(4 * num_mixed))
+    streams = tuple(StreamShape("m", 4, (part,)) for _ in range(4 * num_mixed))
     shape = SourceShape("pool", streams, num_mixed, shared=True)
-    mixing = CountedMixing(shape, pick_mode=pick_mode, repeat=True, seed=seed, rank=0)  # type: ignore[arg-type]
+    mixing = CountedMixing(shape, pick_mode, seed, 0)  # type: ignore[arg-type]
     for step in range(1, 10 * num_mixed * picks + 1):
         mixing.step = step
         next(mixing)
@@ -39,10 +38,8 @@ def test_uniform_picks_wait_far_less() -> None:
 
 def test_with_a_single_reader_every_pick_lacks_the_other_modality() -> None:
     part = SliceShape(np.full(4, 3), 12)
-    streams = tuple(StreamShape(modality, 4, 4, (part,)) for modality in "aabb")
-    mixing = CountedMixing(
-        SourceShape("pool", streams, 1, shared=True), pick_mode="weighted", repeat=True, seed=0, rank=0
-    )
+    streams = tuple(StreamShape(modality, 4, (part,)) for modality in "aabb")
+    mixing = CountedMixing(SourceShape("pool", streams, 1, shared=True), "weighted", 0, 0)
     for _ in range(100):
         next(mixing)
     picks, absent = mixing.tally.picks, mixing.tally.absent

@@ -20,8 +20,7 @@ from tests.support.checkpoints import weights
 from tests.support.ranks import differences
 from tests.support.runs import ROOT, run, write_tiny_config
 from trainer.errors import UserError
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
-from trainer.training.checkpointing.tree import pack, unpack
+from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, pack, unpack, write_tensors
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 TENSORS = st.sampled_from(

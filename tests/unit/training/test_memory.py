@@ -14,8 +14,7 @@ import torch
 
 from tests.support.runs import ROOT, write_tiny_config
 from trainer.config.load import load_config
-from trainer.tools.check.live_bytes import LiveBytes
-from trainer.tools.check.memory import average_into_buckets, predict_memory
+from trainer.tools.memory import LiveBytes, average_into_buckets, predict_memory
 from trainer.training.setup.plan import Plan, make_plan
 
 MB = 1e6

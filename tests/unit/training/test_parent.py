@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tests.support.launched import wait_for_end
 from tests.support.runs import ROOT, environment
-from trainer.training.parent import PARENT
+from trainer.training.signals import PARENT
 
 CHILD = """
 import os, sys, time
-from trainer.training.parent import PARENT, stop_with_parent
+from trainer.training.signals import PARENT, stop_with_parent
 from pathlib import Path
 stop_with_parent(lambda: Path(sys.argv[1]).write_text("stopping"), within_sec=0.2)
 assert PARENT not in os.environ

@@ -33,12 +33,11 @@ DOUBTS = [
     (["eval.holdout_fraction=0.99"], "eval.holdout_fraction: holds out 99% of the documents"),
     (
         ["train.steps=1"],
-        "scheduler.warmup_steps: 2 is longer than the run (train.steps = 1): it ends within the warm-up, at 0.5 of "
-        "optimizer.lr; set it to at most 1, unless this is a short trial",
+        "scheduler.warmup_steps: 2 of 1 steps: most of the run is below the configured learning rate; set it to at most 1",
     ),
     (
         ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"],
-        "scheduler.warmup_tokens: 2,000 is longer than the run (train.tokens = 500)",
+        "scheduler.warmup_tokens: 2,000 of 500 tokens: most of the run",
     ),
     (["objective.chunk_tokens=64"], "objective.chunk_tokens: 64: a micro-batch has 64 tokens, so nothing is saved"),
     (
@@ -92,7 +91,7 @@ def test_a_hundred_thousand_layers_are_refused_before_one_is_built(config):
     ("override", "message"),
     [
         ("train.precision=fp16", 'train.precision: "fp16" needs a CUDA device'),
-        ("distributed.backend=nccl", 'distributed.backend: "nccl" needs CUDA devices'),
+        ("distributed.backend=nccl", 'distributed.backend: "nccl" needs a CUDA device'),
     ],
 )
 def test_what_needs_cuda_is_refused_by_a_run_and_said_by_check(config, tmp_path, capsys, override, message):
@@ -111,7 +110,7 @@ def test_check_says_that_there_is_no_cuda_for_a_run_that_asks_for_it(config, cap
         pytest.skip("this machine has CUDA")
     checked = program(["check", "--config", config, "--set", "train.device=cuda", "--json"], capsys)
     assert checked.returncode == 0
-    assert 'train.device: is "cuda", but torch finds no CUDA device here' in checked.stderr
+    assert 'train.device: "cuda" needs a CUDA device, and torch finds none here' in checked.stderr
     assert json.loads(checked.stdout)["facts"]["forward_pass"] == "not tried: the run is for CUDA"
 
 

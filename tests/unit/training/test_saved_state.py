@@ -23,8 +23,8 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import CheckpointError
-from trainer.training.checkpointing.data_changes import DataPolicy, check_data
 from trainer.training.checkpointing.restore import restore
+from trainer.training.checkpointing.resume_checks import DataPolicy, check_data
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan
 

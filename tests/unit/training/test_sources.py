@@ -13,7 +13,7 @@ from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
 from trainer.data.formats.megatron import write_index
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.tools.preview.shapes import source_shape
+from trainer.tools.preview.forecast import source_shape
 from trainer.training.setup.data import make_dataset
 from trainer.training.setup.plan import make_plan
 from trainer.training.setup.sources import Source, resolve_sources

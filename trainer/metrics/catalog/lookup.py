@@ -11,19 +11,17 @@ import difflib
 import re
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
-from trainer.metrics.catalog import rows_data, rows_gns, rows_layers, rows_ledger, rows_speed, rows_training
+from trainer.metrics.catalog import rows_data, rows_gns, rows_training
 from trainer.metrics.catalog.spec import MetricSpec
 from trainer.metrics.logger import get_logger
 
 CATALOG: Final[tuple[MetricSpec, ...]] = (
     *rows_training.ROWS,
-    *rows_speed.ROWS,
     *rows_data.ROWS,
-    *rows_ledger.ROWS,
     *rows_gns.ROWS,
-    *rows_layers.ROWS,
+    *rows_gns.LAYER_ROWS,
 )
 logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"
@@ -70,44 +68,52 @@ class UnknownMetric(KeyError):
         return f"metric {self.key!r} is not in the catalog{self.hint}"
 
 
-def _direct(key: str) -> MetricSpec | None:
-    exact = _BY_NAME.get(key)
-    if exact is not None:
-        return exact
-    return next((replace(spec, name=key) for regex, spec in _PATTERNS if regex.fullmatch(key)), None)
+class _Found(NamedTuple):
+    spec: MetricSpec
+    """The row, as it applies to the key."""
+    row: str
+    """Name of the catalog's row."""
+    part: str
+    """The part of the key that stands for the row's angle brackets."""
+
+
+def _direct(key: str) -> _Found | None:
+    if key in _BY_NAME:
+        return _Found(_BY_NAME[key], key, "")
+    matches = ((regex.fullmatch(key), row) for regex, row in _PATTERNS)
+    return next((_Found(replace(row, name=key), row.name, found[1]) for found, row in matches if found), None)
 
 
 @lru_cache(maxsize=4096)
-def _find(key: str) -> MetricSpec | None:
-    spec = _direct(key)
-    if spec is not None:
-        return spec
+def _find(key: str) -> _Found | None:
+    found = _direct(key)
+    if found is not None:
+        return found
     if key.startswith(EVAL_PREFIX):
         trained = key.removeprefix(EVAL_PREFIX)
-        spec = None if trained.startswith(EVAL_PREFIX) else _find(trained)
-        return spec and replace(spec, name=key, title=f"{spec.title} (evaluation)")
-    base = _direct(key.removesuffix(WORST_SUFFIX)) if key.endswith(WORST_SUFFIX) else None
-    if base is not None and base.ranks == "sum_and_worst":
-        return replace(
-            base,
-            name=key,
-            ranks="max",
-            title=f"{base.title}, worst rank",
-            description=f"{base.description} This is the largest value of any rank.",
-        )
-    base = _direct(key.removesuffix(ERROR_SUFFIX)) if key.endswith(ERROR_SUFFIX) else None
-    if base is not None and base.ranks == "mean_and_error":
-        return replace(
-            base,
-            name=key,
-            ranks="max",
-            band=None,
-            title=f"{base.title}, standard error",
-            description=f"Standard error of {base.name}; absent for a sample of one.",
-            healthy="Small against the value.",
-            pathological="As large as the value: too few rows were sampled to tell.",
-        )
+        found = None if trained.startswith(EVAL_PREFIX) else _find(trained)
+        return found and found._replace(spec=replace(found.spec, name=key, title=f"{found.spec.title} (evaluation)"))
+    for suffix, ranks, sibling in ((WORST_SUFFIX, "sum_and_worst", _worst), (ERROR_SUFFIX, "mean_and_error", _error)):
+        found = _direct(key.removesuffix(suffix)) if key.endswith(suffix) else None
+        if found is not None and found.spec.ranks == ranks:
+            return found._replace(spec=replace(sibling(found.spec), name=key, ranks="max"))
     return None
+
+
+def _worst(base: MetricSpec) -> MetricSpec:
+    description = f"{base.description} This is the largest value of any rank."
+    return replace(base, title=f"{base.title}, worst rank", description=description)
+
+
+def _error(base: MetricSpec) -> MetricSpec:
+    return replace(
+        base,
+        band=None,
+        title=f"{base.title}, standard error",
+        description=f"Standard error of {base.name}; absent for a sample of one.",
+        healthy="Small against the value.",
+        pathological="As large as the value: too few rows were sampled to tell.",
+    )
 
 
 def lookup(key: str) -> MetricSpec:
@@ -119,15 +125,20 @@ def lookup(key: str) -> MetricSpec:
     Raises:
         UnknownMetric: the key matches no row.
     """
-    spec = _find(key)
-    if spec is None:
+    return _known(key).spec
+
+
+def _known(key: str) -> _Found:
+    found = _find(key)
+    if found is None:
         raise UnknownMetric(key)
-    return spec
+    return found
 
 
 def lookup_or_gauge(key: str) -> MetricSpec:
     """The row of a key; a key that is not in the catalog is a gauge, with one warning in each process."""
-    return _find(key) or _gauge(key)
+    found = _find(key)
+    return _gauge(key) if found is None else found.spec
 
 
 @cache
@@ -146,20 +157,8 @@ def family(key: str) -> tuple[str, str]:
     Raises:
         UnknownMetric: the key matches no row.
     """
-    spec = lookup(key)
-    for base in (
-        key,
-        key.removeprefix(EVAL_PREFIX),
-        key.removesuffix(WORST_SUFFIX),
-        key.removesuffix(ERROR_SUFFIX),
-    ):
-        if base in _BY_NAME:
-            return base, ""
-        for regex, row in _PATTERNS:
-            found = regex.fullmatch(base)
-            if found is not None:
-                return row.name, found[1]
-    return spec.name, ""
+    _, row, part = _known(key)
+    return row, part
 
 
 def keys_under(prefix: str) -> tuple[str, ...]:
@@ -169,7 +168,8 @@ def keys_under(prefix: str) -> tuple[str, ...]:
 
 def is_built_in(key: str) -> bool:
     """Whether the key matches a row that is not a registered one: a part of the trainer reports it."""
-    return is_known(key) and family(key)[0] in (spec.name for spec in CATALOG)
+    found = _find(key)
+    return found is not None and found.row in (spec.name for spec in CATALOG)
 
 
 def is_known(key: str) -> bool:

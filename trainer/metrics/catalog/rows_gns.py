@@ -1,4 +1,4 @@
-"""Catalog rows of the gradient noise scale."""
+"""Catalog rows of the gradient noise scale, and of layers and the optimizer's parameter groups (docs/gns.md)."""
 
 from __future__ import annotations
 
@@ -12,65 +12,75 @@ ONE_BATCH_SIZE: Final = "one micro-batch per step on one rank has a single batch
 
 _Row = partial(MetricSpec, group="Gradient noise scale", window="last")
 _Sequences = partial(_Row, unit="sequences")
+_Scale = partial(_Sequences, precision=1)
 _AsBSimple = partial(_Row, healthy="As gns/b_simple.", pathological="As gns/b_simple.")
 _Ratio = partial(_Row, unit="ratio", precision=3)
+_DEPENDENT = "Far from gns/b_now: rows of a step share streams or documents, and gns/b_now is not the noise scale."
+_NOISE_SCALES = (
+    (
+        "b_simple",
+        "Noise scale B_simple",
+        "tr(Sigma) / |G|^2: the batch size at which gradient noise equals signal.",
+        "Grows slowly as the loss falls.",
+        "Far below the batch size: averaging wastes compute.",
+    ),
+    (
+        "b_now",
+        "Noise scale now",
+        "The noise scale at this step, by a line through the last gns/b_now_steps.",
+        "Grows slowly as the loss falls; above gns/b_simple while it grows.",
+        "As gns/b_simple.",
+    ),
+    (
+        "b_drawn",
+        "Noise scale as drawn",
+        "Noise of a step's gradient over |G|^2, times its sequences, as they are drawn.",
+        "Close to gns/b_now: rows are nearly independent.",
+        _DEPENDENT,
+    ),
+    (
+        "b_independent",
+        "Noise scale of independent rows",
+        "Noise scale of sequences drawn independently from all data.",
+        "Close to gns/b_now: rows are nearly independent.",
+        _DEPENDENT,
+    ),
+)
 
 ROWS: tuple[MetricSpec, ...] = (
-    _Sequences(
-        name="gns/b_simple",
-        title="Noise scale B_simple",
-        precision=1,
-        description="tr(Sigma) / |G|^2: the batch size at which gradient noise equals signal; absent without an upper bound.",
-        healthy="Grows slowly as the loss falls.",
-        pathological="Far below the batch size: averaging wastes compute.",
+    *(
+        row
+        for name, title, description, healthy, pathological in _NOISE_SCALES
+        for row in (
+            _Scale(
+                name=f"gns/{name}",
+                title=title,
+                description=f"{description} Absent without an upper bound.",
+                healthy=healthy,
+                pathological=pathological,
+            ),
+            _Scale(
+                name=f"gns/{name}_low",
+                title=f"{title}, lower bound",
+                description=f"Lower bound of gns/{name} by Fieller: in 97.5 % of measurements the true one is larger.",
+                healthy=f"Close to gns/{name}.",
+                pathological="More than ten times gns/b_big: the batch is too small, whether the noise scale is known or not.",
+            ),
+            _Scale(
+                name=f"gns/{name}_high",
+                title=f"{title}, upper bound",
+                description=f"Upper bound of gns/{name} by Fieller: in 99.99 % of measurements the true one is smaller.",
+                healthy=f"Within a factor of two of gns/{name}.",
+                pathological="Absent for long: the batch is far below the noise scale, or too few steps are averaged.",
+            ),
+        )
     ),
-    _Sequences(
-        name="gns/b_simple_low",
-        title="Lower bound of B_simple",
-        precision=1,
-        description="Lower bound of the noise scale by Fieller: in 97.5 % of steps the true one is larger.",
-        healthy="Close to gns/b_simple.",
-        pathological="More than ten times gns/b_big: the batch is too small, whether gns/b_simple is known or not.",
-    ),
-    _Sequences(
-        name="gns/b_simple_high",
-        title="Upper bound of B_simple",
-        precision=1,
-        description="Upper bound of the noise scale by Fieller: in 99.99 % of steps the true one is smaller; absent if none.",
-        healthy="Within a factor of two of gns/b_simple.",
-        pathological="Absent for long: the batch is far below the noise scale, or too few steps are averaged.",
-    ),
-    _Sequences(
+    _Scale(
         name="gns/b_simple_se",
         title="Standard error of B_simple",
-        precision=1,
         description="Standard error of gns/b_simple on its larger side: (gns/b_simple_high - gns/b_simple) / t of that bound.",
         healthy="A small fraction of gns/b_simple.",
         pathological="As large as gns/b_simple: average over more steps.",
-    ),
-    _Sequences(
-        name="gns/b_now",
-        title="Noise scale now",
-        precision=1,
-        description="The noise scale at this step, by a line through the last gns/b_now_steps; absent without an upper bound.",
-        healthy="Grows slowly as the loss falls; above gns/b_simple while it grows.",
-        pathological="As gns/b_simple.",
-    ),
-    _Sequences(
-        name="gns/b_now_low",
-        title="Lower bound of B now",
-        precision=1,
-        description="Lower bound of gns/b_now by Fieller: in 97.5 % of steps the true one is larger.",
-        healthy="Close to gns/b_now.",
-        pathological="As gns/b_simple_low.",
-    ),
-    _Sequences(
-        name="gns/b_now_high",
-        title="Upper bound of B now",
-        precision=1,
-        description="Upper bound of gns/b_now by Fieller: in 99.99 % of steps the true one is smaller; absent if none.",
-        healthy="Within a factor of two of gns/b_now.",
-        pathological="As gns/b_simple_high.",
     ),
     _Row(
         name="gns/b_now_steps",
@@ -81,74 +91,19 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="Grows with the run.",
         pathological="Small late in the run: gradient noise or signal changes quickly.",
     ),
-    _Sequences(
-        name="gns/b_drawn",
-        title="Noise scale as drawn",
-        precision=1,
-        description="Noise of a step's gradient over |G|^2, times its sequences, as they are drawn; absent without a bound.",
-        healthy="Close to gns/b_now: rows are nearly independent.",
-        pathological="Far from gns/b_now: rows of a step share streams or documents, and gns/b_now is not the noise scale.",
-    ),
-    _Sequences(
-        name="gns/b_drawn_low",
-        title="Lower bound: noise scale as drawn",
-        precision=1,
-        description="Lower bound of gns/b_drawn: in 97.5 % of measurements the true one is larger.",
-        healthy="As gns/b_simple_low.",
-        pathological="As gns/b_simple_low.",
-    ),
-    _Sequences(
-        name="gns/b_drawn_high",
-        title="Upper bound: noise scale as drawn",
-        precision=1,
-        description="Upper bound of gns/b_drawn: in 99.99 % of measurements the true one is smaller; absent if none.",
-        healthy="As gns/b_simple_high.",
-        pathological="As gns/b_simple_high.",
-    ),
-    _Sequences(
-        name="gns/b_independent",
-        title="Noise scale of independent rows",
-        precision=1,
-        description="Noise scale of sequences drawn independently from all data; absent without an upper bound.",
-        healthy="Close to gns/b_now: rows are nearly independent.",
-        pathological="Far from gns/b_now: rows of a step share streams or documents, and gns/b_now is not the noise scale.",
-    ),
-    _Sequences(
-        name="gns/b_independent_low",
-        title="Lower bound: noise scale of independent rows",
-        precision=1,
-        description="Lower bound of gns/b_independent: in 97.5 % of measurements the true one is larger.",
-        healthy="As gns/b_simple_low.",
-        pathological="As gns/b_simple_low.",
-    ),
-    _Sequences(
-        name="gns/b_independent_high",
-        title="Upper bound: noise scale of independent rows",
-        precision=1,
-        description="Upper bound of gns/b_independent: in 99.99 % of measurements the true one is smaller; absent if none.",
-        healthy="As gns/b_simple_high.",
-        pathological="As gns/b_simple_high.",
-    ),
-    _Ratio(
-        name="gns/noise_from_stream",
-        title="Noise from the stream",
-        description="Part of a sequence's gradient noise that comes from the stream; may be negative by chance.",
-        healthy="Near 0.",
-        pathological="Large: a micro-batch is of one stream, so more streams at a time help more than more rows.",
-    ),
-    _Ratio(
-        name="gns/noise_from_group",
-        title="Noise from the group",
-        description="Part of a sequence's gradient noise that comes from its group, within the stream; may be negative.",
-        healthy="0 to 0.3.",
-        pathological="Large: rows of new documents help more than further rows of the same ones.",
-    ),
-    _Ratio(
-        name="gns/noise_from_row",
-        title="Noise from the row",
-        description="Part of a sequence's gradient noise that comes from the row, within its group; may be negative by chance.",
-        healthy="0.6 to 1.",
-        pathological="Far below 1: rows of a step are not independent.",
+    *(
+        _Ratio(
+            name=f"gns/noise_from_{part}",
+            title=f"Noise from the {part}",
+            description=f"Part of a sequence's gradient noise that comes from the {part}; may be negative by chance.",
+            healthy=healthy,
+            pathological=pathological,
+        )
+        for part, healthy, pathological in (
+            ("stream", "Near 0.", "Large: more streams at a time help more than more rows."),
+            ("group", "0 to 0.3.", "Large: rows of new documents help more than further rows of the same ones."),
+            ("row", "0.6 to 1.", "Far below 1: rows of a step are not independent."),
+        )
     ),
     _AsBSimple(
         name="gns/b_simple_tokens",
@@ -242,4 +197,40 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="Equals gns/b_simple, by construction.",
         pathological="As gns/b_simple.",
     ),
+)
+
+_LayerRow = partial(MetricSpec, group="Layers", window="last")
+
+LAYER_ROWS: tuple[MetricSpec, ...] = tuple(
+    row
+    for prefix, of in (("layer/<name>/", "layer"), ("param_group/<name>/", "parameter group"))
+    for row in (
+        _LayerRow(
+            name=f"{prefix}grad_norm",
+            unit="",
+            title=f"Gradient norm by {of}",
+            description=f"L2 norm of the {of}'s gradient before clipping; the squares add up to that of grad_norm.",
+            healthy="Within a factor of a hundred of each other.",
+            pathological="0: no gradient reaches it. One has nearly all of grad_norm: clipping shrinks all others with it.",
+        ),
+        _LayerRow(
+            name=f"{prefix}update_ratio",
+            unit="ratio",
+            precision=8,
+            title=f"Update over weight by {of}",
+            description=f"L2 norm of the step's change of the {of}'s weights over that of the weights, weight decay included; "
+            "of large tensors from a sample of their entries.",
+            healthy="1e-4 to 1e-2 at the peak learning rate; follows the schedule.",
+            pathological="Far below all others: it stands still. Above 0.1: its weights are replaced within a few steps.",
+        ),
+        _LayerRow(
+            name=f"{prefix}b_simple",
+            unit="sequences",
+            precision=1,
+            title=f"Noise scale by {of}",
+            description=f"B_simple of the {of}'s gradient alone, averaged over logged steps; absent without an upper bound.",
+            healthy="Within a factor of ten of gns/b_simple.",
+            pathological="Far above the batch: the layer sees mostly noise.",
+        ),
+    )
 )

@@ -23,8 +23,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.metrics.noise_scale.components import NoiseComponents
-from trainer.metrics.noise_scale.current import Current, History
-from trainer.metrics.noise_scale.ratio import Ratio, bounded_ratio, is_positive
+from trainer.metrics.noise_scale.ratio import Current, History, Ratio, bounded_ratio, is_positive
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
@@ -252,23 +251,22 @@ class NoiseScaleAverage:
 
     def metrics(self) -> dict[str, float]:
         """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the start."""
-        values = {"gns/skipped": self.skipped, **self.components.metrics()}
-        if self._noise.count == 0.0:
-            return values
-        values["gns/tr_sigma"] = self._noise.mean_x
-        values["gns/grad_sq"] = self._noise.mean_y
-        values["gns/b_small"] = 1.0 / self.small_noise
-        values["gns/b_big"] = 1.0 / self.big_noise
-        values.update(self._consistency_values())
-        ratio = self._noise.ratio()
-        if ratio is not None:
-            values.update(self._values_of_ratio(ratio))
-        current = self.current()
-        if current is not None:
-            (low, high, value, _), steps = current
-            found = {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high, "gns/b_now_steps": float(steps)}
-            values.update((key, number) for key, number in found.items() if number is not None)
-        return values
+        values: dict[str, float | None] = {"gns/skipped": self.skipped, **self.components.metrics()}
+        if self._noise.count > 0.0:
+            values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.mean_x, self._noise.mean_y
+            values["gns/b_small"], values["gns/b_big"] = 1.0 / self.small_noise, 1.0 / self.big_noise
+            values |= self._consistency_values()
+            if (ratio := self._noise.ratio()) is not None:
+                values |= self._values_of_ratio(ratio)
+            if (current := self.current()) is not None:
+                (low, high, value, _), steps = current
+                values |= {
+                    "gns/b_now": value,
+                    "gns/b_now_low": low,
+                    "gns/b_now_high": high,
+                    "gns/b_now_steps": float(steps),
+                }
+        return {key: value for key, value in values.items() if value is not None}
 
     def drain_metrics(self) -> dict[str, float]:
         """`metrics` for a logged step: `gns/skipped` counts since the last drain."""
@@ -276,23 +274,19 @@ class NoiseScaleAverage:
         self.drained = self.skipped
         return values
 
-    def _values_of_ratio(self, ratio: Ratio) -> dict[str, float]:
-        b_simple = ratio.value
-        values = {
-            "gns/b_simple_low": ratio.low,
-            "gns/b_simple_high": ratio.high,
-            "gns/b_simple": b_simple,
-            "gns/b_simple_se": ratio.error,
-        }
-        if b_simple is not None:
-            micro_examples = self.world_size / self.small_noise  # of one micro-step over all ranks
-            values["gns/gns_mu"] = b_simple / micro_examples
-            values["gns/Bsimple_from_mu"] = b_simple
+    def _values_of_ratio(self, ratio: Ratio) -> dict[str, float | None]:
+        low, high, value, error = ratio
+        values = {"gns/b_simple_low": low, "gns/b_simple_high": high, "gns/b_simple": value, "gns/b_simple_se": error}
+        if value is not None:
+            values["gns/gns_mu"] = value / (
+                self.world_size / self.small_noise
+            )  # sequences of a micro-batch over all ranks
+            values["gns/Bsimple_from_mu"] = value
             if self.token_weight > 0.0:
-                values["gns/b_simple_tokens"] = b_simple * self.token_sum / self.token_weight
-            if b_simple > 0.0:
-                values["gns/batch_ratio"] = 1.0 / self.big_noise / b_simple
-        return {key: value for key, value in values.items() if value is not None}
+                values["gns/b_simple_tokens"] = value * self.token_sum / self.token_weight
+            if value > 0.0:
+                values["gns/batch_ratio"] = 1.0 / self.big_noise / value
+        return values
 
     def _consistency_values(self) -> dict[str, float]:
         """Between over within and its error; the cap if within vanishes while between is surely positive."""
@@ -303,9 +297,8 @@ class NoiseScaleAverage:
         if ratio.value is not None and ratio.error is not None:
             value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
             return {"gns/consistency": value, "gns/consistency_se": ratio.error}
-        is_capped = (
-            is_positive(pair.mean_x, moments[0], pair.freedom) and abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
-        )
+        is_vanishing = abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
+        is_capped = is_vanishing and is_positive(pair.mean_x, moments[0], pair.freedom)
         return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,11 @@ A hook on the leaf sees each micro-gradient before it is added to `.grad` and be
 stored but a few fp64 numbers. A hook after the accumulation of the last micro-batch
 (`register_post_accumulate_grad_hook`) sees the rank's own sum: it runs inside the accumulation node, and DDP reduces
 after that node.
+
+FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates into the unsharded
+parameter, a single object over the model's life that is empty while resharded. `FSDPModule.unshard()` registers it in
+the module as long as it is whole, so public API suffices to find and hook it. Its hooks see the rank's own full
+micro-gradient, before the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -23,19 +28,24 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from trainer.errors import UserError
 from trainer.metrics.catalog.rows_gns import ROWS
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Window
-from trainer.metrics.noise_scale.leaves import find_leaves
 from trainer.metrics.noise_scale.square_norm import square_norm
-from trainer.shards import is_dtensor
+from trainer.shards import is_dtensor, own_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +93,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         owner = weakref.ref(self)
         for index, parameter in enumerate(self._leaves.hooked):
             leaf: Any = parameter  # torch does not type these two methods
-            self._handles.append(leaf.register_hook(partial(self._hook, owner, self._measure, index)))
-            accumulated = partial(self._hook, owner, self._accumulated)
+            measure, accumulated = type(self)._measure, type(self)._accumulated
+            self._handles.append(leaf.register_hook(partial(self._hook, owner, measure, index)))
+            accumulated = partial(self._hook, owner, accumulated)
             self._handles.append(leaf.register_post_accumulate_grad_hook(accumulated))
 
     def begin_window(self, num_micros: int | None = None, *, pairs: bool = False, by_parameter: bool = False) -> None:
@@ -192,8 +203,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         total = self._sums.new_zeros(())
         for parameter in self._parameters:
             if parameter.grad is not None:
-                grad = parameter.grad
-                total = total + square_norm(grad.to_local() if is_dtensor(grad) else grad).to(total.device)
+                total = total + square_norm(own_part(parameter.grad)).to(total.device)
         return total / self._leaves.copies
 
     def finish(
@@ -242,44 +252,123 @@ class GradientNoiseScale(NoiseScaleAverage):
         if gns is None or not gns._is_active:
             return
         try:
-            measure(owner, *args)
+            measure(gns, *args)
         except Exception as error:  # noqa: BLE001 - raised by end_micro
             gns._is_active, gns._failure = False, error
 
-    @staticmethod
-    def _measure(owner: weakref.ref[GradientNoiseScale], index: int, grad: Tensor) -> None:
+    def _measure(self, index: int, grad: Tensor) -> None:
         """The leaf's hook."""
-        gns = owner()
-        assert gns is not None
-        if gns._fired_in[index] == gns._micro:
-            gns._repeats += 1
-        gns._fired_in[index] = gns._micro
-        if gns._sums_up:
-            gns._is_moved |= gns._leaves.hooked[index].grad is None and index in gns._window_fires
-        if not gns._is_middle and gns._world_size > 1:
-            gns._is_moved |= gns._leaves.reduces_now()
-        gns._window_fires.add(index)
-        square = square_norm(grad).to(gns._sums.device)
-        gns._micro_square += square
-        if gns.parameter_squares is not None:
-            gns._own_squares[index] = square
+        if self._fired_in[index] == self._micro:
+            self._repeats += 1
+        self._fired_in[index] = self._micro
+        if self._sums_up:
+            self._is_moved |= self._leaves.hooked[index].grad is None and index in self._window_fires
+        if not self._is_middle and self._world_size > 1:
+            self._is_moved |= self._leaves.reduces_now()
+        self._window_fires.add(index)
+        square = square_norm(grad).to(self._sums.device)
+        self._micro_square += square
+        if self.parameter_squares is not None:
+            self._own_squares[index] = square
 
-    @staticmethod
-    def _accumulated(owner: weakref.ref[GradientNoiseScale], parameter: Tensor) -> None:
+    def _accumulated(self, parameter: Tensor) -> None:
         """The hook after accumulation, which measures the running sum."""
-        gns = owner()
-        assert gns is not None
-        if not gns._sums_up or gns._is_first or parameter.grad is None:
+        if not self._sums_up or self._is_first or parameter.grad is None:
             return
-        gns._sum_fires += 1
-        gns._sum_square += square_norm(parameter.grad).to(gns._sums.device)
+        self._sum_fires += 1
+        self._sum_square += square_norm(parameter.grad).to(self._sums.device)
 
     def _warn_of_repeats(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing of a module "
-                "that is used twice?); the norm cannot be measured and such steps are skipped; "
-                "pass use_reentrant=False to fix it",
+                "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such steps are "
+                "skipped; pass use_reentrant=False",
                 self._repeats,
             )
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The trained parameters of a model."""
+
+    hooked: Sequence[nn.Parameter]
+    """Where autograd accumulates."""
+    parameters: Sequence[nn.Parameter]
+    """The optimizer's parameters; their `.grad` form the big gradient."""
+    group: dist.ProcessGroup | None
+    """The ranks that average gradients; None on a single process."""
+    is_sharded: bool
+    """Whether `.grad` holds only this rank's shards."""
+    copies: int = 1
+    """If so, how many ranks of the group hold the same shards."""
+    ddp: DistributedDataParallel | None = None
+    """The model itself if it is wrapped in DDP."""
+
+    def reduces_now(self) -> bool:
+        """Whether DDP reduces after the current backward, i.e. it does not run under `no_sync`."""
+        return self.ddp is not None and self.ddp.require_backward_grad_sync
+
+
+def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
+    """The leaves of `model`. With FSDP2 this all-gathers every parameter once, so all ranks must call it.
+
+    Args:
+        model: a plain module, wrapped in DDP, or sharded by `fully_shard` over a mesh of shards, or of replicas and shards.
+        process_group: overrides the model's own.
+
+    Raises:
+        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas that is not all ranks,
+            without a `process_group`; sharded next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not
+            average.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise UserError("gns.enabled", "the model has no trainable parameter", "set it to false")
+    if not any(map(is_dtensor, parameters)):
+        if not isinstance(model, DistributedDataParallel):
+            return Leaves(parameters, parameters, process_group, is_sharded=False)
+        return Leaves(parameters, parameters, process_group or model.process_group, is_sharded=False, ddp=model)
+    from torch.distributed.fsdp import FSDPModule
+
+    mesh = _mesh_of(parameters)
+    copies = mesh.size(0) if mesh.ndim == 2 else 1
+    group = process_group or _group_of(mesh)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    hooked = [p for p in model.parameters() if p.requires_grad]
+    for module in modules:
+        module.reshard()
+    if any(map(is_dtensor, hooked)):
+        raise _refusal("parameters that stay sharded in the backward (tensor parallelism)")
+    return Leaves(hooked, parameters, group, is_sharded=True, copies=copies)
+
+
+def _mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh:
+    """The mesh over which every parameter is sharded."""
+    meshes = []
+    for parameter in parameters:
+        if not is_dtensor(parameter):
+            raise _refusal("sharded next to unsharded parameters")
+        *over_replicas, over_shards = parameter.placements
+        if len(over_replicas) > 1 or not all(p.is_replicate() for p in over_replicas) or not over_shards.is_shard():
+            raise _refusal("parameters that are sharded otherwise than by fully_shard alone")
+        meshes.append(parameter.device_mesh)
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise _refusal("parameters sharded over several meshes")
+    return meshes[0]
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of the mesh: those that average gradients."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    if world is None or mesh.size() != world.size():
+        raise _refusal("a mesh of replicas and shards that is a part of the ranks, unless process_group names them")
+    return world
+
+
+def _refusal(what: str) -> UserError:
+    return UserError("gns.enabled", f"not possible with {what}", "use DDP or fully_shard alone, or set it to false")

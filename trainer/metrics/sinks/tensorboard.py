@@ -9,7 +9,7 @@ from typing import Any
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.payload_contract import RESTART, all_values
 from trainer.metrics.sinks.base import display_key
-from trainer.metrics.sinks.events import SAMPLE
+from trainer.metrics.sinks.jsonl import SAMPLE
 
 
 class TensorboardSink:

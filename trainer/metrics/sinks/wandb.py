@@ -22,7 +22,7 @@ from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import all_values
 from trainer.metrics.sinks.base import display_key
-from trainer.metrics.sinks.events import SAMPLE
+from trainer.metrics.sinks.jsonl import SAMPLE
 
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]

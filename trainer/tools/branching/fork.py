@@ -10,8 +10,7 @@ from typing import Any
 
 from trainer.files import remove_tree
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, write_tensors
-from trainer.training.checkpointing.tree import pack, unpack
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack, write_tensors
 from trainer.training.run_dir import RunDir
 
 # Farther than any run gets: every order has epochs and batches of its own.

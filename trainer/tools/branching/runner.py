@@ -32,8 +32,8 @@ from trainer.tools.branching.results import (
 from trainer.tools.branching.study import Branch, Study
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
-from trainer.training.parent import PARENT
 from trainer.training.run_dir import FINISHED, RunDir
+from trainer.training.signals import PARENT
 from trainer.untrusted import open_plain
 
 POLL_SEC = 0.1

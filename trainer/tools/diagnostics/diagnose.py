@@ -1,14 +1,13 @@
-"""Diagnosis: the outcomes of all rules on one run, and their JSON."""
+"""Diagnosis: the outcomes of all rules on one run, their JSON, and docs/diagnosis.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from trainer.tools.diagnostics.outcome import Outcome, Severity, not_measured
-from trainer.tools.diagnostics.rules.all_rules import RULES
-from trainer.tools.diagnostics.rules.rule import Rule
+from trainer.tools.diagnostics import gradients, loss, mixing, run, state
+from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted
 
@@ -16,6 +15,18 @@ DIAGNOSIS_VERSION: Final = 2
 NO_FINDING: Final = "no finding"
 DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
 SEVERITIES: Final = ("error", "warning", "advice")
+
+RULES: Final[tuple[Rule, ...]] = (
+    *state.RULES,
+    run.model_contract,
+    *mixing.RULES,
+    *gradients.RULES,
+    *loss.RULES,
+    *run.SPEED_RULES,
+    run.restarts,
+    run.ending,
+)
+"""All rules, in display order."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,11 @@ class Diagnosis:
     rulings: tuple[Ruling, ...]
 
     @property
+    def by_severity(self) -> list[Ruling]:
+        """Errors, warnings and advice, in this order."""
+        return [ruling for severity in SEVERITIES for ruling in self.rulings if ruling.severity == severity]
+
+    @property
     def findings(self) -> list[Ruling]:
         """Errors and warnings: a run with any is not healthy."""
         return [ruling for ruling in self.rulings if ruling.severity in ("error", "warning")]
@@ -97,11 +113,6 @@ class Diagnosis:
     def advice(self) -> list[Ruling]:
         """Findings that cost time or tokens but do not harm the model."""
         return [ruling for ruling in self.rulings if ruling.severity == "advice"]
-
-    @property
-    def by_severity(self) -> list[Ruling]:
-        """Errors, warnings and advice, in this order."""
-        return [ruling for severity in SEVERITIES for ruling in self.rulings if ruling.severity == severity]
 
     @property
     def num_judged(self) -> int:
@@ -181,3 +192,49 @@ def _outcome(rule: Rule, run: RunRecord) -> Outcome:
         return rule.apply(run)
     except Exception as error:  # noqa: BLE001 - see above
         return not_measured(f"the run's files do not fit together ({type(error).__name__}: {error})")
+
+
+def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
+    """docs/diagnosis.md with the sections on the rules and the tables of the calibration made anew.
+
+    Args:
+        page: the present one, whose text before `## Rules` is kept.
+        calibration: output of `scripts/calibrate_diagnosis.py`.
+    """
+    lines = [f"{page.partition('## Rules')[0]}## Rules", ""]
+    for rule in RULES:
+        keys = ", ".join(f"`{key}`" if " " not in key else key for key in (*rule.needs, *rule.uses))
+        lines += [f"### {rule.name} ({rule.severity})", "", f"- Reads: {keys}", f"- Condition: {rule.threshold}"]
+        lines += [f"- Why: {rule.why}", f"- Change: {rule.change}", ""]
+    lines += [
+        "## False alarms",
+        "",
+        "In healthy runs, of all rules together:",
+        "",
+        "| runs | ranks | runs with a false alarm | about speed, not judged | wrong advice |",
+        "|---|---|---|---|---|",
+    ]
+    for what, part in (("synthetic, 300 steps", "synthetic"), ("real, 20 to 60 steps", "short")):
+        for world_size, found in calibration[part].items():
+            cells = []
+            for listed in (found["false_alarms"], found["about_speed"], found["false_advice"]):
+                runs = len({each.split(":")[0] for each in listed})
+                cells.append(", ".join([f"{runs} of {found['runs']}", *listed]))
+            lines.append(f"| {what} | {world_size} | {' | '.join(cells)} |")
+    real = calibration["real"]["runs"]
+    alarms = [name for each in real for name in each["false_alarms"]]
+    number = ", ".join([str(sum(bool(each["false_alarms"]) for each in real)), *alarms])
+    advised = sum(bool(each["advice"]) for each in real)
+    lines += [
+        f"| real, 120 steps | 1 or 2 | {number} of {len(real)} | | {advised} |",
+        "",
+        "## Injected faults",
+        "",
+        "| rule | fault | found | within | limit | other findings |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in calibration["faults"]:
+        others = ", ".join(f"{name} ({count})" for name, count in row["others"].items()) or "none"
+        cells = [row["rule"], row["what"], f"{row['found']} of {row['runs']}", row["worst"], row["within"], others]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final
 
-from trainer.tools.diagnostics.rules import speed
-from trainer.tools.diagnostics.series import series
+from trainer.tools.diagnostics import run as run_rules
+from trainer.tools.diagnostics.rule import series
 from trainer.tools.runs.load import RunRecord
 
 RECALL_LOSS: Final = "modality/recall/loss"
-SPEED_RULES: Final = frozenset(rule.name for rule in speed.RULES)
-"""Displayed but not judged: in a run of half a minute they report what else the machine was doing."""
+SPEED_RULES: Final = frozenset(rule.name for rule in run_rules.SPEED_RULES)
+LONG_STREAMS: Final = 'data.source=[{name="streams",layout="direct",paths=["data/smoke_matrix/long/recall/*"]}]'
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,16 @@ class Case:
         return self.config or self.name
 
 
-LONG_STREAMS: Final = 'data.source=[{name="streams",layout="direct",paths=["data/smoke_matrix/long/recall/*"]}]'
-
 CASES: Final = (
     Case("healthy", frozenset(), "nothing"),
-    Case("diag_imbalanced_bs", frozenset({"uneven_slices"}), "batch sizes of 64 and 2 in one pool", control="healthy"),
+    Case("diag_imbalanced_bs", frozenset({"uneven_slices"}), "batch sizes of 64 and 2 in one pool", "healthy"),
     Case(
         "diag_exhaust_spike",
         frozenset({"exhaust_churn"}),
         "slices with as many picks as there are ranks",
-        control="control_long_streams",
+        "control_long_streams",
     ),
-    Case(
-        "diag_stale_false_evict",
-        frozenset({"false_evictions_stale"}),
-        "states evicted after 5 steps",
-        control="healthy",
-    ),
+    Case("diag_stale_false_evict", frozenset({"false_evictions_stale"}), "states evicted after 5 steps", "healthy"),
     Case(
         "control_long_streams",
         frozenset(),
@@ -73,33 +66,18 @@ CASES: Final = (
 
 
 @dataclass(frozen=True)
-class Damage:
-    """Mean key-recall loss over the second half of a run, and of its control over the same steps (nats per token)."""
-
-    loss: float
-    control_loss: float
-
-    @property
-    def nats(self) -> float:
-        """How much higher than the control."""
-        return self.loss - self.control_loss
-
-
-@dataclass(frozen=True)
 class Judgement:
     """The diagnosis of a case compared with its expectation.
 
     Attributes:
         found: findings, except those of `SPEED_RULES`.
         speed: findings of `SPEED_RULES`.
-        advice: rules that gave advice, which is not judged.
         is_whole: the run reached its last step.
     """
 
     case: Case
     found: frozenset[str]
     speed: frozenset[str]
-    advice: frozenset[str]
     is_whole: bool
 
     @property
@@ -109,20 +87,13 @@ class Judgement:
 
 
 def judge_all(cases: Iterable[Case], diagnoses: Mapping[str, Mapping[str, Any]], *, steps: int) -> list[Judgement]:
-    """Compare diagnoses with the expectations.
-
-    Args:
-        cases: each must have a diagnosis.
-        diagnoses: output of `train diagnose --json` by name of the case.
-        steps: configured number of steps of the runs.
-    """
+    """Compare diagnoses (output of `train diagnose --json` by name of the case) of runs of `steps` steps with the
+    expectations."""
     judgements = []
     for case in cases:
-        diagnosis = diagnoses[case.name]
-        found, extent = frozenset(diagnosis["findings"]), diagnosis["steps"]
+        found, extent = frozenset(diagnoses[case.name]["findings"]), diagnoses[case.name]["steps"]
         is_whole = extent is not None and extent[1] == steps
-        advice = frozenset(diagnosis["advice"])
-        judgements.append(Judgement(case, found - SPEED_RULES, found & SPEED_RULES, advice, is_whole))
+        judgements.append(Judgement(case, found - SPEED_RULES, found & SPEED_RULES, is_whole))
     return judgements
 
 
@@ -131,12 +102,8 @@ def is_green(judgements: Sequence[Judgement]) -> bool:
     return bool(judgements) and all(judgement.is_right for judgement in judgements)
 
 
-def measure_damage(run: RunRecord, control: RunRecord) -> Damage | None:
-    """The damage to the loss; None if one of the runs did not log it in its second half."""
-    own, other = _late_recall(run), _late_recall(control)
-    return Damage(fmean(own), fmean(other)) if own and other else None
-
-
-def _late_recall(run: RunRecord) -> Sequence[float]:
-    half = run.steps[-1] // 2 + 1 if run.steps else 0
-    return series(run, RECALL_LOSS).since(half).values
+def measure_damage(run: RunRecord, control: RunRecord) -> tuple[float, float] | None:
+    """Mean key-recall loss over the second half of a run, and of its control over the same steps (nats per token); None if one
+    of them did not log it there."""
+    halves = [series(each, RECALL_LOSS).since(each.steps[-1] // 2 + 1).values for each in (run, control) if each.steps]
+    return (fmean(halves[0]), fmean(halves[1])) if len(halves) == 2 and all(halves) else None

@@ -1,23 +1,338 @@
-"""What a run will draw from its data, counted batch by batch."""
+"""The draws of a run from its data, counted batch by batch before it starts.
+
+`source_shape` measures the slices of a source from document lengths, without reading tokens. The number of batches and rows
+in a slice does not depend on the order of the groups, since lanes are filled longest group first: it is the same in every
+epoch, and known without drawing an order. `count_run` then runs the real blend, queue and pool with readers that count. Every
+random choice of a run is a pure function of its seed and the batch index, so the counts are those of the run with this seed.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
 from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.tools.preview.counted import CountedMixing, Tally
-from trainer.tools.preview.shapes import SourceShape
+from trainer.data.blending.weights import ScheduledWeight, WeightSpec, positions, zero_batches
+from trainer.data.formats.documents import ReadOptions
+from trainer.data.keyed import KeyedUniforms
+from trainer.data.mixing.dataset import BATCHING_MODES, BatchingMode
+from trainer.data.mixing.epochs import QueueKey
+from trainer.data.mixing.pool import ActivePool, PickMode
+from trainer.data.streams.groups import GroupTable
+from trainer.data.streams.lanes import assign_lanes, cut_slices
+from trainer.data.streams.open_stream import CutOptions, OpenStream
+from trainer.data.streams.opener import StreamOpener
+from trainer.micro_batches import MicroBatches
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
 MAX_COUNTED = 200_000
 """Batches over all counted ranks, which take some seconds. The rest of a longer run is extrapolated."""
+SAMPLED = 1 << 14  # batches of a piece of the run
+
+
+@dataclass(frozen=True)
+class SliceShape:
+    """The slice of one rank.
+
+    Attributes:
+        loads: number of cells in each lane, descending, int64 [lanes]; empty for a rank without cells.
+        tokens: number of target tokens.
+    """
+
+    loads: Ints
+    tokens: int
+
+    @property
+    def num_picks(self) -> int:
+        """Number of batches."""
+        return int(self.loads[0]) if len(self.loads) else 0
+
+    @property
+    def num_cells(self) -> int:
+        """Number of rows of all batches."""
+        return int(self.loads.sum())
+
+    @cached_property
+    def rows(self) -> Ints:
+        """Rows of each batch, int64 [num_picks]: the lanes that are not exhausted."""
+        times = np.arange(self.num_picks)
+        return len(self.loads) - np.searchsorted(self.loads[::-1], times, side="right")
+
+
+@dataclass(frozen=True)
+class StreamShape:
+    """One stream, cut into one slice per rank.
+
+    Attributes:
+        slices: in rank order.
+        group_cells: number of groups of 0, 1, 2, ... cells, int64 [most + 1].
+    """
+
+    modality: str
+    batch_size: int
+    slices: tuple[SliceShape, ...]
+    group_cells: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+
+    @property
+    def shared_picks(self) -> int:
+        """Batches of a pass in a shared pool: all ranks wait for the longest slice."""
+        return max(part.num_picks for part in self.slices)
+
+
+@dataclass(frozen=True)
+class SourceShape:
+    """One source: its streams by stream id, and how they are mixed. A custom `target` has no streams."""
+
+    name: str
+    streams: tuple[StreamShape, ...]
+    num_mixed: int
+    shared: bool
+    repeat: bool = True
+
+    @property
+    def modalities(self) -> list[str]:
+        """All modalities, sorted."""
+        return sorted({stream.modality for stream in self.streams})
+
+    def picks_per_slice(self) -> list[int]:
+        """The number of batches of each pass over a slice, ascending, without empty ones."""
+        if self.shared:
+            found = [stream.shared_picks for stream in self.streams]
+        else:
+            found = [part.num_picks for stream in self.streams for part in stream.slices]
+        return sorted(picks for picks in found if picks)
+
+    def token_shares(self) -> list[float]:
+        """Share of the source's tokens that each rank reads in an epoch. The deal is the same in both batching modes."""
+        by_rank = [sum(part.tokens for part in own) for own in self._parts_by_rank()]
+        return [tokens / sum(by_rank) for tokens in by_rank]
+
+    def masked_shares(self, *, shared: bool) -> list[float]:
+        """Share of each rank's micro-batches without a row, from this source, with a shared pool or pools of their own.
+
+        With a shared pool, over an epoch: ranks wait for the longest slice of each stream. With pools of their own, a rank
+        waits only if it has no cells at all, or, without `repeat`, until the last rank has finished.
+        """
+        picks = [sum(part.num_picks for part in own) for own in self._parts_by_rank()]
+        if shared:
+            total = sum(stream.shared_picks for stream in self.streams)
+            return [1 - own / total for own in picks]
+        if self.repeat:
+            return [float(own == 0) for own in picks]
+        return [1 - own / max(picks) for own in picks]
+
+    def worst_masked_shares(self) -> dict[BatchingMode, float]:
+        """The largest of `masked_shares` in each batching mode."""
+        return {mode: max(self.masked_shares(shared=mode == "per_stream")) for mode in BATCHING_MODES}
+
+    def _parts_by_rank(self) -> Iterator[tuple[SliceShape, ...]]:
+        return zip(*(stream.slices for stream in self.streams), strict=True)
+
+
+def group_tokens(groups: GroupTable, lengths: Ints, seq_len: int) -> Ints:
+    """Number of target tokens of each group, int64 [G].
+
+    Args:
+        groups: of one stream.
+        lengths: number of tokens of each of its documents, int64 [documents].
+        seq_len: target tokens per cell.
+    """
+    left = lengths[groups.documents] - groups.first_cells * seq_len
+    tokens = np.minimum(left, groups.num_cells * seq_len)
+    segments = np.concatenate([[0], np.cumsum(lengths[groups.segment_documents])])
+    packed = segments[groups.segment_offsets[1:]] - segments[groups.segment_offsets[:-1]]
+    found: Ints = np.where(np.diff(groups.segment_offsets) > 0, packed, tokens)
+    return found
+
+
+def stream_shape(source: OpenStream, *, batch_size: int, world_size: int, turn: int) -> StreamShape:
+    """The slices of an open stream on `world_size` ranks, with `batch_size` lanes each; rank `turn` has the first."""
+    groups = source.groups
+    tokens = group_tokens(groups, source.documents.lengths, source.seq_len)
+    slices = []
+    for start, stop in itertools.pairwise(cut_slices(groups.num_cells, world_size).tolist()):
+        loads = assign_lanes(groups.num_cells[start:stop], batch_size)[1] if stop > start else np.zeros(0, np.int64)
+        slices.append(SliceShape(loads[loads > 0], int(tokens[start:stop].sum())))
+    first = -turn % world_size  # the slice of rank 0
+    own = (*slices[first:], *slices[:first])
+    return StreamShape(source.stream.modality, batch_size, own, np.bincount(groups.num_cells, minlength=1))
+
+
+def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
+    """Open every stream of a source and measure its training split.
+
+    Raises:
+        UserError: a file cannot be read or is damaged, or there is no document to train on.
+    """
+    config, table, mixing = plan.config, source.table, mixing_of(plan.config, source.table)
+    data, holdout = config.data, config.eval.holdout_fraction
+    options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split)
+    cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, data.pack, "train", holdout)
+    shared = mixing.batching_mode == "per_stream"
+    turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
+    shapes, opener = [], StreamOpener(format=table.format, options=options, cut=cut, warns=False)
+    for stream, turn in zip(source.streams, turns, strict=True) if not source.is_off else ():
+        batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
+        shapes.append(stream_shape(opener(stream), batch_size=batch_size, world_size=world_size, turn=turn))
+    if shapes and not any(part.num_cells for shape in shapes for part in shape.slices):
+        raise opener.nothing_left(f"source {source.name}", "has no document to train on")
+    opener.warn()
+    return SourceShape(source.name, tuple(shapes), mixing.num_streams_mixed, shared, mixing.repeat)
+
+
+class CountedReader:
+    """A cursor over the batches of a slice: of one rank, or with a shared pool of all ranks together."""
+
+    def __init__(self, stream: StreamShape, slices: tuple[SliceShape, ...], num_picks: int) -> None:
+        self.stream = stream
+        self.num_picks = num_picks
+        self.picks = 0
+        self.last_step = 0
+        rows = np.zeros((len(slices), num_picks), dtype=np.int64)
+        for row, part in zip(rows, slices, strict=True):
+            row[: part.num_picks] = part.rows
+        tokens_per_row = np.array([part.tokens / max(part.num_cells, 1) for part in slices])
+        self._rows: list[int] = rows.sum(axis=0).tolist()
+        self._fullest: list[int] = [*rows.max(axis=0).tolist(), 0]
+        self._tokens: list[float] = (tokens_per_row @ rows).tolist()
+
+    @property
+    def remaining_picks(self) -> int:
+        """Number of batches left."""
+        return self.num_picks - self.picks
+
+    @property
+    def remaining_fraction(self) -> float:
+        """Fraction of the batches left; part of the reader protocol."""
+        return self.remaining_picks / self.num_picks
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows of the next batch on the rank that has most; 0 after the last batch."""
+        return self._fullest[self.picks]
+
+    def take(self) -> tuple[int, float]:
+        """(rows, tokens) of the next batch, over all ranks that read it."""
+        self.picks += 1
+        return self._rows[self.picks - 1], self._tokens[self.picks - 1]
+
+
+@dataclass
+class Tally:
+    """Counts of one source on one rank, or on all ranks if they share a pool. Counters are by modality.
+
+    Attributes:
+        batches: micro-batches.
+        tokens: for a slice in progress, in proportion to its cells.
+        absent: batches picked while no reader of the modality was active.
+        waits: optimizer steps between two picks of a reader -> how often.
+        in_flight: rows of the active readers that have started: the states that a rank holds for this source.
+    """
+
+    batches: int = 0
+    picks: Counter[str] = field(default_factory=Counter)
+    exhausts: Counter[str] = field(default_factory=Counter)
+    cells: Counter[str] = field(default_factory=Counter)
+    tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    absent: Counter[str] = field(default_factory=Counter)
+    waits: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    in_flight: int = 0
+
+
+class CountedMixing:
+    """`StreamMixingDataset` with counts in place of tokens: yields the number of rows of each batch.
+
+    Args:
+        shape: of the source.
+        pick_mode, seed: as in the real dataset.
+        rank: owner of the pool; 0 for a shared pool.
+    """
+
+    def __init__(self, shape: SourceShape, pick_mode: PickMode, seed: int, rank: int) -> None:
+        self.shape = shape
+        self.tally = Tally()
+        self.step = 1  # the optimizer step of the next batch, set by the caller
+        self._rank = rank
+        self._key = QueueKey(shape.name, seed, len(shape.streams), shape.shared)
+        self._uniforms = KeyedUniforms("pick", shape.name, seed, "all" if shape.shared else rank)
+        self._pool: ActivePool[CountedReader] = ActivePool(shape.modalities, pick_mode)
+        self._active: Counter[str] = Counter()
+        self._epoch = -1
+        self._queue: Iterator[int] = iter(())
+        self._epoch_has_cells = self._has_no_cells = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """Count the next micro-batch.
+
+        Raises:
+            StopIteration: data exhausted, without `repeat`.
+        """
+        pool, tally, rows = self._pool, self.tally, 0
+        if pool.readers or self._fill():
+            slot = pool.pick(self._uniforms(tally.batches) if len(pool.readers) > 1 else 0.0)
+            tally.absent.update(modality for modality in self.shape.modalities if not self._active[modality])
+            rows = self._take(slot, pool.readers[slot])
+        tally.batches += 1
+        return {"dataset_labels": (), "rows": rows, "is_shared": self.shape.shared}
+
+    def _take(self, slot: int, reader: CountedReader) -> int:
+        tally, modality = self.tally, reader.stream.modality
+        if reader.picks:
+            tally.waits[modality][self.step - reader.last_step] += 1
+        before = reader.rows_ahead if reader.picks else 0
+        rows, tokens = reader.take()
+        reader.last_step = self.step
+        tally.in_flight += reader.rows_ahead - before
+        tally.picks[modality] += 1
+        tally.cells[modality] += rows
+        tally.tokens[modality] += tokens
+        if not reader.remaining_picks:
+            tally.exhausts[modality] += 1
+            self._active[modality] -= 1
+            self._pool.replace(slot, self._next_reader())
+        else:
+            self._pool.note(slot)
+        return rows
+
+    def _fill(self) -> bool:
+        """Fill the empty pool, from the next epoch if this one is over; False if no epoch has a cell for this rank."""
+        while not self._has_no_cells:
+            while len(self._pool.readers) < self.shape.num_mixed and (reader := self._next_reader()) is not None:
+                self._pool.add(reader)
+            if self._pool.readers:
+                return True
+            if self._epoch >= 0:
+                if not self.shape.repeat:
+                    raise StopIteration
+                self._has_no_cells = not self._epoch_has_cells
+            self._epoch += 1
+            self._epoch_has_cells = False
+            self._queue = iter(self._key.permutation(self._epoch, self._rank, 0).tolist())
+        return False
+
+    def _next_reader(self) -> CountedReader | None:
+        for stream_id in self._queue:
+            stream = self.shape.streams[stream_id]
+            slices = stream.slices if self.shape.shared else (stream.slices[self._rank],)
+            num_picks = max(part.num_picks for part in slices)
+            if num_picks:
+                self._epoch_has_cells = True
+                self._active[stream.modality] += 1
+                return CountedReader(stream, slices, num_picks)
+        return None
 
 
 @dataclass(frozen=True)
@@ -41,12 +356,10 @@ class Forecast:
     in_flight: int
 
 
-class _Uncounted:
+def _uncounted() -> Iterator[dict[str, Any]]:
     """A custom `target`: endless batches of unknown content."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        while True:
-            yield {"dataset_labels": (), "rows": 0, "is_shared": True}
+    while True:
+        yield {"dataset_labels": (), "rows": 0, "is_shared": True}
 
 
 def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, most: int = MAX_COUNTED) -> Forecast:
@@ -66,7 +379,12 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
     in_flight = 0
     ends = []
     for rank in ranks:
-        parts = [_counted(plan, source, shape, rank) for source, shape in zip(plan.sources, shapes, strict=True)]
+        parts = [
+            CountedMixing(shape, mixing_of(plan.config, source.table).pick_mode, plan.config.run.seed, rank)
+            if shape.streams
+            else _uncounted()
+            for source, shape in zip(plan.sources, shapes, strict=True)
+        ]
         most_here, ended_here = _count_rank(plan, parts, cells, is_first=rank == 0)
         in_flight = max(in_flight, most_here)
         ends += [ended_here] if ended_here is not None else []
@@ -81,15 +399,8 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
     return Forecast(num_batches, is_whole, ended_at, tallies, cells[:counted_steps], in_flight)
 
 
-def _counted(plan: Plan, source: Source, shape: SourceShape, rank: int) -> CountedMixing | _Uncounted:
-    if not shape.streams:
-        return _Uncounted()
-    mixing, seed = mixing_of(plan.config, source.table), plan.config.run.seed
-    return CountedMixing(shape, pick_mode=mixing.pick_mode, repeat=mixing.repeat, seed=seed, rank=rank)
-
-
 def _count_rank(
-    plan: Plan, parts: Sequence[CountedMixing | _Uncounted], cells: Ints, *, is_first: bool
+    plan: Plan, parts: Sequence[CountedMixing | Iterator[dict[str, Any]]], cells: Ints, *, is_first: bool
 ) -> tuple[int, int | None]:
     """Add the cells of one rank to `cells`; returns (most rows in flight, the batch at which the data ended)."""
     batches = plan.batches_by_steps
@@ -112,3 +423,49 @@ def _count_rank(
                 cells[step - 1] += batch["rows"]
             most = max(most, sum(mixing.tally.in_flight for mixing in mixings))
     return most, None
+
+
+@dataclass(frozen=True)
+class ZeroSpan:
+    """The first range of batches in which the weight of a source is zero; `last` is None if it lasts to the end."""
+
+    first: int
+    last: int | None
+
+
+def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: MicroBatches) -> npt.NDArray[np.float64]:
+    """The probability of each source at each batch, float64 [sources, batches]; zero where all weights are zero."""
+    raw = np.array([spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in weights])
+    total = raw.sum(axis=0)
+    shares: npt.NDArray[np.float64] = np.divide(raw, total, out=np.zeros_like(raw), where=total > 0)
+    return shares
+
+
+def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batches: MicroBatches) -> list[float]:
+    """The expected number of micro-batches of each source: the sum of its probability over the run.
+
+    Between two points of the schedules a probability is smooth: long pieces are sampled, so that any run takes as long.
+    """
+    edges = {0, num_batches}
+    for spec in weights:
+        points = spec.points if isinstance(spec, ScheduledWeight) else ()
+        edges |= {x if spec.unit == "batch" else micro_batches.batches_before(max(x, 1)) for x in points}
+    sums = np.zeros(len(weights))
+    for start, end in itertools.pairwise(sorted(edge for edge in edges if edge <= num_batches)):
+        count = min(end - start, SAMPLED)
+        middles = start + (np.arange(count) + 0.5) * ((end - start) / count)
+        sums += shares_at(weights, middles.astype(np.int64), micro_batches).mean(axis=1) * (end - start)
+    return [float(total) for total in sums]
+
+
+def first_zero(weight: WeightSpec, num_batches: int, micro_batches: MicroBatches) -> ZeroSpan | None:
+    """The first range within the run in which the weight is zero."""
+    for first, last in zero_batches(weight, micro_batches):
+        if first < num_batches:
+            return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
+    return None
+
+
+def sample_points(length: int, most: int = 240) -> Ints:
+    """At most `most` evenly spread integers from 0 to `length - 1`, including both ends."""
+    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(np.int64))

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from trainer.config.rules import check_state_rules, costs_of_carry
+from trainer.config.schema import RunConfig
 from trainer.data.mixing.dataset import BatchingMode
 from trainer.micro_batches import MicroBatches
-from trainer.tools.preview.forecast import MAX_COUNTED, Forecast, count_run
-from trainer.tools.preview.probes import ProbeView, probe_view
-from trainer.tools.preview.shapes import SourceShape, StreamShape, source_shape
-from trainer.tools.preview.shares import ZeroSpan, expected_batches, first_zero, sample_points, shares_at
-from trainer.tools.waits import wait_bound
+from trainer.tools.limits import wait_bound
+from trainer.tools.preview.forecast import (
+    MAX_COUNTED,
+    Forecast,
+    SourceShape,
+    StreamShape,
+    ZeroSpan,
+    count_run,
+    expected_batches,
+    first_zero,
+    sample_points,
+    shares_at,
+    source_shape,
+)
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.schedule import make_schedule
 from trainer.wording import counted
+
+# The backward costs twice the forward, and a probe has none: a step is three forward passes of each micro-batch.
+PASSES_OF_A_STEP = 3
+READINGS = 3  # of the probed cell: from zero, from the stored state and from the fresh one
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,28 @@ class SourceView:
     lane_fill: float = 1.0
     wait_bound_steps: int = 0
     modalities: tuple[ModalityView, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProbeView:
+    """The probes of a run.
+
+    Attributes:
+        every: steps between two probes: `ledger.probe_every`, as far as steps are logged.
+        count: probes in the run.
+        cells: `ledger.probe_cells`.
+        passes: most forward passes of one micro-batch that a probe takes.
+        cost: upper bound of the share of the training time.
+        reach: share of the cells that continue a group which are near enough to its start to be measured; None if no cell
+            does, or if they cannot be counted (a custom `target`).
+    """
+
+    every: int
+    count: int
+    cells: int
+    passes: int
+    cost: float
+    reach: float | None
 
 
 @dataclass(frozen=True)
@@ -176,13 +215,11 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
         UserError: a stream cannot be opened, a source has nothing to train on, or the model lacks the state that a setting
             needs.
     """
-    train = plan.config.train
+    train, batches_by_steps, num_batches = plan.config.train, plan.batches_by_steps, plan.num_batches
     check_state_rules(plan.config, plan.state_width())
     shapes = [source_shape(plan, source, world_size) for source in plan.sources]
     forecast = count_run(plan, shapes, world_size, most=most)
     weights = [source.weight for source in plan.sources]
-    batches_by_steps = plan.batches_by_steps
-    num_batches = plan.num_batches
     expected = expected_batches(weights, num_batches, batches_by_steps)
     zeros = [first_zero(weight, num_batches, batches_by_steps) for weight in weights]
     sources = [
@@ -191,7 +228,14 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
     ]
     tokens = max(sum(source.tokens or 0 for source in sources), 1)
     corpus = max(sum(view.corpus_tokens for source in sources for view in source.modalities), 1)
-    shared = [s if s.tokens is None else _with_shares(s, tokens, corpus) for s in sources]
+    shared = []
+    for source in sources:
+        views = tuple(
+            replace(view, corpus_share=view.corpus_tokens / corpus, drawn_share=view.tokens / tokens)
+            for view in source.modalities
+        )
+        share = None if source.tokens is None else source.tokens / tokens
+        shared.append(replace(source, token_share=share, modalities=views))
     cells = forecast.cells_per_step
     return Preview(
         name=plan.config.run.name,
@@ -206,15 +250,14 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
         sources=tuple(shared),
         ledger=_ledger_view(plan, shapes, sources, forecast),
         curves=_curves(plan, num_batches),
-        batch_changes=_batch_changes(batches_by_steps, train.steps),
+        batch_changes=tuple(
+            BatchChange(step, m, batches_by_steps.lr_factor(m))
+            for step, _, m in batches_by_steps.stretches[1:]
+            if step <= train.steps
+        ),
         auto=_auto_in_words(plan.config.micro_batches),
         costs_of_carry=costs_of_carry(plan.config),
     )
-
-
-def _batch_changes(batches: MicroBatches, steps: int) -> tuple[BatchChange, ...]:
-    later = [(step, m) for step, _, m in batches.stretches[1:] if step <= steps]
-    return tuple(BatchChange(step, m, batches.lr_factor(m)) for step, m in later)
 
 
 def _auto_in_words(batches: MicroBatches) -> str | None:
@@ -263,15 +306,6 @@ def _source_view(
         wait_bound_steps=wait_bound(picks, num_mixed, share, plan.batches_by_steps.least),
         modalities=tuple(modalities),
     )
-
-
-def _with_shares(source: SourceView, tokens: float, corpus: int) -> SourceView:
-    """The source with its part of all tokens that are drawn, and of those of the corpus."""
-    views = tuple(
-        replace(view, corpus_share=view.corpus_tokens / corpus, drawn_share=view.tokens / tokens)
-        for view in source.modalities
-    )
-    return replace(source, token_share=(source.tokens or 0) / tokens, modalities=views)
 
 
 def _modality_view(name: str, shape: SourceShape, batches: float, forecast: Forecast) -> ModalityView:
@@ -341,7 +375,39 @@ def _ledger_view(
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),
         waits_beyond_threshold=beyond,
-        probes=probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources], plan.num_batches),
+        probes=_probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources], plan.num_batches),
+    )
+
+
+def _probe_view(
+    config: RunConfig, shapes: Sequence[SourceShape], epochs: Sequence[float], num_batches: int
+) -> ProbeView | None:
+    """The probes of a run with a ledger; None if it has none. `epochs`: how often each source is read."""
+    table, steps, interval = config.ledger, config.train.steps, config.metrics.log_interval
+    if not table.probe_every:
+        return None
+    every = math.lcm(table.probe_every, interval)
+    # Step 1 and the last are logged too.
+    extra = {step for step in (1, steps) if step % table.probe_every == 0 and step % every}
+    count = steps // every + len(extra)
+    continuing = measured = 0.0
+    longest = config.max_group_rows
+    sizes = [stream.group_cells for shape in shapes for stream in shape.streams]
+    if all(shape.streams for shape in shapes):
+        longest = max(len(counts) - 1 for counts in sizes)
+    for shape, times in zip(shapes, epochs, strict=True):
+        for stream in shape.streams:
+            later = np.maximum(np.arange(len(stream.group_cells)) - 1, 0)  # a group's cells but the first
+            continuing += times * float(stream.group_cells @ later)
+            measured += times * float(stream.group_cells @ np.minimum(later, table.probe_cells))
+    passes = min(table.probe_cells, longest - 1) + READINGS if longest > 1 else 0
+    return ProbeView(
+        every=every,
+        count=count,
+        cells=table.probe_cells,
+        passes=passes,
+        cost=count * passes / (num_batches * PASSES_OF_A_STEP),
+        reach=measured / continuing if continuing else None,
     )
 
 

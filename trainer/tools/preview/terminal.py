@@ -13,8 +13,7 @@ from rich.text import Text
 from trainer.data.mixing.dataset import BATCHING_MODES
 from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.preview.config_warnings import ConfigWarning
-from trainer.tools.preview.probes import ProbeView
-from trainer.tools.preview.summary import BatchChange, LedgerView, Preview, SourceView
+from trainer.tools.preview.summary import BatchChange, LedgerView, Preview, ProbeView, SourceView
 from trainer.wording import counted
 
 PLOT_HEIGHT = 14

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import isfinite
 from typing import Any, Final
 
-from trainer.config.compare import recorded_settings
+from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
-from trainer.config.compare import flatten
+from trainer.config.load import flatten
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, Line
 from trainer.tools.report.curves import Curve

@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from trainer.metrics.catalog import rows_layers
 from trainer.metrics.catalog.lookup import family, keys_under, lookup
-from trainer.tools.diagnostics.facts import batches_through
+from trainer.metrics.catalog.rows_gns import LAYER_ROWS
+from trainer.tools.diagnostics.rule import batches_through
 from trainer.tools.report.charts import (
     Chart,
     Columns,
@@ -170,7 +170,7 @@ VIEWS: Final = (
             trouble=spec.pathological,
             style="heat",
         )
-        for spec in rows_layers.ROWS
+        for spec in LAYER_ROWS
     ),
 )
 

@@ -230,7 +230,7 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     from trainer.errors import UserError
     from trainer.import_path import format_error
     from trainer.metrics.logger import get_logger
-    from trainer.tools.check.memory import predict_memory, resident_bytes
+    from trainer.tools.memory import predict_memory, resident_bytes
     from trainer.training.setup.plausible import memory_bytes
     from trainer.training.setup.sharding import bypassed
 

@@ -40,8 +40,7 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
-    from trainer.config.compare import differences, render_differences
-    from trainer.config.load import load_config
+    from trainer.config.load import differences, load_config, render_differences
 
     found = differences(load_config(_config_of(first)), load_config(_config_of(second)))
     if as_json:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-    from trainer.tools.diagnostics.outcome import Evidence
+    from trainer.tools.diagnostics.rule import Evidence
 
 EXIT_FINDINGS = 3
 SHOWN_STEPS = 4

@@ -35,7 +35,7 @@ def doctor(
     nothing could be checked."""
     import torch
 
-    from trainer.config.overrides import parse_value
+    from trainer.config.load import parse_value
     from trainer.config.schema import ModelTable
     from trainer.contracts import check_model
     from trainer.training.setup.plan import build_model

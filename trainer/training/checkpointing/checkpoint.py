@@ -17,13 +17,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from trainer.errors import UserError
@@ -36,10 +38,10 @@ from trainer.files import (
     sync_directory,
     write_json,
 )
+from trainer.import_path import format_error
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing.saved_state import problem_of
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, write_tensors
-from trainer.training.checkpointing.tree import unpack
+from trainer.metrics.noise_scale.components import WINDOW_LENGTH
+from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, unpack, write_tensors
 from trainer.untrusted import is_file_name, open_plain, parse_json, read_bytes, read_json
 from trainer.wording import counted
 
@@ -387,3 +389,68 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     with open_plain(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
+
+
+MOST = 2**62
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Tracker(_Part):
+    tokens_seen: Count
+    smoothed: dict[str, float | None]
+
+
+class _NoiseScale(_Part):
+    noise: dict[str, float]
+    consistency: dict[str, float]
+    gauges: dict[str, float]
+    history: list[list[Pair]]
+    components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]]
+
+
+class _SavedState(_Part):
+    """What restoring needs of state.json."""
+
+    step: Count
+    world_size: Annotated[int, Field(ge=1, le=MOST)]
+    model_files: Annotated[list[Count], Field(min_length=1)]
+    reached: Count
+    tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    evaluation_is_due: bool
+    tracker: _Tracker
+    gns: _NoiseScale | None
+    extensions: dict[str, dict[str, Any] | None]
+    wandb_run_id: str | None = None
+    config: dict[str, Any]
+
+
+def problem_of(state: Mapping[str, Any]) -> str | None:
+    """The first thing in a state.json that cannot be, as `tracker.tokens_seen: ...`; None if there is none."""
+    try:
+        _SavedState.model_validate(state)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+    return None
+
+
+@contextmanager
+def loading(path: Path, part: str) -> Iterator[None]:
+    """Load a part of a checkpoint. What it holds may raise anything: that is the checkpoint's fault, in one line.
+
+    Raises:
+        UserError: naming the part.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        problem = f"{path}: its {part} cannot be restored: {format_error(error)}"
+        raise UserError("--resume", problem, "resume from another checkpoint") from error

@@ -18,8 +18,7 @@ from trainer.errors import UserError
 from trainer.model.weights import tied_names
 from trainer.shards import as_shard, is_dtensor, own_part, own_range
 from trainer.training.checkpointing.checkpoint import TensorPart, model_file
-from trainer.training.checkpointing.tensor_files import Rows, TensorFiles
-from trainer.training.checkpointing.tree import pack, unpack
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack
 from trainer.training.step.optimizer import load_named_state, named_state
 from trainer.wording import few
 

@@ -13,9 +13,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import CheckpointError
-from trainer.training.checkpointing.data_changes import DataCheck, restart_changed
-from trainer.training.checkpointing.generators import set_generator_states
+from trainer.training.checkpointing.checkpoint import CheckpointError, loading
 from trainer.training.checkpointing.model_part import (
     OtherModel,
     load_optimizer,
@@ -23,10 +21,9 @@ from trainer.training.checkpointing.model_part import (
     open_model,
     scaler_state,
 )
-from trainer.training.checkpointing.resume_checks import check_config
-from trainer.training.checkpointing.saved_state import loading
+from trainer.training.checkpointing.resume_checks import DataCheck, check_config, restart_changed
 from trainer.training.checkpointing.tensor_files import DamagedFile
-from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.checkpointing.train_state import Position, TrainState, set_generator_states
 from trainer.wording import counted
 
 logger = get_logger(__name__)

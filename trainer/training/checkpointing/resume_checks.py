@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.compare import flatten, recorded_settings
+from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
+from trainer.data.blending.blend import BlendDataset
+from trainer.data.blending.sources import ALL_RANKS, parts_of, without_sources
+from trainer.data.fingerprint import (
+    EVAL,
+    FINGERPRINT_KEY,
+    DataChange,
+    Fingerprint,
+    blocks_per_file,
+    compare,
+    has_contents,
+    keep_contents,
+    mark_files,
+    stream_files,
+)
+from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.mixing.restart import restart_streams
+from trainer.data.streams.layout import refuse_empty_files
+from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source
+from trainer.wording import counted, few
 
 logger = get_logger(__name__)
 
@@ -98,3 +122,161 @@ def changed_settings(
     unchanged = now.keys() - before.keys() - chosen.keys()
     pairs = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
     return {key: change for key, change in pairs.items() if change.before != change.after}
+
+
+@dataclass(frozen=True)
+class DataPolicy:
+    """What the command line says about data that changed.
+
+    Args:
+        verify_whole: `--verify-data`: hash the whole content of every file.
+        accept_change: `--accept-data-change`: read changed streams from their beginning.
+    """
+
+    verify_whole: bool = False
+    accept_change: bool = False
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """The data of a run that begins or resumes.
+
+    Args:
+        now: the fingerprint, for its checkpoints.
+        saved: that of the checkpoint it resumes from; None without one.
+        change: what differs between the two, accepted.
+    """
+
+    now: Fingerprint
+    saved: Fingerprint | None = None
+    change: DataChange = field(default_factory=DataChange)
+
+
+def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, policy: DataPolicy) -> DataCheck:
+    """Mark the data files and compare them with a checkpoint's; every rank must call it, and reads its share of them.
+
+    Args:
+        saved: the checkpoint's state.json; None for a run that begins.
+
+    Raises:
+        UserError: a file cannot be read, or is empty; or the data changed, and that is not accepted.
+    """
+    # Each node has copies of its own of what URLs name.
+    sources = _marked_sources(plan)
+    keys = [copy.key for source in sources.values() for copy in source.copies]
+    copies = gather_from_ranks(keys, world_size=info.world_size)
+    with raise_on_all_ranks(world_size=info.world_size):
+        if any(each != keys for each in copies):
+            problem = "the objects of a source that is a URL changed while the ranks started"
+            raise UserError("data.source", problem, "start again, once nobody writes there")
+        before = _saved_fingerprint(saved)
+        names, files = _data_files(sources, plan.config.data.tokenizer)
+        blocks = blocks_per_file(len(files)) if before is None else before.blocks
+        own = mark_files(files[info.rank :: info.world_size], blocks=blocks, whole=policy.verify_whole)
+    marks = [""] * len(files)
+    for rank, found in enumerate(gather_from_ranks(own, world_size=info.world_size)):
+        marks[rank :: info.world_size] = found
+    tokenizer = marks.pop() if len(files) > len(names) else ""
+    marked: dict[str, dict[str, str]] = {name: {} for name in sources}
+    for (name, path), mark in zip(names, marks, strict=True):
+        marked[name][path] = mark
+    for name in [name for name, source in sources.items() if source.is_off]:
+        logger.info("source %s has weight 0: nothing of it is read", name)
+        if before is not None:  # it may be read again
+            marked[name] = dict(before.sources.get(name, {}))
+    with raise_on_all_ranks(world_size=info.world_size):
+        # A run would find them only when it comes to read them, hours later perhaps.
+        empty = [path for (_, path), mark in zip(names, marks, strict=True) if mark.startswith("0:")]
+        refuse_empty_files(empty, len(names))
+    now = Fingerprint(blocks, tokenizer, marked)
+    if before is None:
+        return DataCheck(now)
+    change = compare(before, now)
+    with raise_on_all_ranks(world_size=info.world_size):
+        if change and not policy.accept_change:
+            raise _refusal(change)
+    if policy.verify_whole and not has_contents(before):
+        logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
+    if policy.accept_change:
+        _say_accepted(change)
+    return DataCheck(keep_contents(before, now), before, change)
+
+
+def _refusal(change: DataChange) -> UserError:
+    fix = "put the data back, or add --accept-data-change to read these streams from the beginning"
+    if change.removed:
+        fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
+        fix += ", or add --accept-data-change to continue without it"
+    return UserError("--resume", f"the data changed since the checkpoint was saved: {change}", fix)
+
+
+def _say_accepted(change: DataChange) -> None:
+    if not change:
+        logger.info("--accept-data-change: no data changed: every stream continues")
+    for name in change.removed:
+        logger.warning("--accept-data-change: source %s: continuing without it, since the config lacks it", name)
+    for name, each in change.sources.items():
+        if name.startswith(EVAL):
+            text = (
+                "--accept-data-change: validation set %s: %s; its figures from here on do not compare with earlier ones"
+            )
+            logger.warning(text, name.removeprefix(EVAL), each)
+
+
+def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
+    if saved is None:
+        return None
+    try:
+        return Fingerprint.from_state(saved.get(FINGERPRINT_KEY))
+    except ValueError as error:
+        raise UserError("--resume", f"the checkpoint is damaged: {error}", "use another checkpoint") from None
+
+
+def _marked_sources(plan: Plan) -> dict[str, Source]:
+    """Name in the fingerprint -> source: of the training data, and of the validation sets."""
+    return {source.name: source for source in plan.sources} | {EVAL + each.name: each for each in plan.eval_sources}
+
+
+def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tuple[str, str]], list[list[Path]]]:
+    """(source, stream) of each stream, and its files; the tokenizer's file, if there is one, comes last."""
+    names: list[tuple[str, str]] = []
+    files: list[list[Path]] = []
+    for name, source in sources.items():
+        if source.is_off:
+            continue
+        names += [(name, stream.relative_path) for stream in source.streams]
+        files += stream_files(source.streams, source.table.format)
+    return names, [*files, [Path(tokenizer)]] if tokenizer.endswith(".json") else files
+
+
+def restart_changed(
+    states: Sequence[Mapping[str, Any]], dataset: BlendDataset, check: DataCheck
+) -> list[dict[str, Any]]:
+    """The blend's states of all saving ranks, so that changed streams are read from their beginning; say so."""
+    assert check.saved is not None
+    rewritten = [without_sources(state, check.change.removed) for state in states]
+    for source in dataset.sources:
+        before = check.saved.sources.get(source.name)
+        if (
+            before is None
+            or source.name not in rewritten[0]["names"]
+            or not isinstance(source.dataset, StreamMixingDataset)
+        ):
+            continue
+        now = check.now.sources[source.name]
+        change = check.change.sources.get(source.name)
+        changed = list(now) if check.change.tokenizer else [] if change is None else change.changed
+        if change is None and not changed:
+            continue
+        index = rewritten[0]["names"].index(source.name)
+        parts = restart_streams(parts_of(rewritten, index), list(before), source.dataset, changed)
+        for state in rewritten:
+            state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
+        _say(source.name, changed, change.missing if change else [], change.new if change else [])
+    return rewritten
+
+
+def _say(source: str, changed: Sequence[str], missing: Sequence[str], new: Sequence[str]) -> None:
+    done = (("read from the beginning", changed), ("dropped", missing), ("added", new))
+    listed = ", ".join(f"{counted(len(paths), 'stream')} {what} ({few(paths)})" for what, paths in done if paths)
+    logger.warning("--accept-data-change: source %s: %s; the others continue", source, listed)

@@ -19,11 +19,9 @@ from trainer.distributed.env import RankInfo
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.checkpoint import BackgroundWriter, Part, StatePart, TensorPart
-from trainer.training.checkpointing.generators import generator_states
 from trainer.training.checkpointing.model_part import model_part, model_ranks
-from trainer.training.checkpointing.tensor_files import Rows
-from trainer.training.checkpointing.train_state import Position, TrainState
-from trainer.training.checkpointing.tree import pack
+from trainer.training.checkpointing.tensor_files import Rows, pack
+from trainer.training.checkpointing.train_state import Position, TrainState, generator_states
 from trainer.training.extension import Extensions
 
 logger = get_logger(__name__)

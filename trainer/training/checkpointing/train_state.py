@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.data.blending.blend import BlendDataset
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import WindowAggregator
+from trainer.metrics.aggregate import Recorder
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
 
@@ -69,7 +69,7 @@ class Position:
 
     data_state: Any
     """This rank's data set's, after the last batch of the last finished step."""
-    unlogged: WindowAggregator
+    unlogged: Recorder
     """What the host has counted since the last logged step."""
     step: int = 0
     """Last finished step."""
@@ -97,7 +97,8 @@ class Position:
     @classmethod
     def of(cls, state: TrainState, step: int = 0) -> Self:
         """The position after `step`, of which `state` holds the data set's state."""
-        return cls(state.dataset.state_dict(), WindowAggregator(), step=step)
+        leave_out = state.tracker.diagnostics.best_effort("metrics").leave_out
+        return cls(state.dataset.state_dict(), Recorder(leave_out=leave_out), step=step)
 
     def counts(self, state: TrainState) -> dict[str, Any]:
         """What this rank has counted since the last logged step, for a checkpoint between two of them."""
@@ -110,3 +111,18 @@ class Position:
         self.skipped_in_a_row = int(saved.get("in_a_row", 0))
         if state.ledger is not None and "ledger" in saved:
             state.ledger.load_undrained(saved["ledger"])
+
+
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Of the CPU's generator and, where there is one, the device's; both are kept on the host, so nothing waits."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Go on from `generator_states`."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

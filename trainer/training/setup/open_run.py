@@ -28,17 +28,16 @@ from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.rank_reduction import Operations, rank_operations
 from trainer.metrics.run_status import dead
-from trainer.metrics.sinks.events import EventWriter
+from trainer.metrics.sinks.jsonl import EventWriter
 from trainer.metrics.sinks.stdout import Output
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.data_changes import DataPolicy, check_data
+from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import changed_settings
-from trainer.training.checkpointing.saved_state import loading
+from trainer.training.checkpointing.resume_checks import DataPolicy, changed_settings, check_data
 from trainer.training.checkpointing.saver import Saver
+from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
-from trainer.training.checkpointing.tree import pack
 from trainer.training.extension import Extension, Extensions
 from trainer.training.messages import announce, say_rate_change
 from trainer.training.run import Run

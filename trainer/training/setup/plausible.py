@@ -20,58 +20,58 @@ from trainer.training.setup.sources import Source
 from trainer.wording import counted, few, printable
 
 MOST_HELD_OUT = 0.5
+LONG_WARMUP = 0.5  # share of the run
 LARGEST_LR = 0.1  # AdamW moves every weight by about lr in every step
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Numbers per parameter that an optimizer keeps at least."""
+Doubt = tuple[str, str, str]
+"""Key, problem and fix."""
 
 
-def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source] = ()) -> Iterator[UserError]:
-    """Settings that work, but hardly as meant: to be said, not refused."""
-    if config.eval.has_data and not config.eval.every and (eval_sources or config.eval.target is not None):
+def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source] = ()) -> list[UserError]:
+    """Settings that work, but hardly as meant: warned about, not refused."""
+    found = [*_doubted_settings(config, sources, eval_sources), *_unread(sources, eval_sources)]
+    found += _leaks(sources if config.eval.holdout_fraction > 0 else [])
+    return [*trained_on(sources, eval_sources), *(UserError(*doubt) for doubt in found)]
+
+
+def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
+    train, evaluation, optimizer = config.train, config.eval, config.optimizer
+    if evaluation.has_data and not evaluation.every and (eval_sources or evaluation.target is not None):
         problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
-        yield UserError("eval.every", problem, "set it to the number of steps between evaluations")
-    yield from trained_on(sources, eval_sources)
-    yield from _unread(sources, eval_sources)
-    held_out = config.eval.holdout_fraction
-    if held_out > MOST_HELD_OUT:
-        problem = f"holds out {held_out:.0%} of the documents: the run trains on the few that are left"
-        yield UserError("eval.holdout_fraction", problem, "set it to 0.02, or 0.2 for little data")
-    yield from _leaks(sources if held_out > 0 else [])
-    if config.optimizer.lr > LARGEST_LR and config.optimizer.name == "adamw" and config.optimizer.target is None:
-        problem = f"{config.optimizer.lr:g}: AdamW moves every weight by about this much in every step"
-        yield UserError("optimizer.lr", problem, "set it between 1e-5 and 1e-2")
-    yield from _endless_warmup(config)
+        yield "eval.every", problem, "set it to the number of steps between evaluations"
+    if evaluation.holdout_fraction > MOST_HELD_OUT:
+        problem = (
+            f"holds out {evaluation.holdout_fraction:.0%} of the documents: the run trains on the few that are left"
+        )
+        yield "eval.holdout_fraction", problem, "set it to 0.02, or 0.2 for little data"
+    if optimizer.lr > LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
+        problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
+        yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
+    for unit in ("steps", "tokens"):
+        warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(train, unit)
+        if length and warmup > LONG_WARMUP * length:
+            problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the configured learning rate"
+            yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
     first, last = FIRST_PROFILED, FIRST_PROFILED + config.metrics.profile - 1
-    if config.metrics.profile and 0 < config.train.steps < last:
-        problem = f"records steps {first} to {last}, after those that settle, and the run has {config.train.steps}"
-        yield UserError("metrics.profile", problem, f"set train.steps to at least {last}")
+    if config.metrics.profile and 0 < train.steps < last:
+        problem = f"records steps {first} to {last}, after those that settle, and the run has {train.steps}"
+        yield "metrics.profile", problem, f"set train.steps to at least {last}"
     tokens = _tokens_of_a_batch(config, sources)
     if config.objective.chunk_tokens >= tokens and any(source.table.target is None for source in sources):
         problem = f"{config.objective.chunk_tokens:,}: a micro-batch has {tokens:,} tokens, so nothing is saved"
-        yield UserError("objective.chunk_tokens", problem, f"set it to {max(tokens // 8, 1):,} or so, or to 0")
+        yield "objective.chunk_tokens", problem, f"set it to {max(tokens // 8, 1):,} or so, or to 0"
     for source in sources:
-        own = source.table.mixing.num_streams_mixed
+        own, streams = source.table.mixing.num_streams_mixed, len(source.streams)
         is_given = own is not None or "num_streams_mixed" in config.data.mixing.model_fields_set
         wanted = mixing_of(config, source.table).num_streams_mixed
-        if source.streams and is_given and wanted > len(source.streams):
-            has = counted(len(source.streams), "stream")
+        if streams and is_given and wanted > streams:
+            has = counted(streams, "stream")
             problem = f"{wanted} readers, but the source has {has}: all are open at once, nothing is mixed in later"
-            fix = f"set it to at most {len(source.streams)}"
-            yield UserError(f"source {source.name}: mixing.num_streams_mixed", problem, fix)
+            yield f"source {source.name}: mixing.num_streams_mixed", problem, f"set it to at most {streams}"
 
 
-def _endless_warmup(config: RunConfig) -> Iterator[UserError]:
-    """A warm-up longer than the run. Not refused: a short trial of a long config needs no other schedule."""
-    for unit in ("steps", "tokens"):
-        warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(config.train, unit)
-        if length and warmup > length:
-            problem = f"{warmup:,} is longer than the run (train.{unit} = {length:,}): it ends within the warm-up, "
-            problem += f"at {length / warmup:.2g} of optimizer.lr"
-            fix = f"set it to at most {max(length // 10, 1):,}, unless this is a short trial"
-            yield UserError(f"scheduler.warmup_{unit}", problem, fix)
-
-
-def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[UserError]:
+def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
     """Modalities of a root that no source reads, which may have been added since, and files in no modality's directory."""
     readers: dict[str, list[SourceTable]] = {}
     for source in (*sources, *eval_sources):
@@ -80,20 +80,18 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
     for tables in readers.values():
         root = str(tables[0].root)
         chosen = [table.modalities for table in tables]
-        is_whole = any(each is None for each in chosen)
-        read = None if is_whole else {name for each in chosen for name in each or ()}
+        read = None if None in chosen else {name for each in chosen for name in each or ()}
         left = unread_parts(Path(root), read, tables[0].format)
         if left.modalities:
             problem = f"has modalities that no source reads: {few(left.modalities)}"
-            fix = "add them to modalities of a source, or give them sources of their own"
-            yield UserError(f"root {root}", problem, fix)
+            yield f"root {root}", problem, "add them to modalities of a source, or give them sources of their own"
         if left.files:
-            problem = f"has {counted(len(left.files), 'file')} in no modality's directory, which no source reads: "
-            fix = f"move those that are data into {root}/<modality>/"
-            yield UserError(f"root {root}", f"{problem}{few(left.files)}", fix)
+            has = counted(len(left.files), "file")
+            problem = f"has {has} in no modality's directory, which no source reads: {few(left.files)}"
+            yield f"root {root}", problem, f"move those that are data into {root}/<modality>/"
 
 
-def _leaks(sources: list[Source]) -> Iterator[UserError]:
+def _leaks(sources: list[Source]) -> Iterator[Doubt]:
     """Files that are read under several names: which documents are held out depends on the name."""
     names: dict[tuple[int, int], dict[str, str]] = {}
     for source in sources:
@@ -102,26 +100,19 @@ def _leaks(sources: list[Source]) -> Iterator[UserError]:
     twice = [found for found in names.values() if len(found) > 1]
     if twice:
         first = " and ".join(f"{printable(name)} (source {source})" for name, source in list(twice[0].items())[:2])
-        problem = (
-            f"{counted(len(twice), 'file')} under several names, such as {first}: each holds out other documents, "
-        )
-        problem += "and trains on those of the other"
-        yield UserError("eval.holdout_fraction", problem, "read a file once, or in each source below the same root")
+        problem = f"{counted(len(twice), 'file')} under several names, such as {first}: each trains on what the other holds out"
+        yield "eval.holdout_fraction", problem, "read a file once, or in each source below the same root"
 
 
 def trained_on(sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[UserError]:
     """Validation sets with files that are trained on."""
     trained = {_identity(stream.path): source.name for source in sources for stream in source.streams}
     for each in eval_sources:
-        shared = [stream.relative_path for stream in each.streams if _identity(stream.path) in trained]
+        shared = [(s.relative_path, name) for s in each.streams if (name := trained.get(_identity(s.path))) is not None]
         if shared:
-            name = trained[next(_identity(s.path) for s in each.streams if s.relative_path == shared[0])]
-            many = (
-                f"{counted(len(shared), 'file')} of it are trained on"
-                if len(shared) > 1
-                else "a file of it is trained on"
-            )
-            problem = f"{many}, by source {name}: {printable(shared[0])}"
+            (path, name), count = shared[0], len(shared)
+            files = "a file of it is" if count == 1 else f"{counted(count, 'file')} of it are"
+            problem = f"{files} trained on, by source {name}: {printable(path)}"
             yield UserError(f"eval source {each.name}", problem, "leave them out of one of the two")
 
 
@@ -148,31 +139,29 @@ def unmet_needs(
     Raises:
         UserError: the ranks cannot share the model as `[distributed]` has it.
     """
-    found = []
-    if device.type != "cuda":
-        fix = "use a machine with CUDA devices"
-        if config.train.device == "cuda":
-            found.append(UserError("train.device", 'is "cuda", but torch finds no CUDA device here', fix))
-        if config.train.precision == "fp16":
-            problem = '"fp16" needs a CUDA device, and torch finds none here'
-            found.append(UserError("train.precision", problem, f'{fix}, or "bf16" or "fp32"'))
-        if config.distributed.backend == "nccl":
-            problem = '"nccl" needs CUDA devices, and torch finds none here'
-            found.append(UserError("distributed.backend", problem, f'{fix}, or "auto"'))
+    train, table, is_cuda = config.train, config.ledger, device.type == "cuda"
+    for_cuda = (
+        ("train.device", train.device, "cuda", ""),
+        ("train.precision", train.precision, "fp16", ', or "bf16" or "fp32"'),
+        ("distributed.backend", config.distributed.backend, "nccl", ', or "auto"'),
+    )
+    found = [
+        UserError(key, f'"{value}" needs a CUDA device, and torch finds none here', f"use a machine with one{other}")
+        for key, value, wanted, other in for_cuda
+        if value == wanted and not is_cuda
+    ]
     tokens = _tokens_of_a_batch(config, sources)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
     shape = mesh_shape(config.distributed, RankInfo(world_size=world_size))
     held = num_parameters if shape is None else -(-num_parameters // shape[1])
+    logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
     needs = {
-        "data.seq_len": (
-            tokens * vocab_size * (4 if config.train.precision == "fp32" else 2),
-            "the logits that exist together",
-        ),
+        "data.seq_len": (logits, "the logits that exist together"),
         "model": (held * numbers * 4, "weights, gradients and optimizer"),
-        "ledger.capacity": (ledger_bytes(config.ledger, state_width), "the states of the ledger"),
+        "ledger.capacity": (ledger_bytes(table, state_width), "the states of the ledger"),
     }
-    if device.type == "cuda" and config.ledger.placement == "host":
+    if is_cuda and table.placement == "host":
         found += _exceeding({"ledger.capacity": needs.pop("ledger.capacity")}, torch.device("cpu"))
     return found + _exceeding(needs, device)
 
@@ -189,15 +178,15 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
     if total <= memory:
         return []
     key, (size, what) = max(needs.items(), key=lambda need: need[1][0])
-    problem = f"{what} take {_amount(size)} per rank; {device.type} has {_amount(memory)} of memory here"
-    halved = ', or set ledger.dtype = "bfloat16"' if total - size // 2 <= memory else ""
-    placed = ', or ledger.placement = "host"' if device.type == "cuda" else ""
-    smaller = {
+    problem = f"{what} take {size / 1e9:,.1f} GB per rank; {device.type} has {memory / 1e9:,.1f} GB of memory here"
+    fix = {
         "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
         "model": "lower dim or num_layers",
-        "ledger.capacity": f"lower it{halved}{placed}",
-    }
-    return [UserError(key, problem, smaller[key])]
+        "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"',
+    }[key]
+    if key == "ledger.capacity" and device.type == "cuda":
+        fix += ' or ledger.placement = "host"'
+    return [UserError(key, problem, fix)]
 
 
 def ledger_bytes(table: LedgerTable, state_width: int) -> int:
@@ -220,10 +209,3 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _amount(size: int) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9)):
-        if size >= scale:
-            return f"{size / scale:,.1f} {unit}"
-    return f"{size / 1e6:,.1f} MB"

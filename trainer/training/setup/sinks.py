@@ -8,8 +8,7 @@ from typing import Any
 from trainer.config.schema import RunConfig, WandbTable
 from trainer.metrics.best_effort import Diagnostics, EventCallback
 from trainer.metrics.logger import get_logger
-from trainer.metrics.sinks.background import BackgroundSink
-from trainer.metrics.sinks.base import Sink
+from trainer.metrics.sinks.base import BackgroundSink, Sink
 from trainer.metrics.sinks.jsonl import JsonlSink
 from trainer.metrics.sinks.stdout import Output, StdoutSink, resolve_stdout_mode
 from trainer.metrics.sinks.tensorboard import TensorboardSink

@@ -112,10 +112,6 @@ class LoggedDetails(Extension):
         self._details = details
         self.metric_keys = details.metric_keys
 
-    def measures(self, step: int) -> bool:
-        """Every logged step."""
-        return self.run.logs(step)
-
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Take in one micro-batch."""
         self._details.add(micro, result)

@@ -169,21 +169,24 @@ class TrainStep:
         self,
         step: int,
         window: Sequence[MicroBatch],
+        *,
+        is_logged: bool = False,
     ) -> None:
         """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
 
         Args:
             step: global step, for the ledger's clock.
+            is_logged: it is measured by the extensions that measure logged steps.
         """
         if self._ledger is not None:
             self._ledger.begin_step(step)
         # The same on all ranks, whatever the halves of a window are.
         self._kappa = 1.0 / (len(window) * self._max_tokens_per_micro)
-        window = self._extensions.begin_step(step, window)
-        on_state, on_micro = self._extensions.in_step("state_found"), self._extensions.in_step("micro_done")
+        window = self._extensions.begin_step(step, window, is_logged=is_logged)
+        extensions, kept = self._extensions, self._extensions.kept
         if self._gns is not None:
-            kept = {what: self._extensions.keeps(what) for what in ("pairs", "by_parameter")}
-            self._gns_guard.run(self._gns.begin_window, len(window), **kept)
+            pairs, by_parameter = "pairs" in kept, "by_parameter" in kept
+            self._gns_guard.run(self._gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros_like(self._loss_sum)
         exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
@@ -196,7 +199,7 @@ class TrainStep:
             state = None
             if self._ledger is not None and carry is not None:
                 state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
-                for look in on_state:
+                for look in extensions.on_state:
                     look(micro, carry, state)
             with nullcontext() if is_last else self._no_sync():
                 with self._autocast():
@@ -208,7 +211,7 @@ class TrainStep:
                 self._backward(micro, result.loss_sum, is_last=is_last)
             if self._ledger is not None and carry is not None and output.state is not None:
                 self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
-            for measure in on_micro:
+            for measure in extensions.on_micro:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
@@ -263,7 +266,7 @@ class TrainStep:
         if self._has_shards:
             gradients = [gradient.to_local() for gradient in gradients]
         squares = [square_norm(gradient) for gradient in gradients]
-        for look in self._extensions.in_step("gradient_ready"):
+        for look in self._extensions.on_gradient:
             look(dict(zip(used, squares, strict=True)))
         own_sq = torch.stack(squares).sum()
         packed = torch.cat([packed, own_sq.reshape(1) / self._copies])
@@ -283,7 +286,7 @@ class TrainStep:
             self._scaler.update()
         measured = self._extensions.sum_up()
         self._optimizer.zero_grad(set_to_none=True)
-        is_window = self._gns is not None and not self._extensions.keeps("pairs")
+        is_window = self._gns is not None and "pairs" not in self._extensions.kept
         return Launched(numbers, self._kappa, self._ready_at, is_window, measured)
 
     def finish(self, launched: Launched) -> StepOutcome:

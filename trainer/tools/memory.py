@@ -9,24 +9,29 @@ that sends nothing (torch's backend "fake"). Only DDP's buckets, which its C++ c
 from __future__ import annotations
 
 import itertools
+import math
+import sys
+import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.env import RankInfo
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.blocks import use_kernels
 from trainer.model.scan.fused import HAS_TRITON
 from trainer.shards import own_part
-from trainer.tools.check.live_bytes import LiveBytes
 from trainer.training.setup.data import max_tokens_per_micro
 from trainer.training.setup.parts import autocast_context, in_cells, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, width_of
@@ -41,6 +46,88 @@ if TYPE_CHECKING:
 
 MOST_SECONDS = 30.0
 CPU = torch.device("cpu")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that exist, each from the operation on that returns it.
+
+    A storage that is resized in place counts with its new size: FSDP2 frees and allocates whole parameters in this way, without
+    an operation that a dispatch mode would see. Of a sharded tensor, the shard counts that this rank holds.
+
+    Args:
+        most_seconds: of this process's own work, however busy the machine is, after which an operation raises instead.
+    """
+
+    def __init__(self, most_seconds: float = math.inf) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._until = time.process_time() + most_seconds
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
+        self._torch_resize: Any = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is."""
+        return time.process_time() > self._until
+
+    def __enter__(self) -> LiveBytes:
+        """Begin to count, and follow `UntypedStorage.resize_`."""
+        torch_resize = self._torch_resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = torch_resize(storage, size)
+            if storage._cdata in self._seen:
+                self._set_size(storage._cdata, storage.nbytes())
+            return resized
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no more."""
+        torch.UntypedStorage.resize_ = self._torch_resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and count what it returns.
+
+        Raises:
+            TimeoutError: the time is over.
+        """
+        if self.is_over:
+            raise TimeoutError("it would take long")
+        if any(map(_is_sharded, types)):
+            return NotImplemented  # it then runs the operations on its shards, which come here
+        returned = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return returned
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+
+        def forget(_: Any) -> None:
+            del self._seen[key]
+            self.now -= self._sizes.pop(key)
+
+        self._seen[key] = weakref.ref(storage, forget)
+        self._set_size(key, storage.nbytes())
+
+    def _set_size(self, key: int, size: int) -> None:
+        self.now += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+
+def _is_sharded(tensor_type: type) -> bool:
+    """Whether it is DTensor, which is not imported for this: who has one has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(tensor_type, module.DTensor)
 
 
 @dataclass(frozen=True)
@@ -97,7 +184,8 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
             model = make_model(config, config.model, plan.vocab_size)
         else:
             make_empty(model, CPU)
-        if HAS_TRITON and _is_for_cuda(plan):
+        wanted = config.train.device
+        if HAS_TRITON and (wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())):
             use_kernels(model)
         sizes = [live.now]
         has_buckets = mesh is None and plan.facts.world_size > 1
@@ -122,11 +210,6 @@ def _predict(plan: Plan, live: LiveBytes, mesh: DeviceMesh | None) -> Memory:
     table = config.ledger
     slab = 0 if table.placement == "host" else ledger_bytes(table, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
-
-
-def _is_for_cuda(plan: Plan) -> bool:
-    wanted = plan.config.train.device
-    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
 def _sharded_on_meta(plan: Plan, mesh: DeviceMesh) -> nn.Module:

@@ -1,0 +1,201 @@
+"""Checks that the project stays small enough to fit in one head: ceilings on lines, files, words, and on what one step enters.
+
+    python scripts/check_budgets.py [--no-steps]
+
+The ceilings hold for every change: what enters takes as much out (CONTRIBUTING.md, Budgets). One that must rise is
+raised here, in a change of its own that says why.
+
+A step is counted on one rank of a small run, between the ends of the second and the third optimizer step: modules, classes and
+functions of ours that it enters, and the switches, calls from one of our modules into another and the returns from it.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+AROUND = ("extensions", "contracts", "tools")
+MOST_PARAMETERS = 10
+CEILINGS = {
+    "core: lines": 21_000,
+    "core: files": 125,
+    "trainer: lines": 33_000,
+    "trainer: files": 210,
+    "tests: lines": 30_000,
+    "scripts: lines": 5_000,
+    "words of documentation": 38_000,
+    "functions with more than 10 parameters": 4,
+    "places that make a UserError": 250,
+    "steady step: modules": 24,
+    "steady step: classes": 20,
+    "steady step: functions": 80,
+    "steady step: switches": 650,
+    "logged step: modules": 34,
+    "logged step: classes": 30,
+    "logged step: functions": 130,
+    "logged step: switches": 950,
+}
+SETTINGS = (
+    "train.device=cpu",
+    "train.compile=false",
+    "checkpoint.every=0",
+    "eval.every=0",
+    "scheduler.warmup_steps=1",
+    "data.seq_len=64",
+    "data.prefetch=0",
+    'metrics.wandb.mode="disabled"',
+)
+
+
+def sizes() -> dict[str, int]:
+    """What the files say."""
+    files = {top: sorted((ROOT / top).rglob("*.py")) for top in ("trainer", "tests", "scripts")}
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for each in files.values() for path in each}
+    core = [path for path in files["trainer"] if path.relative_to(ROOT / "trainer").parts[0] not in AROUND]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files["trainer"]]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    prose = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    return {
+        "core: lines": sum(lines[path] for path in core),
+        "core: files": len(core),
+        "trainer: lines": sum(lines[path] for path in files["trainer"]),
+        "trainer: files": len(files["trainer"]),
+        "tests: lines": sum(lines[path] for path in files["tests"]),
+        "scripts: lines": sum(lines[path] for path in files["scripts"]),
+        "words of documentation": sum(len(re.findall(r"\S+", path.read_text(encoding="utf-8"))) for path in prose),
+        "functions with more than 10 parameters": sum(_parameters(node) > MOST_PARAMETERS for node in nodes),
+        "places that make a UserError": sum(
+            isinstance(node, ast.Call) and getattr(node.func, "id", "") == "UserError" for node in nodes
+        ),
+    }
+
+
+def _parameters(node: ast.AST) -> int:
+    """Parameters of a function, without self; 0 of anything else."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return 0
+    first = node.args.args[0].arg if node.args.args else ""
+    return len(node.args.args) + len(node.args.kwonlyargs) - (first in ("self", "cls"))
+
+
+class Counter:
+    """What the interpreter enters while it counts; see the module."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.classes: set[str] = set()
+        self.functions: set[tuple[str, str]] = set()
+        self.switches = 0
+        self._ends = 0
+        self._stack: list[str] = []
+        self._top = str(ROOT / "trainer") + os.sep
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        """For `sys.setprofile`."""
+        code = frame.f_code
+        if event == "return" and code.co_qualname in ("AdamW.step", "Adam.step"):
+            self._ends += 1
+        if event not in ("call", "return") or not code.co_filename.startswith(self._top):
+            return
+        name, counts = code.co_filename.removeprefix(self._top), self._ends == 2
+        if event == "return":
+            if self._stack and self._stack[-1] == name:
+                self._stack.pop()
+                self.switches += counts and bool(self._stack) and self._stack[-1] != name
+            return
+        self.switches += counts and bool(self._stack) and self._stack[-1] != name
+        self._stack.append(name)
+        if counts:
+            self.modules.add(name)
+            self.functions.add((name, code.co_qualname))
+            if "." in code.co_qualname and "<locals>" not in code.co_qualname and "self" in frame.f_locals:
+                self.classes.add(type(frame.f_locals["self"]).__name__)
+
+
+def count_step(kind: str) -> dict[str, int]:
+    """What one step enters; in this process, which has imported nothing of the trainer yet."""
+    sys.path.insert(0, str(ROOT))
+    import torch  # noqa: F401 - before the counting
+
+    from trainer.cli.main import run
+
+    with tempfile.TemporaryDirectory() as name:
+        for modality in ("prose", "python", "cpp"):
+            folder = Path(name) / "corpus" / modality
+            folder.mkdir(parents=True)
+            for number in range(8):
+                line = json.dumps({"text": f"{number} " + "some words of a document that is long enough " * 200})
+                (folder / f"{number}.jsonl").write_text(f"{line}\n" * 3, encoding="utf-8")
+        source = f'data.source=[{{name="text", layout="nested", root="{name}/corpus"}}]'
+        interval = f"metrics.log_interval={1 if kind == 'logged' else 10}"
+        words = [word for each in (*SETTINGS, source, interval) for word in ("--set", each)]
+        config = ROOT / "train_configs" / "smoke.toml"
+        sys.argv = [
+            "train",
+            "--config",
+            str(config),
+            "--steps",
+            "5",
+            "--run-dir",
+            f"{name}/run",
+            "--stdout",
+            "off",
+            *words,
+        ]
+        counter = Counter()
+        sys.setprofile(counter)
+        try:
+            run()
+        except SystemExit as end:
+            if end.code:
+                raise
+        finally:
+            sys.setprofile(None)
+    return {
+        "modules": len(counter.modules),
+        "classes": len(counter.classes),
+        "functions": len(counter.functions),
+        "switches": counter.switches,
+    }
+
+
+def steps() -> Iterator[tuple[str, int]]:
+    """The counts of a steady and of a logged step, each in a process of its own."""
+    for kind in ("steady", "logged"):
+        command = [sys.executable, __file__, "--count", kind]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        for what, number in json.loads(done.stdout.splitlines()[-1]).items():
+            yield f"{kind} step: {what}", number
+
+
+def main(arguments: list[str]) -> int:
+    """Print what is above its ceiling."""
+    if arguments[:1] == ["--count"]:
+        print(json.dumps(count_step(arguments[1])))
+        return 0
+    found = collections.ChainMap({} if arguments == ["--no-steps"] else dict(steps()), sizes())
+    above = [name for name, ceiling in CEILINGS.items() if found.get(name, 0) > ceiling]
+    for name in above or CEILINGS:
+        if name in found:
+            print(f"{name}: {found[name]:,} of {CEILINGS[name]:,}")
+    if above:
+        print("above the ceilings: take as much out as comes in (CONTRIBUTING.md, Budgets)")
+    return bool(above)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,365 @@
+"""Rules about the pool of active readers and the blend. The thresholds were calibrated on simulated healthy pools; see
+docs/diagnosis.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainer.tools import limits
+from trainer.tools.diagnostics.rule import (
+    MODALITIES,
+    Knob,
+    Outcome,
+    Series,
+    aligned,
+    batches_through,
+    finding,
+    healthy,
+    is_one_pool,
+    micro_batches,
+    modality_columns,
+    not_measured,
+    not_yet,
+    ranks,
+    rule,
+    series,
+    sources,
+    unlogged,
+)
+from trainer.tools.runs.load import RunRecord
+from trainer.wording import counted, few, number_text
+
+SURPRISE = "stream_mixing/active/pick_surprise_max"
+WAIT = "stream_mixing/active/steps_since_pick_max"
+REMAINING_MIN = "stream_mixing/active/remaining_min"
+REMAINING_MAX = "stream_mixing/active/remaining_max"
+FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
+EXHAUSTED = "stream_mixing/refill/exhaust_events"
+MASKED = "stream_mixing/masked_share"
+SHARE_ERROR = "blend/max_share_error"
+ENDED_SOURCES = "blend/ended_sources"
+
+ALPHA = 1e-3  # false alarm probability of a statistical rule, per run
+UNEVEN_RATIO = 16.0
+UNEVEN_SHARE = 0.05
+UNEVEN_ROWS = 5
+EVEN_RATIO = 1.5
+CHURN_EVENTS = 20
+MASKED_ROWS = 5
+MASKED_LIMIT = 0.25
+
+SEVERAL_POOLS = not_measured("these keys merge the pools of several sources")
+
+
+def _has_own_pools(run: RunRecord) -> bool:
+    """Whether every rank picks from its own pool."""
+    return bool(run.setting("data.mixing.batching_mode") == "device_per_stream")
+
+
+@rule("error", needs=[SURPRISE], uses=[WAIT])
+def stuck_reader(run: RunRecord) -> Outcome:
+    """Above ln(picks / {ALPHA}): 12 for 200 picks, 21 for a million.
+
+    The surprise accumulated since the last pick of a reader is a unit exponential in any pool: one wait in a million exceeds
+    ln(1e6).
+    Change: `data.mixing.pick_mode`: "round_robin"; or repair the data set that is not picked
+    """
+    surprise, waits = series(run, SURPRISE), series(run, WAIT)
+    mode = run.setting("data.mixing.pick_mode")
+    if mode == "round_robin":
+        return not_measured("round_robin picks readers in turn, so no wait is improbable")
+    pools = ranks(run) if _has_own_pools(run) else 1
+    limit = math.log(max(batches_through(run, surprise.steps[-1]) * pools, 2) / ALPHA)
+    hits = surprise.where(lambda value: value > limit)
+    peak = number_text(max(surprise.values))
+    words = f"the least probable wait has a surprise of {peak} nats, the limit for this number of picks is {limit:.1f}"
+    if not hits:
+        return healthy(words)
+    words = f"a reader is not picked: {words}; first exceeded at step {surprise.steps[hits[0]]}"
+    both = [column.evidence(hits) for column in (surprise, waits) if column.steps == surprise.steps]
+    return finding(words, *both, knob=Knob("data.mixing.pick_mode", mode, "round_robin"))
+
+
+def _batch_sizes(run: RunRecord) -> list[int]:
+    """Every batch size in the config."""
+    tables = [run.setting("data.mixing", {}), *(table.get("mixing", {}) for table in sources(run))]
+    found = [table.get("batch_size") for table in tables]
+    for table in tables:
+        found.extend(dict(table.get("batch_size_by_modality") or {}).values())
+    return [size for size in found if isinstance(size, int)]
+
+
+@rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN), uses=[WAIT])
+def uneven_slices(run: RunRecord) -> Outcome:
+    """One slice has more than {UNEVEN_RATIO:g} times as many picks as another, in {UNEVEN_SHARE:.0%} of the rows.
+
+    Picks are weighted by remaining picks, so readers with few picks (those with large batches) wait. Advice if the configured
+    batch sizes are even: then the streams differ in size.
+    Change: `data.mixing.batch_size_by_modality`: within a factor of {limits.EVEN_BATCHES}
+    """
+    if not is_one_pool(run):
+        return SEVERAL_POOLS
+    least, most, fraction = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)))
+    ratios = [
+        # The reader with the fewest picks left started with at most low / share + 1, the other with at least `high`.
+        high / (low / share + 1) if low > 0 and share > 0 else 0.0
+        for low, high, share in zip(least.values, most.values, fraction.values, strict=True)
+    ]
+    hits = [index for index, ratio in enumerate(ratios) if ratio > UNEVEN_RATIO]
+    words = f"one slice has at least {number_text(max(ratios))} times as many picks as another (limit {UNEVEN_RATIO:g})"
+    if len(hits) < max(UNEVEN_ROWS, UNEVEN_SHARE * len(least)):
+        return healthy(words if max(ratios) > 1 else "all slices have about the same number of picks")
+    if waits := series(run, WAIT):
+        words += f"; readers of short slices (large batches) waited up to {counted(max(waits.values), 'pick')}"
+    shown = hits[:: max(len(hits) // 6, 1)][:6]
+    evidence = least.evidence(shown), most.evidence(shown)
+    sizes = _batch_sizes(run)
+    if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
+        value = f"within a factor of {limits.EVEN_BATCHES}"
+        knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
+        return finding(words, *evidence, knob=knob, severity="warning")
+    return finding(words, *evidence, knob=Knob("data.source", None, "streams of similar size"), severity="advice")
+
+
+@rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, EXHAUSTED))
+def closed_pool_imbalance(run: RunRecord) -> Outcome:
+    """Before the first slice is exhausted, the shares of picks left differ by more than c / sqrt(n); n is the number of picks
+    of the shortest slice, c = 3 for a pool of 4 (c grows with the logarithm of the pool size); picks that are not weighted are
+    judged if one slice has more than {EVEN_RATIO:g} times the picks of another.
+
+    Weighted picks shuffle all remaining batches, so the shares differ like a Brownian bridge. With refill, or between the
+    pools of several ranks, no such limit holds.
+    Change: `data.mixing.pick_mode`: "weighted"
+    """
+    # In picks, which all ranks of a shared pool count alike. Fractions of cells are of a rank's own slice, which ends before
+    # the longest one; the least and the largest of them would compare ranks, not readers.
+    if not is_one_pool(run):
+        return SEVERAL_POOLS
+    if _has_own_pools(run) and ranks(run) > 1:
+        return not_measured("these keys merge the pools of several ranks")
+    least, most, ended = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, EXHAUSTED)))
+    closed = next((index for index, count in enumerate(ended.values) if count > 0), len(ended))
+    if closed < 2 or ended.steps[0] > 1:
+        return not_measured("fewer than two rows before the first slice was exhausted")
+    if least.values[0] < 1:
+        return not_measured("slices of fewer than two picks")
+    shortest, longest = least.values[0], most.values[0] + batches_through(run, ended.steps[0]) - 1
+    mode = run.setting("data.mixing.pick_mode")
+    if mode != "weighted" and longest <= EVEN_RATIO * shortest:
+        return healthy("all slices have about the same number of picks")
+    # The difference of the drained shares of two slices is a Brownian bridge of variance 2 / n. So the limit is c / sqrt(n),
+    # where exp(-c^2) summed over all ordered pairs of readers is ALPHA.
+    columns = modality_columns(run)
+    readers = max((sum(column.values[0] for column in columns) if columns else 4.0) / ranks(run), 2.0)
+    limit = math.sqrt(math.log(readers * (readers - 1) / ALPHA) / shortest)
+    # Which readers have least and most left is not known: their shares differ by this or more.
+    spreads = [high / longest - low / shortest for high, low in zip(most.values, least.values, strict=True)][:closed]
+    words = (
+        f"before a slice was exhausted, the shares of picks left differed by {max(*spreads, 0):.2f} (limit {limit:.2f})"
+    )
+    hits = [index for index, spread in enumerate(spreads) if spread > limit]
+    if not hits:
+        return healthy(words)
+    words = f"{words}; first exceeded at step {ended.steps[hits[0]]}"
+    evidence = least.evidence(hits), most.evidence(hits)
+    if mode == "weighted":
+        return finding(f"{words}, although picks are weighted", *evidence)
+    return finding(words, *evidence, knob=Knob("data.mixing.pick_mode", mode, "weighted"))
+
+
+@rule("warning", needs=[EXHAUSTED], uses=[f"{MODALITIES}<modality>"])
+def starved_modality(run: RunRecord) -> Outcome:
+    """No active reader of a modality while g of N readers entered the pool, where (x + 1)(1 - g/N)^x < {ALPHA} / modalities
+    and x of the N have the modality.
+
+    Rare modalities are absent at times. In a shuffled queue, x points leave a gap of g with this probability.
+    Change: `data.mixing.num_streams_mixed`: twice as many; or a source of its own for the modality
+    """
+    # Of the rows before a source is exhausted: its modalities are absent from then on, which `shares` reports.
+    gone = series(run, ENDED_SOURCES)
+    stop = gone.steps[gone.positive[0]] if gone.positive else math.inf
+    found = [
+        column.at(index for index, step in enumerate(column.steps) if step < stop)
+        for column in (series(run, EXHAUSTED), *modality_columns(run))
+    ]
+    ended, *columns = aligned(*found)
+    if not columns:
+        return unlogged(run, [f"{MODALITIES}<modality>"])
+    if len(columns) == 1:
+        return healthy("there is only one modality")
+    if not ended:
+        return not_measured("a source was exhausted before the first row")
+    pools = 1 if _has_own_pools(run) else ranks(run)
+    refills = [events / pools for events in ended.values]
+    counts = [column.values for column in columns]
+    gaps = [_longest_absence(refills, counts, number) for number in range(len(counts))]
+    worst = max(range(len(gaps)), key=lambda number: gaps[number].surprise)
+    gap, column = gaps[worst], columns[worst]
+    name = column.key.removeprefix(MODALITIES)
+    if gap.surprise <= math.log(len(columns) / ALPHA):
+        return healthy(f"no modality was absent longer than its share of the streams explains (longest: {name})")
+    readers = run.setting("data.mixing.num_streams_mixed")
+    more = 2 * readers if isinstance(readers, int) else "twice as many; or give the modality its own source and weight"
+    words = f"modality {name} has no active reader from step {column.steps[gap.first]} to {column.steps[gap.last]}, "
+    words += f"while {counted(gap.refills, 'reader')} entered the pool"
+    shown = column.evidence(range(max(gap.first - 1, 0), gap.last + 1))
+    return finding(words, shown, knob=Knob("data.mixing.num_streams_mixed", readers, more))
+
+
+class _Absence(NamedTuple):
+    """A range of rows without a modality: readers that entered the pool meanwhile, and -ln of the probability."""
+
+    first: int
+    last: int
+    refills: float
+    surprise: float
+
+
+def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]], column: int) -> _Absence:
+    """The absence of a modality during which most readers entered the pool.
+
+    Of N readers that entered over the run, x had the modality. In a shuffled queue, the longest stretch without it has g or
+    more readers with a probability of at most (x + 1) (1 - g / N)^x (spacings of x points among N).
+    """
+    sums = [math.fsum(values) for values in counts]
+    share = sums[column] / math.fsum(sums) if any(sums) else 0.0
+    total = math.fsum(refills) + sum(values[0] for values in counts)
+    first, since, longest = 0, 0.0, (0, 0, 0.0)
+    for row, present in enumerate(counts[column]):
+        if present > 0:
+            first, since = row + 1, 0.0
+            continue
+        since += refills[row] if row > first else 0.0
+        if since > longest[2]:
+            longest = first, row, since
+    entered = share * total
+    if longest[2] <= 0:
+        return _Absence(0, 0, 0.0, -1.0)
+    if entered < 1:
+        return _Absence(*longest, surprise=0.0)
+    fraction = min(longest[2] / total, 1.0 - 1e-12)
+    return _Absence(*longest, surprise=-entered * math.log1p(-fraction) - math.log(entered + 1))
+
+
+@rule("warning", needs=[EXHAUSTED])
+def exhaust_churn(run: RunRecord) -> Outcome:
+    """A reader lasts {limits.CHURN_PICKS:g} picks or fewer on average, over {CHURN_EVENTS} exhausted readers per rank or more.
+
+    With only a few picks per slice, most of the work is opening files and starting groups, and the mix depends on which streams
+    were opened last.
+    Change: longer streams, or `data.mixing.batch_size`: a quarter
+    """
+    ended = series(run, EXHAUSTED)
+    if len(ended) < 2:
+        return not_yet("needs 2 rows, has 1")
+    events = math.fsum(ended.values[1:])
+    picks = batches_through(run, ended.steps[-1]) - batches_through(run, ended.steps[0])
+    size = run.setting("data.mixing.batch_size")
+    per_slice = ranks(run) * picks / events if events else math.inf
+    judged = limits.exhaust_churn(per_slice, ranks(run), size if isinstance(size, int) else None)
+    if not judged.is_beyond or events < CHURN_EVENTS * ranks(run):
+        return healthy(judged.words if events else "no reader was exhausted")
+    knob = Knob("data.source", None, "longer streams: merge files")
+    if judged.better is not None:
+        knob = Knob("data.mixing.batch_size", size, judged.better)
+    return finding(judged.words, ended.evidence(ended.positive), knob=knob)
+
+
+@rule("warning", needs=[MASKED])
+def masked_ranks(run: RunRecord) -> Outcome:
+    """Over the second half of the rows, the worst rank had no target in more than {MASKED_LIMIT:.0%} of its micro-batches, and
+    in more than the worst of as many ranks has that are each masked in {limits.IDLE:.0%}.
+
+    With a shared pool, a rank waits while others read the rest of a stream: briefly, unless streams have fewer groups than
+    there are ranks. A row holds the worst rank of its steps alone, which grows with the number of ranks.
+    Change: `data.mixing.batching_mode`: "device_per_stream", if `train preview` shows even ranks; a smaller
+    `data.max_group_cells`; or longer streams
+    """
+    masked = series(run, MASKED)
+    recent = masked.at(range(len(masked) // 2, len(masked)))
+    if len(recent) < MASKED_ROWS:
+        return not_yet(f"needs {2 * MASKED_ROWS - 1} rows, has {len(masked)}")
+    steps_per_row = (recent.steps[-1] - recent.steps[0]) // (len(recent) - 1)
+    limit = max(_worst_of_healthy_ranks(steps_per_row * micro_batches(run, recent.steps[0]), ranks(run)), MASKED_LIMIT)
+    share = recent.total / len(recent)
+    words = f"the worst rank had no target in {share:.0%} of its micro-batches since step {recent.steps[0]} "
+    words += f"(limit for {counted(ranks(run), 'rank')}: {limit:.0%})"
+    if share <= limit:
+        return healthy(words)
+    if not _has_own_pools(run):
+        condition = "if train preview shows even ranks" if run.config else "if ranks then have equally much to read"
+        knob = Knob("data.mixing.batching_mode", "per_stream", "device_per_stream", condition)
+    elif run.setting("data.mixing.repeat", True) is False:
+        knob = Knob("data.mixing.repeat", False, True)
+    else:
+        cells = run.setting("data.max_group_cells")
+        knob = Knob("data.max_group_cells", cells, "fewer, or longer streams: merge files")
+    return finding(words, recent.evidence(recent.where(lambda value: value > limit)), knob=knob)
+
+
+def _worst_of_healthy_ranks(batches: int, world_size: int) -> float:
+    """The expected share of masked micro-batches on the worst of some ranks that are masked in `limits.IDLE` of theirs.
+
+    E max of W binomials is the sum of P(max >= k) = 1 - F(k - 1)^W. Beyond 200 batches the excess over their mean is small.
+    """
+    n = min(max(batches, 1), 200)
+    below, excess = 0.0, 0.0
+    for k in range(n):
+        below += math.comb(n, k) * limits.IDLE**k * (1 - limits.IDLE) ** (n - k)
+        excess += 1 - min(below, 1.0) ** world_size
+    return excess / n
+
+
+@rule("warning", needs=[SHARE_ERROR], uses=[ENDED_SOURCES])
+def shares(run: RunRecord) -> Outcome:
+    """The realised and the configured share differ by more than sqrt(ln(1024 / {ALPHA}) / (2 N)) after N batches; or a source
+    has ended (advice).
+
+    Each batch is an independent draw, so Hoeffding's bound holds (for 16 sources); it is tested whenever the number of steps
+    has doubled (32 tests). A source that ran out of data keeps its configured share, so its missing batches count.
+    Change: the `weight` of the source, `data.mixing.repeat`, or more data
+    """
+    errors, ended = series(run, SHARE_ERROR), series(run, ENDED_SOURCES)
+    limits_by_row, due = {}, 1
+    for index, step in enumerate(errors.steps):  # the first row at or after each power of two, and the last row
+        if step >= due or index == len(errors) - 1:
+            limits_by_row[index] = math.sqrt(math.log(1024 / ALPHA) / (2 * max(batches_through(run, step), 1)))
+            due = 2 ** (step.bit_length())
+    hits = [index for index, limit in limits_by_row.items() if errors.values[index] > limit]
+    repeat = Knob("data.mixing.repeat", run.setting("data.mixing.repeat"), "true, or more data")
+    first_end = [ended.evidence(ended.positive[:1])] if ended.positive else []
+    index = hits[-1] if hits else len(errors) - 1
+    words = f"by {errors.values[index]:.3f} at step {errors.steps[index]}; sampling noise explains {limits_by_row[index]:.3f}"
+    if not hits:
+        if first_end:
+            text = f"{_what_ended(run, ended)}; the others give its batches"
+            return finding(text, *first_end, knob=repeat, severity="advice")
+        return healthy(f"shares differ from their weights {words}")
+    words = f"the share of a source is off {words}"
+    if first_end:
+        return finding(f"{words}; {_what_ended(run, ended)}", errors.evidence(hits), *first_end, knob=repeat)
+    knob = Knob("data.source.weight", None, "a weight that the amount of data allows")
+    return finding(words, errors.evidence(hits), knob=knob)
+
+
+def _what_ended(run: RunRecord, ended: Series) -> str:
+    """The exhausted sources, each with its step where events.jsonl has it."""
+    events = [event for event in run.events if event.get("event") == "source_ended"]
+    named = [event for event in events if isinstance(event.get("sources"), list)]
+    if names := {name: event.get("global_step") for event in named for name in event["sources"]}:
+        return f"source {few([f'{name} exhausted at step {step}' for name, step in names.items()])}"
+    return f"{counted(max(ended.values), 'source')} exhausted, the first by step {ended.steps[ended.positive[0]]}"
+
+
+RULES = (
+    stuck_reader,
+    uneven_slices,
+    closed_pool_imbalance,
+    starved_modality,
+    exhaust_churn,
+    masked_ranks,
+    shares,
+)

@@ -1,0 +1,348 @@
+"""What diagnosis rules are made of: series of a run's record, facts about the run, outcomes, and the rule itself."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from trainer.metrics.payload_contract import non_finite_word
+from trainer.tools.runs.load import RunRecord
+from trainer.wording import listed
+
+RuleVerdict = Literal["healthy", "finding", "explained", "not_measured"]
+Severity = Literal["error", "warning", "advice"]
+MAX_EVIDENCE: Final = 12
+MODALITIES: Final = "stream_mixing/active/modalities/"
+MICRO_BATCHES: Final = "train/micro_batches"
+
+KNOBS: Final[Mapping[str, str]] = {
+    "checkpoint.every": "the number of steps between checkpoints",
+    "checkpoint.resume": "the place to resume from",
+    "data.max_group_cells": "the number of cells that a state is carried across",
+    "data.mixing.batch_size": "the number of sequences per micro-batch",
+    "data.mixing.batch_size_by_modality": "the batch sizes of the modalities",
+    "data.mixing.batching_mode": "the way in which ranks share streams",
+    "data.mixing.num_streams_mixed": "the number of streams read concurrently",
+    "data.mixing.pick_mode": "the way in which the next stream is picked",
+    "data.mixing.repeat": "the repetition of exhausted data",
+    "data.prefetch": "the number of batches loaded ahead",
+    "data.source": "the data",
+    "data.source.weight": "the weight of the source",
+    "ledger.capacity": "the number of groups that the ledger of a rank holds",
+    "ledger.stale_threshold": "the number of steps after which the ledger drops a state",
+    "ledger.wipe_mode": "the ledger's wipe mode",
+    "model": "the model",
+    "model.trust": "the list of trusted parts of the contract",
+    "optimizer.group.lr_scale": "the relative learning rate of that layer",
+    "optimizer.lr": "the learning rate",
+    "train.micro_batches": "the number of micro-batches per step",
+}
+"""What the config keys that rules name set, for runs of loops that have no config."""
+
+REPORTED_BY: Final[Mapping[str, str]] = {
+    "ledger/carry_gain": "trainer.ledger.CarryProbe",
+    "ledger/stale_gap": "trainer.ledger.CarryProbe",
+    "ledger/": "trainer.ledger.Ledger",
+    "stream_mixing/active/": "trainer.data.StreamMixingDataset",
+    "stream_mixing/refill/": "trainer.data.StreamMixingDataset",
+    "blend/": "trainer.data.BlendDataset",
+    "gns/": "trainer.metrics.GradientNoiseScale",
+    "layer/": "trainer.extensions.per_layer.PerLayer",
+    "time/data_sec": 'MetricsTracker.section("data")',
+}
+"""The beginnings of keys, and what reports these keys in a loop without a config. The first that fits counts."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Some steps of one key, and its values there."""
+
+    key: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Strict JSON: NaN and infinities become words."""
+        values = [value if math.isfinite(value) else non_finite_word(value) for value in self.values]
+        return {"key": self.key, "steps": list(self.steps), "values": values}
+
+
+@dataclass(frozen=True)
+class Series:
+    """The logged steps of a key, ascending, and its values there; false if the run does not log the key."""
+
+    key: str
+    steps: array[int]
+    values: array[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def total(self) -> float:
+        """Sum of the values."""
+        return math.fsum(self.values)
+
+    @property
+    def positive(self) -> list[int]:
+        """The indices of values above 0."""
+        return self.where(lambda value: value > 0)
+
+    def where(self, condition: Callable[[float], bool]) -> list[int]:
+        """The indices of values that meet a condition."""
+        return [index for index, value in enumerate(self.values) if condition(value)]
+
+    def largest(self, count: int = 1) -> list[int]:
+        """The indices of the `count` largest values, ascending."""
+        return sorted(sorted(range(len(self)), key=lambda index: -self.values[index])[:count])
+
+    def at(self, indices: Iterable[int]) -> Series:
+        """The series at some indices."""
+        pairs = [(self.steps[index], self.values[index]) for index in indices]
+        return Series(self.key, array("q", (step for step, _ in pairs)), array("d", (value for _, value in pairs)))
+
+    def since(self, step: int) -> Series:
+        """The series from a step on."""
+        return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
+
+    def evidence(self, indices: Iterable[int] | None = None) -> Evidence:
+        """Steps and values at some indices (None: all), at most `MAX_EVIDENCE`: first, last and evenly between."""
+        shown = list(range(len(self)) if indices is None else indices)
+        if len(shown) > MAX_EVIDENCE:
+            stride = (len(shown) - 1) / (MAX_EVIDENCE - 1)
+            shown = [shown[round(k * stride)] for k in range(MAX_EVIDENCE)]
+        column = self.at(shown)
+        return Evidence(self.key, tuple(column.steps), tuple(column.values))
+
+
+def series(run: RunRecord, key: str) -> Series:
+    """The values of a key; empty if the run does not log it."""
+    return Series(key, *run.column(key))
+
+
+def aligned(*columns: Series) -> list[Series]:
+    """The columns at the steps that all of them have."""
+    if all(column.steps == columns[0].steps for column in columns):
+        return list(columns)
+    common = set(columns[0].steps).intersection(*(column.steps for column in columns))
+    return [column.at(i for i, step in enumerate(column.steps) if step in common) for column in columns]
+
+
+def _configured_micro_batches(run: RunRecord) -> Any:
+    """A number, a schedule, or None for a loop without a config, which may log them."""
+    return run.setting("train.micro_batches", 1 if run.config else None)
+
+
+def micro_batches(run: RunRecord, since: int = 0) -> int:
+    """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
+    setting = _configured_micro_batches(run)
+    if isinstance(setting, int):
+        return max(setting, 1)
+    steps, values = run.train.column(MICRO_BATCHES)
+    return int(min((m for step, m in zip(steps, values, strict=True) if step >= since), default=1))
+
+
+def batches_through(run: RunRecord, step: int) -> int:
+    """Micro-batches of a rank through a step. Where their number changes, as many in each step as in the next logged one."""
+    if isinstance(_configured_micro_batches(run), int):
+        return step * micro_batches(run)
+    total, before, m = 0.0, 0, 1.0
+    for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
+        total, before = total + (min(logged, step) - min(before, step)) * m, logged
+    return int(total + max(step - before, 0) * m)
+
+
+def ranks(run: RunRecord) -> int:
+    """Number of ranks; 1 if unknown."""
+    return run.world_size or 1
+
+
+def sources(run: RunRecord) -> list[Mapping[str, Any]]:
+    """The tables `[[data.source]]`."""
+    found = run.setting("data.source", [])
+    return [table for table in found if isinstance(table, Mapping)] if isinstance(found, list) else []
+
+
+def is_one_pool(run: RunRecord) -> bool:
+    """Whether a rank has a single pool; in a record without a config, of several sources some row has an inexact share."""
+    tables = sources(run)
+    if tables and not any("include" in table for table in tables):
+        return len(tables) == 1
+    return not any(series(run, "blend/max_share_error").values)
+
+
+def modality_columns(run: RunRecord) -> list[Series]:
+    """Active readers by modality."""
+    return [series(run, key) for key in run.train.keys if key.startswith(MODALITIES)]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What to change: its config key (one of `KNOBS`), its current value (None: unknown) and a value to try.
+
+    `condition`: when the value is worth trying, and what to do otherwise; empty: always.
+    """
+
+    key: str
+    current: Any
+    suggested: Any
+    condition: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields; the condition where there is one."""
+        return {name: value for name, value in vars(self).items() if name != "condition" or value}
+
+    def __str__(self) -> str:
+        return f"{self.setting}{self.remark}"
+
+    @property
+    def setting(self) -> str:
+        """The line of a config, without the remark."""
+        return f"{self.key} = {self.suggested}"
+
+    @property
+    def in_words(self) -> str:
+        """Without the key, for a loop that has no config."""
+        return f"for {KNOBS[self.key]}, try {self.suggested}{self.remark}"
+
+    @property
+    def remark(self) -> str:
+        """The text after the value: the current one, and the condition."""
+        now = f" (now {self.current})" if self.current is not None else ""
+        return f"{now}, {self.condition}" if self.condition else now
+
+
+def lower_lr(run: RunRecord) -> Knob:
+    """Half the learning rate."""
+    lr = run.setting("optimizer.lr")
+    return Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a rule on a run.
+
+    Attributes:
+        verdict: `healthy`; `finding`; `explained`: the symptom is present, but another rule reports its cause;
+            `not_measured`: the run lacks the keys, or has too few steps.
+        sentence: what was measured.
+        evidence: the steps to look at, at most `MAX_EVIDENCE` per key.
+        knob: the setting to change, for findings.
+        severity: overrides the severity of the rule.
+        is_early: not measured because the run has too few rows or steps so far; more of the same would do.
+    """
+
+    verdict: RuleVerdict
+    sentence: str
+    evidence: tuple[Evidence, ...] = ()
+    knob: Knob | None = None
+    severity: Severity | None = None
+    is_early: bool = False
+
+
+def healthy(sentence: str) -> Outcome:
+    """Measured and within bounds."""
+    return Outcome("healthy", sentence)
+
+
+def explained(sentence: str) -> Outcome:
+    """The symptom is present, but another rule reports its cause."""
+    return Outcome("explained", sentence)
+
+
+def not_measured(reason: str) -> Outcome:
+    """The run lacks the keys, or the rule does not apply to it. See `not_yet` for one that is too short."""
+    return Outcome("not_measured", reason)
+
+
+def not_yet(reason: str) -> Outcome:
+    """Not measured, because the run has too few rows or steps so far."""
+    return Outcome("not_measured", reason, is_early=True)
+
+
+def finding(sentence: str, *evidence: Evidence, knob: Knob | None = None, severity: Severity | None = None) -> Outcome:
+    """A fault."""
+    return Outcome("finding", sentence, evidence, knob, severity)
+
+
+def unlogged(run: RunRecord, keys: Sequence[str], hint: str = "") -> Outcome:
+    """The outcome for a run without some keys. `hint`: what makes a run with a config log them."""
+    words = f"needs {listed(keys)}"
+    if run.config:
+        return not_measured(f"{words}; {hint}" if hint else words)
+    part = next((part for start, part in REPORTED_BY.items() if keys[0].startswith(start)), None)
+    return not_measured(f"{words}, from {part}" if part else words)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table of rules; see `rule`.
+
+    Attributes:
+        name: stable id, used in JSON and in the smoke matrix.
+        severity: of a finding, unless its `Outcome` has another.
+        check: the outcome for a run that has all keys in `needs`.
+    """
+
+    name: str
+    severity: Severity
+    check: Callable[[RunRecord], Outcome]
+    needs: tuple[str, ...]
+    uses: tuple[str, ...]
+    hint: str
+    due: Callable[[RunRecord], str]
+
+    @property
+    def threshold(self) -> str:
+        """The condition for a finding, in words."""
+        return self._paragraph(0).rstrip(".")
+
+    @property
+    def why(self) -> str:
+        """The reason for the threshold."""
+        return self._paragraph(1)
+
+    @property
+    def change(self) -> str:
+        """What to change, in words."""
+        return self._paragraph(2)
+
+    def _paragraph(self, number: int) -> str:
+        text = inspect.cleandoc(self.check.__doc__ or "").format_map(self.check.__globals__)
+        return " ".join(re.split(r"\n\n|\nChange: ", text)[number].split())
+
+    def apply(self, run: RunRecord) -> Outcome:
+        """The outcome for any run."""
+        missing = [key for key in self.needs if not run.column(key)[0]]
+        if not missing:
+            return self.check(run)
+        due = self.due(run)
+        return not_yet(due) if due else unlogged(run, missing, self.hint)
+
+
+def rule(
+    severity: Severity,
+    *,
+    needs: Iterable[str] = (),
+    uses: Iterable[str] = (),
+    hint: str = "",
+    due: Callable[[RunRecord], str] = lambda run: "",
+) -> Callable[[Callable[[RunRecord], Outcome]], Rule]:
+    """Make a rule of a pure function of a run's record, with the function's name.
+
+    The docstring of the function becomes the rule's section in docs/diagnosis.md: the condition of a finding; in a new
+    paragraph, the reason for the threshold; and after `Change:`, what to change. `{NAME}` stands for a constant of the module.
+
+    Args:
+        severity: of a finding, unless its `Outcome` has another.
+        needs: metric keys without which nothing can be measured.
+        uses: other keys and files that the rule reads if they are there.
+        hint: what makes a run log the needed keys.
+        due: for a run that lacks them and will log them, what has to happen first; empty for others.
+    """
+    return lambda check: Rule(check.__name__, severity, check, tuple(needs), tuple(uses), hint, due)

@@ -1,0 +1,363 @@
+"""Rules about recurrent state: lost while still needed, given too much memory, worth nothing, or stale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Any
+
+from trainer.metrics.catalog.lookup import ERROR_SUFFIX, keys_under
+from trainer.tools import limits
+from trainer.tools.diagnostics.rule import (
+    Knob,
+    Outcome,
+    Series,
+    aligned,
+    explained,
+    finding,
+    healthy,
+    is_one_pool,
+    lower_lr,
+    micro_batches,
+    modality_columns,
+    not_measured,
+    not_yet,
+    ranks,
+    rule,
+    series,
+    sources,
+)
+from trainer.tools.runs.load import RunRecord
+from trainer.wording import counted, number_text
+
+COLD_STARTS = "ledger/cold_starts"
+# By mode.
+FALSE_EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/false_evictions/")}
+EVICTIONS = {key.rpartition("/")[2]: key for key in keys_under("ledger/evictions/")}
+REFUSED = "ledger/refused_rows"
+WIPES = "ledger_wipe_count"
+LIVE = "ledger/live_groups"
+FILL = "ledger/fill_fraction"
+WAIT = "stream_mixing/active/steps_since_pick_max"
+GAIN = ("ledger/carry_gain", f"ledger/carry_gain{ERROR_SUFFIX}")
+GAP = ("ledger/stale_gap", f"ledger/stale_gap{ERROR_SUFFIX}")
+AGE = "ledger/state_age"
+DRIFT = "ledger/state_drift"
+PROBES = "a model with state is probed every ledger.probe_every steps"
+
+FULL = 0.99
+SHORT_LIFE_STEPS = 10.0
+OVERSIZE_STEPS = 100
+MIN_PROBES = 4
+NEAR_ERRORS = 2.0
+FAR_ERRORS = 4.0
+WORTHLESS_NATS = 0.005
+STALE_SHARE = 0.1
+STALE_NATS = 0.001
+
+
+def _capacity(run: RunRecord) -> int | None:
+    """Rows of the ledger of one rank: as configured, else estimated from the number of live groups, which is a sum over ranks,
+    and the fill; None where neither is known."""
+    configured = run.setting("ledger.capacity")
+    if isinstance(configured, int):
+        return configured
+    if run.world_size is None:
+        return None
+    live, fill = aligned(series(run, LIVE), series(run, FILL))
+    sizes = [groups / share for groups, share in zip(live.values, fill.values, strict=True) if share > 0]
+    return round(median(sizes) / run.world_size) if sizes else None
+
+
+def _larger_capacity(run: RunRecord) -> Knob:
+    capacity = _capacity(run)
+    return Knob("ledger.capacity", capacity, 2 * capacity if capacity else "twice as many")
+
+
+def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob]) -> Outcome:
+    losses, evictions = series(run, FALSE_EVICTIONS[mode]), series(run, EVICTIONS[mode])
+    if not losses.positive:
+        return healthy(f"no group continued after its state was evicted ({mode})")
+    share = f" of {counted(evictions.total, 'eviction')}" if evictions else ""
+    words = f"{counted(losses.total, 'group')}{share} continued after their state was evicted ({mode}), "
+    words += f"first logged at step {losses.steps[losses.positive[0]]}"
+    return finding(words, losses.evidence(losses.positive), knob=knob(run))
+
+
+@rule("error", needs=[FALSE_EVICTIONS["lru"]])
+def false_evictions_lru(run: RunRecord) -> Outcome:
+    """Above 0.
+
+    Each is a group that continued after its state was evicted: a cell started from the wrong state.
+    Change: `ledger.capacity`: twice as large
+    """
+    return _false_evictions(run, "lru", _larger_capacity)
+
+
+@rule("error", needs=[FALSE_EVICTIONS["stale"]])
+def false_evictions_stale(run: RunRecord) -> Outcome:
+    """Above 0.
+
+    As for `false_evictions_lru`.
+    Change: `ledger.stale_threshold`: the bound of `train preview` (2 K n, or with one reader its wait for a pick), where the
+    longest slice logged stands for all
+    """
+    return _false_evictions(run, "stale", _longer_threshold)
+
+
+def _longer_threshold(run: RunRecord) -> Knob:
+    current, longer = run.setting("ledger.stale_threshold"), _safe_threshold(run)
+    if longer is None:
+        return Knob("ledger.stale_threshold", current, 4 * current if current else "four times as long")
+    return Knob("ledger.stale_threshold", current, longer if not current or longer > current else 2 * current)
+
+
+def _safe_threshold(run: RunRecord) -> int | None:
+    """`wait_bound` of the pool that waits longest; None if the record does not tell.
+
+    A record has only the longest slice that a logged row saw, which stands for all. A source has at most its
+    `num_streams_mixed` readers, and at most the rank's less one for every other source.
+    """
+    active: dict[int, float] = {}  # readers by step, over ranks; a source reports modalities only after its first batch
+    for column in modality_columns(run):
+        for step, value in zip(column.steps, column.values, strict=True):
+            active[step] = active.get(step, 0.0) + value
+    readers = round(max(active.values(), default=0.0) / ranks(run))
+    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0)
+    tables = sources(run)
+    if not readers or not longest:
+        return None
+    if len(tables) < 2:
+        if not tables and not is_one_pool(run):
+            return None
+        found = [(1.0, readers)]
+    elif any("include" in table for table in tables):
+        return None
+    else:
+        weights = [_mean_weight(table.get("weight", 1.0)) for table in tables]
+        mixed = run.setting("data.mixing.num_streams_mixed", readers)
+        own = [dict(table.get("mixing", {})).get("num_streams_mixed", mixed) for table in tables]
+        most = readers - len(tables) + 1
+        found = [(w / sum(weights), max(min(k, most), 1)) for w, k in zip(weights, own, strict=True)]
+    slices = [round(longest) + 1] * readers
+    return max(limits.wait_bound(slices, count, share, micro_batches(run)) for share, count in found)
+
+
+def _mean_weight(weight: Any) -> float:
+    """A weight with a schedule counts as the mean of its points."""
+    if isinstance(weight, Mapping):
+        return float(weight.get("scale", 1.0)) * fmean(map(float, weight["points"].values()))
+    return float(weight)
+
+
+@rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
+def cold_starts(run: RunRecord) -> Outcome:
+    """More cold starts than false evictions and refused rows explain.
+
+    Wipes, and resuming without the ledger, are not counted as false evictions; cold starts count every cause.
+    Change: `ledger.wipe_mode`, the checkpoint, or `ledger.capacity`: what was wiped, resumed or evicted before; otherwise
+    nothing
+    """
+    cold = series(run, COLD_STARTS)
+    if not cold.total:
+        return healthy("every cell that continues a group found its state")
+    causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
+    known = math.fsum(cause.total for cause in causes)
+    if cold.total <= known:
+        names = " and ".join(cause.key for cause in causes if cause.total)
+        return explained(f"{counted(cold.total, 'cell')} started from zero state, explained by {names}")
+    first = cold.steps[cold.positive[0]]
+    sentence = (
+        f"{counted(cold.total - known, 'cell')} that continue a group found no state, first logged at step {first}"
+    )
+    evidence = [cold.evidence(cold.positive)]
+    wipes = series(run, WIPES)
+    knob: Knob | None
+    if wipes.total:
+        sentence += f"; the ledger was wiped {counted(wipes.total, 'time')}"
+        evidence.append(wipes.evidence(wipes.positive))
+        knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
+    elif any(restart.global_step < first for restart in run.restarts):
+        knob = Knob("checkpoint.resume", run.setting("checkpoint.resume"), "a checkpoint that includes the ledger")
+    elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
+        knob = _larger_capacity(run)
+    else:  # no capacity would help: the data set continues groups that it has not begun
+        knob, sentence = None, f"{sentence}; nothing was evicted: their first cells were never stored"
+    return finding(sentence, *evidence, knob=knob)
+
+
+@rule("warning", needs=(EVICTIONS["lru"], LIVE, FILL), uses=[WAIT])
+def ledger_thrash(run: RunRecord) -> Outcome:
+    """Fill of {FULL} or more, and live groups divided by evictions per step below the longest wait for a pick
+    ({SHORT_LIFE_STEPS:g} steps if waits are not logged).
+
+    A state lives for live groups / evictions steps, since LRU evicts the oldest; a reader that waits longer has lost it.
+    Change: `ledger.capacity`: twice as large
+    """
+    evictions, waits = series(run, EVICTIONS["lru"]), series(run, WAIT)
+    both, live, fill = aligned(evictions, series(run, LIVE), series(run, FILL))
+    rows = zip([0, *both.steps], both.steps, both.values, live.values, fill.values, strict=False)
+    lives = {
+        step: held * max(step - before, 1) / count
+        for before, step, count, held, share in rows
+        if count > 0 and share >= FULL
+    }
+    if not lives:
+        return healthy("the ledger never had to evict while full")
+    life = median(lives.values())
+    wait = max(waits.values) / micro_batches(run) if waits else SHORT_LIFE_STEPS
+    words = f"a state lives for {number_text(life)} steps in the full ledger, the longest wait is {number_text(wait)}"
+    if life >= wait:
+        return healthy(words)
+    if series(run, FALSE_EVICTIONS["lru"]).total:
+        return explained(f"{words}; ledger/false_evictions/lru counts the lost states")
+    shown = evictions.evidence(index for index, step in enumerate(evictions.steps) if step in lives)
+    return finding(words, shown, *([waits.evidence(waits.largest())] if waits else []), knob=_larger_capacity(run))
+
+
+@rule("warning", needs=[FILL], uses=["gpu/total_gb"])
+def ledger_oversize(run: RunRecord) -> Outcome:
+    """At most {limits.OVERSIZE_FILL:.0%} used over {OVERSIZE_STEPS} steps or more, and the unused rows take more than
+    {limits.OVERSIZE_DEVICE_SHARE:.0%} of device memory (1 GB if its size is unknown).
+
+    The whole capacity is allocated at startup. A quarter leaves room for a fourfold increase; small ledgers cost nothing.
+    Change: `ledger.capacity`: the power of two above twice the peak use
+    """
+    fill, capacity, width = series(run, FILL), _capacity(run), run.environment.get("state_width")
+    if capacity is None or not width:
+        return not_measured("how large a state is was not recorded")
+    if fill.steps[-1] < OVERSIZE_STEPS:
+        return not_yet(f"needs {OVERSIZE_STEPS} steps, has {fill.steps[-1]}")
+    device = max(series(run, "gpu/total_gb").values, default=0.0) * 1e9
+    row_bytes = width * (2 if run.setting("ledger.dtype") == "bfloat16" else 4)
+    judged = limits.ledger_oversize(capacity, max(fill.values) * capacity, row_bytes, device)
+    if not judged.is_beyond:
+        return healthy(judged.words)
+    return finding(judged.words, fill.evidence(fill.largest()), knob=Knob("ledger.capacity", capacity, judged.better))
+
+
+@rule("error", needs=[REFUSED])
+def refused_rows(run: RunRecord) -> Outcome:
+    """Above 0.
+
+    A state that is not finite comes from a recurrence that overflowed.
+    Change: `optimizer.lr`: half
+    """
+    refused = series(run, REFUSED)
+    if not refused.positive:
+        return healthy("every state was finite")
+    first = refused.steps[refused.positive[0]]
+    words = f"{counted(refused.total, 'state')} not stored because of NaN or infinity, first logged at step {first}"
+    return finding(words, refused.evidence(refused.positive), knob=lower_lr(run))
+
+
+@dataclass(frozen=True)
+class _Late:
+    """The mean of a probed key over the second half of a run.
+
+    Attributes:
+        error: its standard error: that of the probes' own errors, or that of their scatter if it is larger. The errors of
+            single probes cannot know how much one stream differs from the next.
+        shown: the probes.
+    """
+
+    mean: float
+    error: float
+    shown: Series
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} +- {self.error:.4f}"
+
+
+def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
+    """The means of some keys (values, errors) over the second half of a run, if it has `MIN_PROBES` probes there."""
+    columns = aligned(*(series(run, key) for pair in keys for key in pair))
+    rows = zip(*(column.values for column in columns), strict=True)
+    finite = [index for index, row in enumerate(rows) if all(map(math.isfinite, row))]
+    columns = [column.at(finite).since(run.steps[-1] // 2 + 1) for column in columns]
+    if (count := len(columns[0])) < MIN_PROBES:
+        remedy = "lower ledger.probe_every" if run.config else "probe more often"
+        return not_yet(f"needs {MIN_PROBES} probes in the second half of the run; {remedy}")
+    found = []
+    for values, errors in zip(columns[::2], columns[1::2], strict=True):
+        own = math.sqrt(math.fsum(error**2 for error in errors.values)) / count
+        found.append(_Late(fmean(values.values), max(own, stdev(values.values) / math.sqrt(count)), values))
+    return found
+
+
+def _first_probe(run: RunRecord) -> str:
+    """When the first probe is due, for a run of a model with state that has not reached it."""
+    every = run.setting("ledger.probe_every", 0)
+    if not every or not run.environment.get("state_width") or (run.steps and run.steps[-1] >= every):
+        return ""
+    return f"needs {MIN_PROBES} probes in the second half of the run; the first is at step {every} (ledger.probe_every)"
+
+
+@rule("advice", needs=GAIN, hint=PROBES, due=_first_probe)
+def carry_worthless(run: RunRecord) -> Outcome:
+    """Over the second half of the run ({MIN_PROBES} probes or more) the mean gain is at most {NEAR_ERRORS:g} of its standard
+    errors, and with {FAR_ERRORS:g} still at most {WORTHLESS_NATS:g} nats; a warning if it is negative by more than
+    {FAR_ERRORS:g} and {STALE_NATS:g} nats.
+
+    The upper bound excludes a gain that would matter but that the probes are too few to see. It does no harm, hence advice.
+    Change: `data.max_group_cells`: 1; or a model that uses its state. `optimizer.lr`: half, if the gain is negative
+    """
+    found = _late(run, GAIN)
+    if isinstance(found, Outcome):
+        return found
+    (gain,) = found
+    words = f"over the last {len(gain.shown)} probes the stored state lowers a cell's loss by {gain} nats per token"
+    if gain.mean < -max(FAR_ERRORS * gain.error, STALE_NATS):
+        words += ": cells do better from a state of zero"
+        return finding(words, gain.shown.evidence(), knob=lower_lr(run), severity="warning")
+    if gain.mean > NEAR_ERRORS * gain.error or gain.mean + FAR_ERRORS * gain.error > WORTHLESS_NATS:
+        return healthy(words)
+    words += ", which is nothing: the model does not use its state, and the ledger is overhead"
+    knob = Knob("data.max_group_cells", run.setting("data.max_group_cells"), 1)
+    return finding(words, gain.shown.evidence(), knob=knob)
+
+
+@rule("warning", needs=(*GAP, *GAIN), hint=PROBES, due=_first_probe, uses=(AGE, DRIFT, COLD_STARTS))
+def stale_states(run: RunRecord) -> Outcome:
+    """Over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond {FAR_ERRORS:g}
+    standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats.
+
+    Stored states were made by older weights. A gap means that cells are trained on states that inference never has.
+    Change: `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, `ledger.burn_in`, or a smaller
+    `data.max_group_cells`
+    """
+    found = _late(run, GAP, GAIN)
+    if isinstance(found, Outcome):
+        return found
+    gap, gain = found
+    size, first = abs(gap.mean), gap.shown.steps[0]
+    side = "below" if gap.mean < 0 else "above"
+    words = f"the loss from stored states is {size:.4f} +- {gap.error:.4f} nats per token {side} that from fresh ones "
+    words += f"(carrying gains {gain})"
+    if size <= max(FAR_ERRORS * gap.error, STALE_SHARE * gain.mean, STALE_NATS):
+        return healthy(words)
+    if series(run, COLD_STARTS).since(first).total:
+        return explained(f"{words}; ledger/cold_starts counts lost states, which also differ from fresh ones")
+    age, drift = (series(run, key).since(first).values for key in (AGE, DRIFT))
+    how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)" if age and drift else ""
+    effect = "training looks better than inference will be" if gap.mean < 0 else "their age costs loss"
+    # Fewer streams in flight make states younger; with one only a smaller step of the weights does.
+    streams = run.setting("data.mixing.num_streams_mixed")
+    fewer = isinstance(streams, int) and streams > 1
+    knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2) if fewer else lower_lr(run)
+    words = f"states are stale{how_old}: {words}; {effect}"
+    return finding(words, gap.shown.evidence(), gain.shown.evidence(), knob=knob)
+
+
+RULES = (
+    false_evictions_lru,
+    false_evictions_stale,
+    cold_starts,
+    ledger_thrash,
+    ledger_oversize,
+    refused_rows,
+    carry_worthless,
+    stale_states,
+)

@@ -1,0 +1,86 @@
+"""Limits that hold before a run and after it: `preview` asks them of its forecast, `diagnostics` of the record.
+
+Each limit is a function of plain numbers and says what to set instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from trainer.wording import counted, number_text
+
+RARE_WAIT: Final = 1e-9
+"""The probability that a single reader waits longer than its bound."""
+CHURN_PICKS: Final = 4.0
+EVEN_BATCHES: Final = 2
+"""Factor between the batch sizes of a pool that are still even."""
+IDLE: Final = 0.1
+"""Share of its micro-batches in which a rank of a healthy run may have no rows."""
+OVERSIZE_FILL: Final = 0.25
+OVERSIZE_BYTES: Final = 1e9
+OVERSIZE_DEVICE_SHARE: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """Whether some numbers exceed a limit, in words, and the value to set then; None: no setting would help."""
+
+    is_beyond: bool
+    words: str
+    better: int | None
+
+
+def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | None) -> Assessment:
+    """Slices of `CHURN_PICKS` picks or fewer: most of the work is opening streams and starting groups.
+
+    Args:
+        picks_per_slice: that a reader lasts; infinity if none is exhausted.
+        batch_size: of the source; None: unknown.
+    """
+    rate = world_size / picks_per_slice
+    words = (
+        f"a reader lasts {number_text(picks_per_slice)} picks: {number_text(rate)} are exhausted per micro-batch on "
+    )
+    better = max(batch_size // 4, 1) if batch_size is not None and batch_size >= 2 else None
+    return Assessment(picks_per_slice <= CHURN_PICKS, words + counted(world_size, "rank"), better)
+
+
+def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
+    """At most `OVERSIZE_FILL` of the ledger's rows are used, and the rest takes much of the device.
+
+    Args:
+        capacity: rows of the ledger of a rank.
+        used: most rows used at once.
+        row_bytes: of one row.
+        device_bytes: memory of the device; 0: unknown.
+    """
+    spare = (capacity - used) * row_bytes
+    is_beyond = used < OVERSIZE_FILL * capacity and spare > (OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES)
+    words = f"at most {used / max(capacity, 1):.1%} of {capacity:,} rows are used; the rest takes {spare / 1e9:.2g} GB per rank"
+    return Assessment(is_beyond, words, 2 ** math.ceil(math.log2(max(2 * used, 1))))
+
+
+def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, micro_batches: int) -> int:
+    """Upper bound on the wait of a group for its next cell, in optimizer steps: what the stale threshold must exceed.
+
+    With weighted picks, a reader with one pick left waits for about the remaining picks of the whole pool, at most K n; waits
+    beyond 2 K n are negligible (docs/ledger.md; counted in docs/preview.md). This holds from about 20 picks per slice; below
+    that, use the counted waits. A single reader waits only for its source, whose draws are independent: longer than w
+    micro-batches with probability (1 - share)^w. As slices differ, K n is the sum of the K longest slices. A source with a
+    share of the m micro-batches per step needs 1 / (share m) steps per pick.
+
+    Args:
+        picks_per_slice: n of every slice.
+        num_mixed: K.
+        share: of the micro-batches.
+        micro_batches: m, the smallest of the run.
+    """
+    if share <= 0:
+        return 0
+    if num_mixed <= 1 or not picks_per_slice:
+        return math.ceil(max(math.log(RARE_WAIT) / math.log1p(-share), 1) / micro_batches) if share < 1 else 1
+    longest = sorted(picks_per_slice)[-num_mixed:]
+    return math.ceil(2 * sum(longest) / (share * micro_batches))
