@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # The first python3 that is new enough; `make PYTHON=... setup` takes another one.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-EXTRAS := dev,tensorboard,tokenizers,parquet,preview,report,hf,lightning,remote
+EXTRAS := dev,tensorboard,tokenizers,parquet,report,hf,lightning,remote
 CORPUS := data/pytext
 MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)

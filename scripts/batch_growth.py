@@ -1,4 +1,4 @@
-"""Whether a batch that grows saves optimizer steps: the table of docs/gns.md, "Letting the batch grow".
+"""Whether a batch that grows saves optimizer steps: see docs/gns.md, "Letting the batch grow".
 
 For each seed three runs of the program on text (`make data`), with the same tokens, the same peak learning rate and a cosine
 over tokens: a constant batch; a batch that is planned to double after 60 % of the tokens; and one that grows by itself

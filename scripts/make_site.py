@@ -26,7 +26,7 @@ PARTS = (
     "trainer.metrics.tracker.MetricsTracker",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale",
     "trainer.ledger.ledger.Ledger",
-    "trainer.data.blending.blend.BlendDataset",
+    "trainer.data.blend.BlendDataset",
     "trainer.contracts.check.check_model",
     "trainer.metrics.catalog.lookup.register",
 )
@@ -34,9 +34,7 @@ PARTS = (
 PACKAGES = (
     "errors",
     "import_path",
-    "profiling",
     "metrics",
-    "runs",
     "config",
     "data",
     "ledger",
@@ -45,10 +43,8 @@ PACKAGES = (
     "objective",
     "distributed",
     "training",
-    "preview",
-    "branching",
-    "diagnostics",
-    "report",
+    "extensions",
+    "tools",
 )
 
 

@@ -1,4 +1,4 @@
-"""What carried states are worth and how stale they are, against everything that could matter: the tables of docs/ledger.md.
+"""What carried states are worth and how stale they are, against everything that could matter: the table of docs/ledger.md.
 
 Trains small runs on key recall (`train data synth key-recall`) and on text (`make data`), reads the probes' keys from their
 metrics.jsonl, and keeps the means in a JSON file, so that a second call runs only what is missing.

@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 from bench_table import Figure, print_figures, ratio_figure
 
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ScheduledWeight
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.mixing.pool import ActivePool
-from trainer.data.mixing.reader import StreamReader
-from trainer.data.streams.layout import discover_direct
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.layout import discover_direct
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.pool import ActivePool
+from trainer.data.reader import StreamReader
 from trainer.data.tokenizer import IdsTokenizer
+from trainer.data.weights import ScheduledWeight
 
 WEIGHTS = (8, 4, 2, 1, 1, 1, 1, 2)
 SAMPLES, SEQ_LEN, ROWS, VOCAB = 4000, 1024, 8, 50_000

@@ -39,8 +39,7 @@ from torch import Tensor, nn
 
 from trainer.extensions.per_layer import PerLayer
 from trainer.metrics.noise_scale.components import Piece, normal_equations
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.square_norm import square_norm
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
 from trainer.model.build import build
 
 VOCAB = 256

@@ -20,8 +20,8 @@ from bench_metrics import make_tracker
 from bench_table import Figure, print_figures
 from collectives import MICRO_BATCHES, count_collectives
 
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import discover_direct
+from trainer.data.layout import discover_direct
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
 
@@ -177,7 +177,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         series[what, unit] = points()
         found += figures_of(what, unit, series[what, unit], at_most)
     if args.plot is not None:
-        from growth_plot import draw  # matplotlib is an extra
+        from growth_plot import draw  # needs matplotlib, which no extra installs
 
         draw(series, args.plot)
     return found

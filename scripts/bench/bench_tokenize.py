@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from bench_table import Figure, print_figures, ratio_figure
 
-from trainer.data.formats.documents import ReadOptions
+from trainer.data.documents import ReadOptions
 from trainer.data.tokenize import Job, tokenize_span
 from trainer.data.tokenizer import load_tokenizer
 

@@ -127,7 +127,7 @@ def test_the_answer_is_a_table_a_plot_a_picture_and_a_sentence(whole):
     assert "critical batch is" in " ".join(done.stdout.split())
     assert f"At step {STEP} the critical batch" in answer(run_dir)["sentence"]
     assert "noise scale" in answer(run_dir)["sentence"]
-    assert (run_dir / "cbs" / str(STEP) / "cbs.svg").read_text().startswith("<?xml")
+    assert (run_dir / "cbs" / str(STEP) / "cbs.html").read_text().startswith("<!doctype html>")
     assert "cost: 4 branches, 2 at once" in done.stderr
     assert not list(run_dir.glob("cbs/*/*/checkpoints"))
 
@@ -186,7 +186,7 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
         (["--devices", "0,1,2", "--nproc", "2"], "3 devices do not make groups of 2"),
         (["--devices", "0,1"], "--devices: names CUDA devices, but torch finds none here"),
         (["--devices", "0", "--parallel", "2"], "--parallel: beside --devices"),
-        (["--out", "x.gif"], "--out: must end in .png or .svg"),
+        (["--out", "x.gif"], "--out: must end in .html"),
     ],
 )
 def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, capsys):

@@ -14,7 +14,7 @@ from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus, run
 from tests.unit.data.megatron_writer import write_megatron
 from trainer.config.load import load_config
-from trainer.data.formats.registry import FORMATS
+from trainer.data.formats import FORMATS
 from trainer.errors import UserError
 from trainer.tools.verbs.init import init
 from trainer.training.setup.plan import make_plan

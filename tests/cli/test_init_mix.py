@@ -13,7 +13,7 @@ import pytest
 from tests.support.in_process import program
 from tests.unit.preview.test_forecast import real_run
 from trainer.config.load import load_config
-from trainer.data.streams.layout import discover_nested
+from trainer.data.layout import discover_nested
 from trainer.tools.init.mix import parts_of
 from trainer.tools.init.shares import Mix
 from trainer.tools.inspection.sizing import choose_sizes

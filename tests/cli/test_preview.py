@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
+from tests.support.browser import opened
 from tests.support.in_process import Ended, program
-from tests.support.runs import PROGRAM, environment, make_corpus, write_tiny_config
+from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.tools.pictures import check_picture
+from trainer.tools.pictures import check_page
 from trainer.tools.preview.summary import SourceView, make_preview
 from trainer.tools.preview.terminal import _picks, print_preview
 from trainer.training.setup.plan import make_plan
@@ -116,45 +115,23 @@ def test_json_has_everything_and_says_where_a_source_ends(config: Path, previewe
     assert picks == 2 * 12
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_picture_is_drawn(config: Path, previewed: Previewed, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    picture = config.parent / f"preview{suffix}"
+def test_the_picture_is_a_page_with_four_charts(config: Path, previewed: Previewed) -> None:
+    picture = config.parent / "preview.html"
     shown = previewed("--config", config, "--out", picture, "--set", fading_source(config.parent))
     assert shown.returncode == 0, shown.stderr
-    if suffix == ".png":
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    else:
-        tree = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
-        assert tree.tag.endswith("svg")
-        ids = {element.get("id", "") for element in tree.iter()}
-        assert {"axes_1", "axes_2", "axes_3", "axes_4"} <= ids
+    with opened(picture, has_charts=False) as seen:
+        seen.page.locator("#figure .main-svg").first.wait_for()
+        assert seen.page.evaluate("figure._fullLayout._subplots.cartesian") == ["xy", "x2y2", "x3y3", "x4y4"]
+        assert "weight of first is 0" in seen.page.locator("#figure").text_content()
+        assert seen.complaints == seen.requests == []
 
 
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("preview.pdf", r"^--out: must end in \.png or \.svg"),
-        ("nowhere/p.png", r"^--out: the directory nowhere does not"),
-    ],
-)
-def test_a_picture_that_cannot_be_is_refused(out: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_picture(out, example="preview.png")
-
-
-def test_without_the_extra_a_picture_is_refused_in_one_line(config: Path) -> None:
-    hide = (
-        f"import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = {[str(PROGRAM), 'preview']} + sys.argv[1:]; "
-    )
-    start = hide + f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
-    arguments = ["--config", str(config), "--out", str(config.parent / "p.png")]
-    refused = subprocess.run(
-        [sys.executable, "-c", start, *arguments], env=environment(), capture_output=True, text=True, check=False
-    )
-    assert refused.returncode == 2
-    expected = "--out: needs the package matplotlib, which is not installed; run: pip install matplotlib\n"
-    assert refused.stderr == expected
+def test_a_picture_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^--out: must end in \.html, got preview\.pdf"):
+        check_page("preview.pdf")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UserError, match="plotly: is needed and not installed; run: pip install plotly"):
+        check_page("preview.html")
 
 
 def test_mistakes_of_the_config_are_those_of_check(config: Path, previewed: Previewed) -> None:

@@ -17,7 +17,7 @@ tokenizers = pytest.importorskip("tokenizers")
 SLOW_MODULE = """
 import itertools, os, time
 import numpy as np
-from trainer.data.formats.registry import open_documents
+from trainer.data.formats import open_documents
 from trainer.data.streams import open_stream, opener
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.model.build import build as build_ours

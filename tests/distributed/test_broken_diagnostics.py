@@ -43,9 +43,9 @@ timeout_sec = 60
 """
 # Each must be among what is found and is called, or the walk is blind.
 NAMED = [
-    "trainer.data.mixing.pool.ActivePool.snapshot",
-    "trainer.data.blending.blend.BlendDataset.drain_step_metrics",
-    "trainer.data.mixing.dataset.StreamMixingDataset.drain_step_metrics",
+    "trainer.data.pool.ActivePool.snapshot",
+    "trainer.data.blend.BlendDataset.drain_step_metrics",
+    "trainer.data.mixing.StreamMixingDataset.drain_step_metrics",
     "trainer.ledger.ledger.Ledger.drain_metrics",
     "trainer.extensions.carry_probe.CarryProbe.measure",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale.finish",
@@ -85,10 +85,10 @@ NEEDED = [
     "trainer.ledger.ledger.Ledger.lookup",
     "trainer.ledger.ledger.Ledger.store",
     "trainer.training.step.schedule.set_lr",
-    "trainer.data.blending.blend.BlendDataset.__next__",
-    "trainer.data.mixing.dataset.StreamMixingDataset.__next__",
+    "trainer.data.blend.BlendDataset.__next__",
+    "trainer.data.mixing.StreamMixingDataset.__next__",
     "trainer.objective.compose.Objective.__call__",
-    "trainer.metrics.noise_scale.square_norm.square_norm",
+    "trainer.metrics.noise_scale.hooks.square_norm",
     "trainer.metrics.sinks.jsonl.JsonlSink.log",
     "trainer.metrics.rank_reduction._gather",
 ]

@@ -41,7 +41,7 @@ FORMAT = """
 import os
 from pathlib import Path
 import numpy as np
-from trainer.data.formats.documents import TokenTable
+from trainer.data.documents import TokenTable
 (Path(__file__).parent / "away" / "format").mkdir(parents=True, exist_ok=True)
 os.chdir(Path(__file__).parent / "away" / "format")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 
 
 class Endless:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.mixing.epochs import BatchSizes, EpochOrder, QueueKey, RankCursor, ReshardPoint
-from trainer.data.streams.lanes import cut_slices
-from trainer.data.streams.layout import Stream
+from trainer.data.epochs import EpochOrder, QueueKey, ReshardPoint
+from trainer.data.lanes import cut_slices
+from trainer.data.layout import Stream
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
 
 MAX_GROUP_CELLS = 64
@@ -139,15 +139,14 @@ def test_orders_after_many_reshards_cost_one_permutation_per_rank_and_point(monk
     calls = []
     original = QueueKey.permutation
     monkeypatch.setattr(QueueKey, "permutation", lambda *args: calls.append(1) or original(*args))
-    sizes = BatchSizes(2, {})
     for shared in (True, False):
         key = QueueKey("s", 0, 100, shared)
         points: list[ReshardPoint] = []
         for number in range(10):
             calls.clear()
             order = EpochOrder(key, 0, points).of_rank(0)
-            assert len(calls) <= sum(len(point.cursors) for point in points) + 1
+            assert len(calls) <= sum(len(point["cursors"]) for point in points) + 1
             assert len(set(order)) == len(order) > 20
             # Cursors of ranks alone differ; those of a shared pool are one.
-            cursor = [RankCursor(3 if shared else 3 + rank % 2, ((order[0], 1),)) for rank in range(8 - number % 2)]
-            points.append(ReshardPoint(sizes, tuple(cursor)))
+            cursors = [[3 if shared else 3 + rank % 2, [[order[0], 1]]] for rank in range(8 - number % 2)]
+            points.append(ReshardPoint(batch_size=2, batch_size_by_modality={}, cursors=cursors))

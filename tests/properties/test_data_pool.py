@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import Stream, discover_nested
+from trainer.data.layout import Stream, discover_nested
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
 
 PROFILE = settings(max_examples=40, deadline=None, derandomize=True)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero
+from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero
 from trainer.micro_batches import MicroBatches
 
 PROFILE = settings(max_examples=300, deadline=None, derandomize=True)

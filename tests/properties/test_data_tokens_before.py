@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import Stream, discover_nested
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.layout import Stream, discover_nested
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
+from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
 
 PROFILE = settings(max_examples=50, deadline=None, derandomize=True)

@@ -38,7 +38,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.tracker": "holds the guards, and writes the record",
     "trainer.metrics.sinks.jsonl.JsonlSink": "the record",
     "trainer.metrics.sinks.jsonl.LineFile": "writes the record",
-    "trainer.metrics.noise_scale.square_norm": "clipping needs the norm",
+    "trainer.metrics.noise_scale.hooks.square_norm": "clipping needs the norm",
     "trainer.metrics.rank_reduction.reduce_over_ranks": "a collective",
     "trainer.metrics.rank_reduction._reduce": "a collective",
     "trainer.metrics.rank_reduction._gather": "a collective",
@@ -59,7 +59,7 @@ SHOWN = (
     "trainer.training.messages.summarize",
     "trainer.training.run_dir.StatusKeeper",
     "trainer.training.step.details",
-    "trainer.data.mixing.pool.ActivePool.snapshot",
+    "trainer.data.pool.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")
 # What a checkpoint holds is no diagnostic: a state that cannot be saved or restored must not pass for one.

@@ -41,7 +41,7 @@ def test_nothing_else_writes_files() -> None:
     ]
     # Whole directories, written beside their place by the helper; downloads, whose size is compared; and the lock.
     allowed = [
-        "trainer/data/stored/cache.py",
+        "trainer/data/stored.py",
         "trainer/extensions/mirror/checkpoints.py",
         "trainer/tools/corpus/writer.py",
         "trainer/training/checkpointing/checkpoint.py",

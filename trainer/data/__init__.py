@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
-from trainer.data.formats.documents import ReadOptions, TokenTable, table_from_pieces
-from trainer.data.formats.registry import open_documents
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import Stream, discover_direct, discover_nested
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.documents import ReadOptions, TokenTable, table_from_pieces
+from trainer.data.formats import open_documents
+from trainer.data.layout import Stream, discover_direct, discover_nested
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 
 if TYPE_CHECKING:
     from trainer.data.loader import LoadedBatch, Loader

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from trainer.data.formats.registry import files_of
-from trainer.data.streams.layout import Stream
+from trainer.data.formats import files_of
+from trainer.data.layout import Stream
 from trainer.errors import UserError
 from trainer.wording import few
 
@@ -54,20 +54,15 @@ class Fingerprint:
         Raises:
             ValueError: the state is damaged.
         """
-        if not isinstance(state, Mapping) or not isinstance(state.get("sources"), Mapping):
+        known: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+        blocks, tokenizer, sources = known.get("blocks"), known.get("tokenizer"), known.get("sources")
+        files = list(sources.values()) if isinstance(sources, Mapping) else [None]
+        is_whole = all(isinstance(each, Mapping) and all(isinstance(m, str) for m in each.values()) for each in files)
+        if not is_whole or not isinstance(tokenizer, str) or type(blocks) is not int:
             raise ValueError("the fingerprint of the data is damaged")
-        blocks, tokenizer, sources = state.get("blocks"), state.get("tokenizer"), state["sources"]
-        if type(blocks) is not int or not FEWEST_BLOCKS <= blocks <= MOST_BLOCKS:
-            raise ValueError(f"the fingerprint of the data has {blocks!r} blocks per file")
-        marks = [
-            tokenizer,
-            *(mark for files in sources.values() if isinstance(files, Mapping) for mark in files.values()),
-        ]
-        if not all(isinstance(files, Mapping) for files in sources.values()) or not all(
-            isinstance(m, str) for m in marks
-        ):
-            raise ValueError("the fingerprint of the data is damaged")
-        return cls(blocks, str(tokenizer), sources)
+        if not FEWEST_BLOCKS <= blocks <= MOST_BLOCKS:
+            raise ValueError(f"the fingerprint of the data has {blocks} blocks per file")
+        return cls(blocks, tokenizer, sources)  # type: ignore[arg-type]
 
 
 def blocks_per_file(num_files: int) -> int:
@@ -100,21 +95,17 @@ def _mark(path: Path, *, blocks: int, whole: bool) -> str:
         descriptor = os.open(path, os.O_RDONLY)
         with open(descriptor, "rb", buffering=0) as file:
             size = os.fstat(descriptor).st_size
-            for offset, length in _stretches(size, blocks):
-                samples.update(os.pread(descriptor, length, offset))
+            if size <= blocks * BLOCK_BYTES:
+                samples.update(os.pread(descriptor, size, 0))
+            else:  # the beginning, the end, and evenly spaced blocks in between
+                for block in range(blocks):
+                    samples.update(os.pread(descriptor, BLOCK_BYTES, (size - BLOCK_BYTES) * block // (blocks - 1)))
             mark = f"{size}:{samples.hexdigest()}"
             if whole:
                 mark += ":" + hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as error:
         raise UserError(str(path), f"cannot be read: {error.strerror}", "check the path and its mode") from None
     return mark
-
-
-def _stretches(size: int, blocks: int) -> list[tuple[int, int]]:
-    """(offset, length) of what is read of a file: its beginning, its end, and evenly spaced blocks in between."""
-    if size <= blocks * BLOCK_BYTES:
-        return [(0, size)]
-    return [((size - BLOCK_BYTES) * i // (blocks - 1), BLOCK_BYTES) for i in range(blocks)]
 
 
 @dataclass(frozen=True)

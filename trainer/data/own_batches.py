@@ -52,9 +52,8 @@ class OwnBatches:
         return (lambda: copy.deepcopy(value())) if name == "state_dict" else value
 
     def _checked_copy(self, batch: Any) -> dict[str, Any]:
-        problem, fix = _problem(batch, self._vocab_size)
-        if problem:
-            raise UserError(self._key, problem, fix)
+        for problem, fix in _problems(batch, self._vocab_size):
+            raise UserError(self._key, f"a batch {problem}", fix)
         copied = {key: copy.deepcopy(value) for key, value in batch.items()}
         for key in ("tokens", "targets"):
             copied[key] = _widened(copied[key])
@@ -95,74 +94,48 @@ class _Given:
         return self._check(batch)
 
 
-def _problem(batch: Any, vocab_size: int) -> tuple[str, str]:
-    """What is wrong with a batch, and how to fix it; two empty texts if nothing is. Reads nothing from a device."""
+def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
+    """What is wrong with a batch, and how to fix it. Reads nothing from a device, and judges no inputs but integers."""
     if not isinstance(batch, Mapping):
-        return f"gave a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
+        yield f"is a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
     if missing := [key for key in ("tokens", "targets") if key not in batch]:
         has = ", ".join(sorted(map(str, batch)))
-        return f"a batch has no {' and no '.join(missing)}; it has {has or 'nothing'}", "add it, as int64 [B, T]"
+        yield f"has no {' and no '.join(missing)}; it has {has or 'nothing'}", "add it, as int64 [B, T]"
     shape = np.shape(batch["targets"])
     if len(shape) != 2 or 0 in shape or np.shape(batch["tokens"])[:1] != shape[:1]:
-        shapes = f"tokens {list(np.shape(batch['tokens']))} and targets {list(shape)}"
-        return f"a batch has {shapes}", "give both as [B, T], with at least one row"
-    return (
-        _wrong_targets(batch["targets"])
-        or _beyond("token", batch["tokens"], vocab_size)
-        or _beyond("target", batch["targets"], vocab_size)
-        or _wrong_groups(batch, shape[0])
-        or ("", "")
-    )
+        shapes = f"has tokens {list(np.shape(batch['tokens']))} and targets {list(shape)}"
+        yield shapes, "give both as [B, T], with at least one row"
+    for key in ("tokens", "targets"):
+        array = _on_host(batch[key])
+        if array is not None and array.dtype.kind in "iu":
+            wrong = array[((array < 0) & ((key == "tokens") | (array != IGNORED))) | (array >= vocab_size)]
+            if wrong.size:
+                fix = f"mark targets that are not to be predicted with {IGNORED}, or set data.vocab_size to the number of ids"
+                yield f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {vocab_size - 1}", fix
+        elif array is not None and key == "targets":
+            yield f"has targets of type {array.dtype}", "give them as int64"
+    yield from _wrong_groups(batch, shape[0])
 
 
-def _wrong_targets(targets: Any) -> tuple[str, str] | None:
-    array = _on_host(targets)
-    if array is None:
-        return None
-    if array.dtype.kind not in "iu":
-        return f"a batch has targets of type {array.dtype}", "give them as int64"
-    if array.dtype.kind == "i" and (wrong := array[(array < 0) & (array != IGNORED)]).size:
-        return f"a batch has the target {wrong[0]}", f"mark what is not to be predicted with {IGNORED}"
-    return None
-
-
-def _beyond(what: str, values: Any, vocab_size: int) -> tuple[str, str] | None:
-    """Ids for which the model has no embedding or no logit; other inputs than ids, floats, are not judged."""
-    array = _on_host(values)
-    if array is None or array.dtype.kind not in "iu" or not array.size:
-        return None
-    lowest, highest = int(array.min()), int(array.max())
-    if what == "token" and lowest < 0:
-        return f"a batch has the token id {lowest}", "give ids from 0 on, for padding too: targets alone are masked"
-    if highest >= vocab_size:
-        problem = f"a batch has the {what} id {highest}, but the vocabulary ends at {vocab_size - 1}"
-        return problem, f'check the ids, or set data.tokenizer = "ids" and data.vocab_size of at least {highest + 1}'
-    return None
-
-
-def _wrong_groups(batch: Mapping[str, Any], num_rows: int) -> tuple[str, str] | None:
+def _wrong_groups(batch: Mapping[str, Any], num_rows: int) -> Iterator[tuple[str, str]]:
     for key in CARRY_KEYS:
         if key in batch and np.shape(batch[key]) != (num_rows,):
-            return f"a batch of {num_rows} rows has {key} {list(np.shape(batch[key]))}", "give one for each row"
-    ids = _on_host(batch["group_ids"]) if "group_ids" in batch else None
+            yield f"of {num_rows} rows has {key} {list(np.shape(batch[key]))}", "give one for each row"
+    ids = _on_host(batch.get("group_ids"))
     if ids is None:
-        return None
+        return
     if ids.dtype.kind not in "iu":
-        return f"a batch has group_ids of type {ids.dtype}", "give them as int64"
+        yield f"has group_ids of type {ids.dtype}", "give them as int64"
     if (outside := ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]).size:
-        return f"a batch has the group id {outside[0]}", "use 0 to 2^63 - 1, or -1 for a row without state"
+        yield f"has the group id {outside[0]}", "use 0 to 2^63 - 1, or -1 for a row without state"
     known, counts = np.unique(ids[ids >= 0], return_counts=True)
     if (twice := known[counts > 1]).size:
-        return (
-            f"a batch has the group {twice[0]} twice",
-            "a group's cells follow each other: put them into different batches",
-        )
-    return None
+        yield f"has the group {twice[0]} twice", "a group's cells follow each other: put them into different batches"
 
 
 def _on_host(values: Any) -> np.ndarray | None:
-    """The values as an array; None if they are on a device, which must not be waited for."""
-    if isinstance(values, Tensor) and values.device.type != "cpu":
+    """The values as an array; None if they are absent, or on a device, which must not be waited for."""
+    if values is None or (isinstance(values, Tensor) and values.device.type != "cpu"):
         return None
     return np.asarray(values)
 

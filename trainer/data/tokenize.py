@@ -1,67 +1,73 @@
-"""Tokenizes text once, into indexed token files: with many processes, the same bytes whatever their number, and after an
-interruption where it stopped.
+"""Tokenizes files of text into indexed token files with many processes: the same bytes whatever their number.
 
 A file is cut into spans, each tokenized by some process into a part of its own below `.parts`. When all parts of a file are
-there, they are put together in order as `NAME.bin` and `NAME.idx` (`formats.megatron`), and removed. What exists is whole,
-since every file is renamed into place; so a second call leaves out what a first one has finished.
+there, they are put together in order as `NAME.bin` and `NAME.idx` (`load_megatron`), and removed. What exists is whole, since
+every file is renamed into place; so a second call leaves out what a first one has finished.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
-import json
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.data.formats.documents import ReadOptions, Span
-from trainer.data.formats.megatron import load_megatron, write_index
-from trainer.data.formats.own_format import is_import_path
-from trainer.data.formats.registry import FORMATS, format_name
-from trainer.data.streams.layout import Stream
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.documents import ReadOptions, Span
+from trainer.data.formats import FORMATS, format_name, is_import_path
+from trainer.data.token_formats import write_index
+from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.files import remove_leftovers, replacing, write_file
+from trainer.files import replacing, write_file
 from trainer.metrics.progress_bar import Report
-from trainer.wording import few
 
 SPAN_BYTES = 2_000_000  # a second or two of work, which an interruption loses
 PARTS = ".parts"
-RECORD = ".tokenize.json"
 
 
 @dataclass(frozen=True)
-class Tokenized:
-    """What `tokenize` has made, and how much of it an earlier call had made already."""
+class TextFile:
+    """A file to tokenize.
 
-    files: int
-    documents: int
-    tokens: int
-    bytes_read: int
-    kept_files: int
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A file to tokenize, and its outcome."""
+    Args:
+        path, format: the file.
+        target: the `.bin` to write, below `out`; its index, which is written last, lies beside it.
+        spans: of the file.
+    """
 
     path: str
     format: str
     target: Path
     spans: list[Span]
+
+    @classmethod
+    def cut(cls, path: str, format: str, target: Path, span_bytes: int = SPAN_BYTES) -> TextFile:
+        """A file, cut into spans.
+
+        Raises:
+            UserError: its format cannot be tokenized, or it is damaged.
+        """
+        name = format_name(Path(path), format)
+        spans = None if is_import_path(name) else FORMATS[name].spans
+        if spans is None:
+            problem = f"is of the format {name}, which cannot be tokenized"
+            raise UserError(path, problem, "name files of text, .jsonl or .parquet")
+        return cls(path, name, target, spans(Path(path), span_bytes))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its tokens are there."""
+        return self.target.with_suffix(".idx").is_file()
 
     def part(self, out: Path, number: int) -> Path:
         """Tokens of a span; the lengths of its documents are beside it."""
@@ -69,8 +75,7 @@ class _Source:
         return out / PARTS / f"{name}_{number:06d}.bin"
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One span of a file, for a process of the pool: its tokens go to `part`."""
 
     path: str
@@ -79,228 +84,71 @@ class Job:
     part: Path
 
 
-class _Settings(NamedTuple):
-    """What every process of the pool needs."""
-
-    tokenizer: str
-    text_split: str
-    dtype: str
-
-
-def tokenize(
-    streams: Sequence[Stream],
-    out: Path,
-    *,
-    tokenizer: str,
-    format: str = "auto",
-    text_split: str = "file",
-    workers: int = 1,
-    span_bytes: int = SPAN_BYTES,
-    report: Report | None = None,
-) -> Tokenized:
-    """Write `out/<name of the stream>.bin` and `.idx` for each stream.
+def tokenize_files(
+    files: Sequence[TextFile], out: Path, *, tokenizer: str, text_split: str, workers: int, report: Report | None
+) -> None:
+    """Write the tokens of the files that have none yet, in a pool of processes.
 
     Args:
-        streams: from `discover_nested` or `discover_direct`, in a format that holds text.
-        tokenizer: as `data.tokenizer`.
-        format, text_split: as those of a source.
-        workers: processes. The result does not depend on their number.
+        tokenizer, text_split: see `load_tokenizer` and `ReadOptions`.
+        workers: processes.
         report: told (megabytes done, of, file).
-
-    Raises:
-        UserError: a file is damaged or holds no text; or `out` is in use, or holds tokens of other files, or made otherwise.
-            What was finished stays.
-    """
-    if tokenizer == "ids":
-        raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
-    words = load_tokenizer(tokenizer)
-    settings = _Settings(tokenizer, text_split, _dtype(words))
-    for root in {Path(stream.root).absolute() for stream in streams}:
-        if out.absolute().is_relative_to(root):
-            problem = f"lies in {root}, where the text is: its files would be input the next time"
-            raise UserError(str(out), problem, "name a directory beside it")
-    sources = [_source(stream, out, format, span_bytes) for stream in streams]
-    _refuse_one_name(sources, out)
-    identity = (
-        hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16] if tokenizer.endswith(".json") else tokenizer
-    )
-    with _alone(out):
-        _claim(out, sources, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
-        for folder in {out, *(source.target.parent for source in sources)}:
-            remove_leftovers(folder)
-        kept = sum(_is_whole(source.target) for source in sources)
-        _make(sources, out, settings, workers, report)
-    lengths = [load_megatron(source.target, ReadOptions(words)).lengths for source in sources]
-    documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
-    return Tokenized(len(sources), documents, tokens, sum(os.path.getsize(source.path) for source in sources), kept)
-
-
-def tokenize_files(
-    files: Sequence[tuple[str, str]],
-    out: Path,
-    *,
-    tokenizer: str,
-    text_split: str,
-    workers: int,
-    report: Report,
-) -> None:
-    """Write `out/<number>.bin` and `.idx` for each of the files, of (path, format): six digits, from 0.
 
     Raises:
         UserError: a file is damaged, or holds no text. What was finished stays.
     """
-    sources = [
-        _Source(path, name, out / f"{number:06d}.bin", FORMATS[name].spans(Path(path), SPAN_BYTES))  # type: ignore[misc]
-        for number, (path, name) in enumerate(files)
-    ]
-    _make(sources, out, _Settings(tokenizer, text_split, _dtype(load_tokenizer(tokenizer))), workers, report)
-
-
-def _dtype(words: Tokenizer) -> str:
-    return np.dtype("u1" if words.vocab_size <= 1 << 8 else "<u2" if words.vocab_size <= 1 << 16 else "<i4").str
-
-
-def _make(sources: Sequence[_Source], out: Path, settings: _Settings, workers: int, report: Report | None) -> None:
-    """Make what is not there yet."""
+    vocab_size = load_tokenizer(tokenizer).vocab_size
+    dtype = np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<i4")
     (out / PARTS).mkdir(parents=True, exist_ok=True)
-    jobs = {
-        Job(source.path, source.format, span, source.part(out, number)): source
-        for source in sources
-        if not _is_whole(source.target)
-        for number, span in enumerate(source.spans)
-    }
-    _run(jobs, sources, out, settings, workers, report)
-    shutil.rmtree(out / PARTS)
-
-
-def _run(
-    jobs: Mapping[Job, _Source],
-    sources: Sequence[_Source],
-    out: Path,
-    settings: _Settings,
-    workers: int,
-    report: Report | None,
-) -> None:
-    """Tokenize the spans in a pool of processes, and join the parts of each file as soon as they are there."""
-    sizes = {source.path: os.path.getsize(source.path) for source in sources}
-    total = sum(sizes.values())
-    waiting = {source.path: len(source.spans) for source in jobs.values()}
-    done = total - sum(sizes[path] for path in waiting)
+    missing = [file for file in files if not file.is_done]
+    sizes = {file.path: os.path.getsize(file.path) for file in files}
+    done, total = sum(sizes[file.path] for file in files if file.is_done), sum(sizes.values())
+    waiting = {file.path: len(file.spans) for file in missing}
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
+    settings = (tokenizer, text_split, dtype.str)
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
-        futures: dict[Future[None], Job] = {}
+        futures: dict[Future[None], TextFile] = {}
         try:
-            for job in jobs:
-                futures[pool.submit(_tokenize_span, job)] = job
+            for file in missing:
+                for number, span in enumerate(file.spans):
+                    job = Job(file.path, file.format, span, file.part(out, number))
+                    futures[pool.submit(_tokenize_span, job)] = file
             for future in as_completed(futures):
                 future.result()
-                job = futures.pop(future)
-                source = jobs[job]
-                waiting[source.path] -= 1
-                done += sizes[source.path] // len(source.spans)
-                if not waiting[source.path]:
-                    _join(source, out, np.dtype(settings.dtype))
+                file = futures.pop(future)
+                waiting[file.path] -= 1
+                done += sizes[file.path] // len(file.spans)
+                if not waiting[file.path]:
+                    _join(file, out, dtype)
                 if report is not None:
-                    report(done // 1_000_000, total // 1_000_000, source.path)
+                    report(done // 1_000_000, total // 1_000_000, file.path)
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():  # what they are at is not worth waiting for
                 process.terminate()
             if isinstance(error, BrokenProcessPool):
-                problem = "a process ended in the midst of its work, killed for want of memory perhaps"
+                problem = "a process ended in the midst of its work, perhaps killed for want of memory"
                 raise UserError("--workers", problem, "run it again with fewer; it continues") from None
             raise
+    shutil.rmtree(out / PARTS)
 
 
-def _source(stream: Stream, out: Path, format: str, span_bytes: int) -> _Source:
-    path = Path(stream.path)
-    name = format_name(path, format)
-    if is_import_path(name) or FORMATS[name].spans is None:
-        problem = f"is of the format {name}, which cannot be tokenized"
-        raise UserError(stream.path, problem, "name files of text, .jsonl or .parquet")
-    spans = FORMATS[name].spans(path, span_bytes)  # type: ignore[misc]
-    # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and a.md may lie side by side.
-    # Relative to what the user named, not to what the files have in common: a file that is added later renames no other.
-    relative = path.relative_to(stream.root)
-    folder = relative.parent if relative.parts[0] == stream.modality else Path(stream.modality) / relative.parent
-    return _Source(stream.path, name, out / folder / f"{path.name}.bin", spans)
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves nothing behind.
-
-    Raises:
-        UserError: another one does.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    directory = os.open(out, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                problem = "is in use by another train data tokenize"
-                raise UserError(str(out), problem, "wait for it, or stop it") from None
-        yield
-    finally:
-        os.close(directory)
-
-
-def _refuse_one_name(sources: Sequence[_Source], out: Path) -> None:
-    """Refuse files of several directories whose tokens would be in one file.
-
-    Raises:
-        UserError: there are two.
-    """
-    first: dict[Path, str] = {}
-    for source in sources:
-        if first.setdefault(source.target, source.path) != source.path:
-            both = f"{first[source.target]} and {source.path}"
-            problem = f"{source.target.relative_to(out)} would hold both {both}"
-            raise UserError(str(out), problem, "name them by one directory or one glob in quotes, whose names differ")
-
-
-def _claim(out: Path, sources: Sequence[_Source], **settings: Any) -> None:
-    """Record in `out` what it is made of; what was made of a file that has changed since is removed.
-
-    Raises:
-        UserError: `out` is made of other files, with other settings, or not by this.
-    """
-    files = {}
-    for source in sources:
-        status = os.stat(source.path)
-        files[source.target.relative_to(out).as_posix()] = [status.st_size, status.st_mtime_ns]
-    path, before = out / RECORD, {}
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            before = found["files"]
-            changed = [key for key in settings if found["settings"].get(key) != settings[key]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(str(path), f"is damaged ({error!r})", "name a new directory, or remove this one") from None
-        if changed:
-            problem = f"holds tokens that were made with another {' and '.join(changed)}"
-            raise UserError(str(out), problem, "name a new directory, or remove this one")
-        gone = sorted(name for name in before.keys() - files.keys() if (out / name).exists())
-        if gone:
-            problem = f"holds tokens of other files ({few(gone)})"
-            raise UserError(str(out), problem, "name these files, too, or remove what was made of them")
-    elif out.exists() and any(out.iterdir()):
-        raise UserError(str(out), "is not empty", "name a new directory")
-    for source in sources:
-        name = source.target.relative_to(out).as_posix()
-        if name in before and before[name] != files[name]:
-            source.target.with_suffix(".idx").unlink(missing_ok=True)
-            for part in (out / PARTS).glob(source.part(out, 0).name.replace("_000000.bin", "_*")):
-                part.unlink()
-    write_file(path, json.dumps({"settings": settings, "files": files}, indent=1))
-
-
-def _is_whole(target: Path) -> bool:
-    """The index is written last."""
-    return target.with_suffix(".idx").is_file()
+def _join(file: TextFile, out: Path, dtype: np.dtype[Any]) -> None:
+    """Put the parts of a file together, and remove them."""
+    file.target.parent.mkdir(parents=True, exist_ok=True)
+    parts = [file.part(out, number) for number in range(len(file.spans))]
+    lengths = np.concatenate([np.load(part.with_suffix(".npy")) for part in parts])
+    if not len(lengths):
+        raise UserError(file.path, "has no documents", "remove the file")
+    with replacing(file.target) as whole:
+        for part in parts:
+            with part.open("rb") as opened:
+                shutil.copyfileobj(opened, whole, 1 << 20)
+    write_index(file.target.with_suffix(".idx"), lengths, dtype)
+    for part in parts:
+        part.unlink()
+        part.with_suffix(".npy").unlink()
 
 
 _options: ReadOptions
@@ -345,20 +193,3 @@ def tokenize_span(job: Job, options: ReadOptions, dtype: np.dtype[Any]) -> None:
     content = io.BytesIO()
     np.save(content, np.array(lengths, dtype=np.int64))
     write_file(lengths_file, content.getvalue(), sync=False)
-
-
-def _join(source: _Source, out: Path, dtype: np.dtype[Any]) -> None:
-    """Put the parts of a file together, and remove them."""
-    source.target.parent.mkdir(parents=True, exist_ok=True)
-    parts = [source.part(out, number) for number in range(len(source.spans))]
-    lengths = np.concatenate([np.load(part.with_suffix(".npy")) for part in parts])
-    if not len(lengths):
-        raise UserError(source.path, "has no documents", "remove the file")
-    with replacing(source.target) as whole:
-        for part in parts:
-            with part.open("rb") as file:
-                shutil.copyfileobj(file, whole, 1 << 20)
-    write_index(source.target.with_suffix(".idx"), lengths, dtype)
-    for part in parts:
-        part.unlink()
-        part.with_suffix(".npy").unlink()

@@ -36,8 +36,7 @@ from trainer.metrics.noise_scale.estimate import (
     Window,
     estimate,
 )
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.square_norm import square_norm
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
 from trainer.shards import is_dtensor, own_part, own_range
 from trainer.training.extension import Extension
 from trainer.training.step.optimizer import group_names

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.data.text_stream import TextStream, prompt_ids
+from trainer.data.tokenizer import TextStream, prompt_ids
 from trainer.metrics.sinks.jsonl import SAMPLE
 from trainer.model.generate import Draw, generate
 from trainer.training.extension import Extension

@@ -112,11 +112,8 @@ class LossSpikes(Extension):
             spike = self._detector.update(outcome.loss)
             if spike is not None:
                 self._found.append(FoundSpike(step, spike, outcome.grad_norm))
+                self.run.extensions.asks = True
         self.run.record("loss_spike", float(spike is not None))
-
-    def wants_exchange(self) -> bool:
-        """Whether a spike is not reported yet."""
-        return bool(self._found)
 
     def to_exchange(self) -> tuple[list[FoundSpike], dict[int, Sequence[str]]]:
         """The spikes that this rank has found, and its recent batches."""

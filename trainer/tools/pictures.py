@@ -1,57 +1,69 @@
-"""Pictures that are written to a file, PNG or SVG (extra `preview`: matplotlib)."""
+"""Pages that open from disk, with plotly.js inside: pictures, and the file of a report (extra `report`)."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import replacing
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SUFFIXES = (".png", ".svg")
+from trainer.files import write_file
 
 
-def check_picture(out: str, *, example: str) -> None:
-    """Refuse a picture that cannot be drawn, before anything is computed.
-
-    Args:
-        out: what `--out` says.
-        example: a name that would do.
+def plotly_script() -> str:
+    """plotly.js from the Python package.
 
     Raises:
-        UserError: unknown suffix, missing directory, or matplotlib is not installed.
+        UserError: plotly is not installed.
     """
-    path = Path(out)
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError("--out", f"must end in {' or '.join(SUFFIXES)}, got {out!r}", f"write --out {example}")
-    if not path.parent.is_dir():
-        raise UserError("--out", f"the directory {path.parent} does not exist", "create it first")
-    if not can_draw():
-        problem = "needs the package matplotlib, which is not installed"
-        raise UserError("--out", problem, "run: pip install matplotlib")
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
     try:
-        import matplotlib  # noqa: F401 - only whether it is installed
+        from plotly.offline import get_plotlyjs
     except ImportError:
-        return False
-    return True
+        raise UserError("plotly", "is needed and not installed", "run: pip install plotly") from None
+    return str(get_plotlyjs())
 
 
-def save_picture(figure: Figure, out: Path) -> None:
-    """Write a figure, the same bytes for the same figure.
+def check_page(out: str) -> Path:
+    """The file that `--out` names.
+
+    Raises:
+        UserError: its name does not end in .html, or plotly is not installed.
+    """
+    if Path(out).suffix.lower() not in (".html", ".htm"):
+        raise UserError("--out", f"must end in .html, got {out}", "name an .html file")
+    plotly_script()
+    return Path(out)
+
+
+def save_picture(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], out: Path, *, title: str) -> None:
+    """Write a plotly figure as a page, the same bytes for the same figure.
+
+    Raises:
+        UserError: the file cannot be written, or plotly is not installed.
+    """
+    style = {"title": {"text": title}, "plot_bgcolor": "#f4f5f7", "legend": {"orientation": "h"}}
+    # "</script>" in a name would end the element.
+    figure = json.dumps([traces, style | dict(layout)], allow_nan=False).replace("<", "\\u003c")
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<div id="figure" style="height: 95vh"></div><script>{plotly_script()}</script>'
+        f'<script>Plotly.newPlot("figure", ...{figure}, {{ responsive: true, displaylogo: false }});</script></html>\n'
+    )
+    write_page(page, out)
+
+
+def write_page(page: str, out: Path) -> int:
+    """Write a page atomically; its size in bytes.
 
     Raises:
         UserError: the file cannot be written.
     """
-    kind = out.suffix.removeprefix(".").lower()
+    content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
     try:
-        with replacing(out, follow=True) as file:
-            figure.savefig(file, format=kind, dpi=90, metadata={"Date": None} if kind == "svg" else None)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_file(out, content, follow=True)
     except OSError as error:
-        raise UserError("--out", f"{out} cannot be written: {error.strerror}", "check the path") from None
+        raise UserError("--out", f"{out} cannot be written: {error.strerror}", "choose another path") from None
+    return len(content)

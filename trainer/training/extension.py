@@ -113,12 +113,8 @@ class Extension:
     def at_boundary(self, step: int, *, is_last: bool) -> None:
         """After a step whose successor has not begun: every logged one, and those that need it."""
 
-    def wants_exchange(self) -> bool:
-        """Whether this rank asks all ranks to exchange what `to_exchange` returns, within the next two steps."""
-        return False
-
     def to_exchange(self) -> Any:
-        """What the other ranks get."""
+        """What the other ranks get, within two steps after `run.extensions.asks = True` on any rank."""
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """What `to_exchange` returned on each rank, None where it failed; of this rank alone where the run has failed."""
@@ -179,6 +175,8 @@ class Extensions:
         self._riders = [_Rider(name, each, diagnostics.best_effort(name)) for name, each in extensions.items()]
         self._device = device
         self._world_size = world_size
+        self.asks = False
+        """Set by an extension that asks on this rank for an exchange."""
         self._arrange()
         self._measure(())
 
@@ -265,18 +263,13 @@ class Extensions:
             found |= dict.fromkeys(each.extension.metric_keys) if drained is None else drained
         return found
 
-    @property
-    def want_exchange(self) -> bool:
-        """Whether any extension asks for an exchange on this rank."""
-        return any(each.call("wants_exchange") for each in self._by_moment["wants_exchange"])
-
     def exchange(self, *, alone: bool = False) -> None:
         """Exchange what `to_exchange` returns. Every rank must call it at the same step.
 
         Args:
             alone: the run has failed, and the other ranks cannot be asked.
         """
-        riders = self._by_moment["to_exchange"]
+        riders, self.asks = self._by_moment["to_exchange"], False
         if not riders:
             return
         own = [each.call("to_exchange") for each in riders]

@@ -92,7 +92,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
             stop=run.stop.requested,
             saved=run.saver.is_written,
             save_due=run.saver.time_is_up,
-            exchange=run.extensions.want_exchange,
+            exchange=run.extensions.asks,
             exhausted=window.is_exhausted,
         )
     current = StepInFlight(step, reached, window, launched, lr)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.runs import make_corpus
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import discover_nested
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.layout import discover_nested
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import load_tokenizer
+from trainer.data.weights import ConstantWeight
 from trainer.tools.branching.fork import reordered
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import Stream, discover_nested
+from trainer.data.layout import Stream, discover_nested
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight
-from trainer.data.mixing.dataset import EXHAUST_EVENTS, StreamMixingDataset
-from trainer.data.mixing.pool import pool_metric_keys
-from trainer.data.streams.layout import discover_nested
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.layout import discover_nested
+from trainer.data.mixing import EXHAUST_EVENTS, StreamMixingDataset
+from trainer.data.pool import pool_metric_keys
 from trainer.data.tokenizer import BytesTokenizer
+from trainer.data.weights import ConstantWeight
 
 A = "stream_mixing/active/"
 KEYS = (*pool_metric_keys(["a", "b"]), EXHAUST_EVENTS)

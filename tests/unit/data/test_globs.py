@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.streams.globs import find_files
+from trainer.data.layout import find_files
 
 PATTERNS = (
     "**/*.txt",

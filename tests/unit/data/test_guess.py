@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.streams.holdout import held_out
-from trainer.data.streams.layout import Stream
+from trainer.data.groups import held_out
+from trainer.data.layout import Stream
 from trainer.tools.init.survey import sample_streams
 from trainer.tools.inspection.guess import guess_dtype
 from trainer.tools.inspection.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes

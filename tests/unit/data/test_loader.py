@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight
+from trainer.data import open_stream
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.layout import Stream
 from trainer.data.loader import Loader
-from trainer.data.mixing.dataset import StreamMixingDataset
-from trainer.data.streams import open_stream
-from trainer.data.streams.layout import Stream
+from trainer.data.mixing import StreamMixingDataset
+from trainer.data.weights import ConstantWeight
 
 Write = Callable[..., list[Stream]]
 Make = Callable[..., StreamMixingDataset]

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from tests.support.runs import ROOT, losses
-from trainer.data.formats import registry
-from trainer.data.formats.documents import Kind
-from trainer.data.formats.registry import Format, file_kind, takes_option
-from trainer.data.formats.token_arrays import load_npy
-from trainer.data.streams.layout import discover, discover_direct
+from trainer.data import formats as registry
+from trainer.data.documents import Kind
+from trainer.data.formats import Format, file_kind, takes_option
+from trainer.data.layout import discover, discover_direct
+from trainer.data.token_formats import load_npy
 from trainer.tools.inspection.guess import guess
 
 # Runs the program several times in one process, with a row more in the table.
 SCRIPT = """
 import json, sys
-from trainer.data.formats import registry
-from trainer.data.formats.token_arrays import load_npy
+from trainer.data import formats as registry
+from trainer.data.token_formats import load_npy
 registry.FORMATS = {**registry.FORMATS, "ids": registry.Format((".ids",), load_npy, kind="ids", options=("eod",))}
 from trainer.cli.main import run
 for arguments in json.loads(sys.argv[1]):

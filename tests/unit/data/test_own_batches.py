@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ConstantWeight
+from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader
 from trainer.data.own_batches import OwnBatches
+from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
 
 
@@ -75,17 +75,17 @@ def good(**changed):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (None, "gave a NoneType, not a dict"),
-        ((np.zeros((2, 3)), np.zeros((2, 3))), "gave a tuple"),
+        (None, "is a NoneType, not a dict"),
+        ((np.zeros((2, 3)), np.zeros((2, 3))), "is a tuple"),
         ({"targets": np.zeros((2, 3), int)}, "no tokens; it has targets"),
         (good(targets=np.arange(6)), r"targets \[6\]"),
         (good(tokens=np.zeros((3, 3), int)), r"tokens \[3, 3\] and targets \[2, 3\]"),
         (good(targets=np.zeros((0, 3), int)), "at least one row"),
         (good(targets=np.zeros((2, 3))), "targets of type float64"),
-        (good(targets=np.full((2, 3), -1)), "target -1; mark what is not to be predicted with -100"),
-        (good(tokens=np.full((2, 3), -1)), "token id -1; give ids from 0 on"),
-        (good(tokens=np.full((2, 3), 256)), "token id 256, but the vocabulary ends at 255"),
-        (good(targets=torch.full((2, 3), 300)), "target id 300, but the vocabulary ends at 255; .*at least 301"),
+        (good(targets=np.full((2, 3), -1)), "target id -1, .*not to be predicted with -100"),
+        (good(tokens=np.full((2, 3), -1)), "token id -1, and the vocabulary has 0"),
+        (good(tokens=np.full((2, 3), 256)), "token id 256, and the vocabulary has 0 to 255"),
+        (good(targets=torch.full((2, 3), 300)), "target id 300, and the vocabulary has 0 to 255"),
         (good(group_ids=np.array([5])), r"2 rows has group_ids \[1\]"),
         (good(is_last=np.zeros((2, 1), bool)), r"2 rows has is_last \[2, 1\]"),
         (good(group_ids=np.array([5, -2])), "group id -2"),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.streams.packing import pack_rows
+from trainer.data.groups import pack_rows
 
 CAPACITY = 12
 
@@ -27,10 +27,6 @@ def plain(lengths: list[int]) -> list[int]:
         else:
             rows.append(length)
     return sorted(rows)
-
-
-def test_a_document_goes_into_the_fullest_row_that_has_room() -> None:
-    assert pack_rows(np.array([9, 8, 3]), CAPACITY).tolist() == [0, 1, 0]
 
 
 @given(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60))

@@ -9,9 +9,8 @@ import pytest
 
 from tests.support.forks import fork_server
 from tests.support.runs import make_corpus
-from trainer.data.stored.cache import Cache
-from trainer.data.stored.streams import discover_stored, stored_direct, stored_nested
-from trainer.data.streams.layout import discover_nested
+from trainer.data.layout import discover_nested
+from trainer.data.stored import Cache, discover_stored, stored_direct, stored_nested
 from trainer.errors import UserError
 from trainer.storage import Storage
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.text_stream import TextStream, prompt_ids
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, TextStream, load_tokenizer, prompt_ids
 from trainer.errors import UserError
 
 

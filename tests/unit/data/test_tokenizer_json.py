@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.formats import documents
-from trainer.data.formats.documents import table_from_pieces
-from trainer.data.formats.registry import open_documents
+from trainer.data import documents
+from trainer.data.documents import table_from_pieces
+from trainer.data.formats import open_documents
 from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, TimedTokenizer, encode_all, load_tokenizer
 from trainer.errors import UserError
 
@@ -84,43 +84,9 @@ def test_ids_with_gaps_come_back_from_a_stream_as_they_are(tmp_path_factory, ids
     assert tokenizer.decode(table.tokens.astype(np.int64)) == " ".join(w for w in words if w != "[UNK]")
 
 
-def test_a_token_added_behind_a_gap_counts(tmp_path):
-    added = {
-        "id": 300,
-        "content": "<x>",
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
-    made.add_special_tokens(["<x>"])
-    saved = json.loads(made.to_str())
-    saved["added_tokens"] = [added]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    ids = tokenizer.encode("<x>")
-    # Whichever id the package gives it: the vocabulary holds it, and the id that begins documents is another one.
-    assert int(ids.max()) < tokenizer.bos_id
-
-
 def test_an_empty_vocabulary_is_refused(tmp_path):
     with pytest.raises(UserError, match="empty vocabulary"):
         make(tmp_path / "tokenizer.json", {}, model={"type": "BPE", "vocab": {}, "merges": []})
-
-
-@pytest.mark.parametrize("wrong", [300, 44 + 256, -1, 1 << 40])
-def test_an_id_outside_the_vocabulary_never_becomes_another_one(wrong):
-    with pytest.raises(UserError, match=rf"a.txt: document 1: token id {wrong} is outside the vocabulary of 257"):
-        table_from_pieces([np.array([1, 2]), np.array([3, wrong, 4])], 257, where="a.txt")
-
-
-def test_a_special_token_that_is_written_in_a_text_is_that_token(tmp_path):
-    added = [{"id": 3, "content": "[CLS]", "single_word": False, "lstrip": False, "rstrip": False}]
-    added[0] |= {"normalized": False, "special": True}
-    tokenizer = make(tmp_path / "tokenizer.json", post_processor=POST_PROCESSOR, added_tokens=added)
-    assert tokenizer.encode("b [CLS] a").tolist() == [1, 3, 0]
 
 
 @given(
@@ -149,7 +115,7 @@ def test_pieces_may_come_one_by_one_and_beyond_a_size_they_are_in_a_file(monkeyp
     whole = table_from_pieces(pieces, 100)
     monkeypatch.setattr(documents, "SPOOLED", 100_000)
     spooled = table_from_pieces(iter(pieces), 100)
-    assert isinstance(whole.tokens.base, type(None))
+    assert not isinstance(whole.tokens.base, np.memmap)
     assert isinstance(spooled.tokens.base, np.memmap)
     assert spooled.tokens.dtype == whole.tokens.dtype == np.uint8
     for one, other in zip(
@@ -169,6 +135,10 @@ def test_texts_together_are_encoded_as_each_alone(tmp_path):
     texts = ["a b", "", "b [CLS] a", "a" * 50]
     together = encode_all(tokenizer, texts)
     assert [ids.tolist() for ids in together] == [tokenizer.encode(text).tolist() for text in texts]
+    assert together[2].tolist() == [1, 3, 0]  # a special token that is written in a text is that token
+    (tmp_path / "a.txt").write_bytes(b"a b \xff")
+    with pytest.raises(UserError, match="byte offset 4"):
+        open_documents(tmp_path / "a.txt", tokenizer=tokenizer)
     with pytest.raises(UnicodeEncodeError):
         encode_all(tokenizer, ["a", "\ud800"])
 
@@ -181,3 +151,24 @@ def test_a_timed_tokenizer_is_of_the_same_class_and_counts_its_seconds(monkeypat
     assert (timed.vocab_size, getattr(timed, "encode_together", None)) == (257, None)
     assert [ids.tolist() for ids in encode_all(timed, ["a", "bc"])] == [[97], [98, 99]]
     assert timed.seconds == 2.75
+
+
+def test_a_token_added_behind_a_gap_counts(tmp_path):
+    added = {
+        "id": 300,
+        "content": "<x>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
+    made.add_special_tokens(["<x>"])
+    saved = json.loads(made.to_str())
+    saved["added_tokens"] = [added]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode("<x>")
+    # Whichever id the package gives it: the vocabulary holds it, and the id that begins documents is another one.
+    assert int(ids.max()) < tokenizer.bos_id

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from trainer.data.blending.weights import (
+from trainer.data.weights import (
     ConstantWeight,
     ScheduledWeight,
     compose_weights,
-    first_all_zero,
 )
 from trainer.errors import UserError
-from trainer.micro_batches import MicroBatches
 
 
 def test_linear_interpolates_and_clamps() -> None:
@@ -64,15 +62,3 @@ def test_schedule_times_schedule_names_both_paths() -> None:
     schedule = ScheduledWeight("step", {0: 1.0})
     with pytest.raises(UserError, match=r"inner\.weight.*outer\.weight"):
         compose_weights(schedule, schedule, path_a="outer.weight", path_b="inner.weight")
-
-
-def test_a_point_where_all_touch_zero_is_found() -> None:
-    valley = ScheduledWeight("linear", {0: 1.0, 7: 0.0, 9: 1.0})
-    assert first_all_zero([valley, ScheduledWeight("step", {0: 1.0, 5: 0.0, 8: 2.0})]) == (7, 7)
-    assert first_all_zero([valley, ConstantWeight(1e-6)]) is None
-    assert first_all_zero([valley], num_batches=7) is None
-
-
-def test_steps_are_stretched_to_batches() -> None:
-    spec = ScheduledWeight("step", {0: 1.0, 3: 0.0, 5: 1.0}, unit="step")
-    assert first_all_zero([spec], micro_batches=MicroBatches.constant(4)) == (8, 15)

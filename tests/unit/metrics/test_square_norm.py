@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.metrics.noise_scale.square_norm import square_norm
+from trainer.metrics.noise_scale.hooks import square_norm
 
 SHAPES = [(), (3,), (0,), (1024,), (1025,), (1_000_003,), (300, 257), (2, 3, 5000)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
-from trainer.data.mixing.dataset import EXHAUST_EVENTS
+from trainer.data.mixing import EXHAUST_EVENTS
 from trainer.distributed.env import RankInfo
 from trainer.tools.preview.forecast import Forecast, SourceShape, count_run, source_shape
 from trainer.training.setup.data import make_blend

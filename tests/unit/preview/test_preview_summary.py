@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
-from trainer.data.streams.groups import build_groups
+from trainer.data.groups import build_groups
+from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
 from trainer.micro_batches import ONE, MicroBatches
 from trainer.tools.limits import wait_bound

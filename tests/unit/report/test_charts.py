@@ -1,31 +1,76 @@
-"""Which keys share a chart, and that no key is missing."""
+"""Which keys share a chart, that no key is missing, and that reducing a curve hides no value."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.charts import Columns, chart_id, group_order, variant_of
-from trainer.tools.report.encode import encode_charts
-from trainer.tools.report.names import with_distinct_names
-from trainer.tools.report.page import make_charts, plotly_script, points_per_curve, render_page
-from trainer.tools.report.run_summary import summarize
-from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.table import RowTable
+from trainer.tools.report.charts import chart_id, make_charts, make_curve, points_per_curve, running_total, variant_of
+from trainer.tools.report.run_summary import summarize, with_distinct_names
 from trainer.tools.verbs.compare import _fact_cell
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
 WITH_WORST = [f"{spec.name}_max" for spec in CATALOG if spec.ranks == "sum_and_worst"]
+values = st.floats(allow_nan=True, allow_infinity=True, width=64)
 
 
-def shown_keys(charts):
-    return {key for chart in charts for key in chart.keys}
+@st.composite
+def columns(draw):
+    steps = sorted(draw(st.sets(st.integers(1, 10_000), min_size=1, max_size=300)))
+    return steps, [draw(values) for _ in steps]
+
+
+@given(columns(), st.integers(1, 50))
+def test_every_value_is_in_the_range_of_the_one_point_that_covers_its_step(column, limit):
+    steps, numbers = column
+    curve = make_curve(steps, numbers, limit=limit)
+    finite = [(step, value) for step, value in zip(steps, numbers, strict=True) if math.isfinite(value)]
+    assert curve.bad_steps.tolist() == [
+        step for step, value in zip(steps, numbers, strict=True) if not math.isfinite(value)
+    ]
+    assert curve.num_values == len(finite)
+    assert len(curve.mean) <= limit
+    for step, value in finite:
+        (place,) = np.flatnonzero((curve.first <= step) & (step <= curve.last))
+        assert curve.low[place] <= value <= curve.high[place]
+    if finite:
+        assert curve.low.min() == min(value for _, value in finite)
+        assert curve.high.max() == max(value for _, value in finite)
+        assert (curve.first[1:] > curve.last[:-1]).all()
+
+
+@given(columns())
+def test_few_values_are_kept_exactly(column):
+    steps, numbers = column
+    curve = make_curve(steps, numbers, limit=len(steps))
+    assert not curve.is_reduced
+    assert curve.mean.tolist() == [value for value in numbers if math.isfinite(value)]
+    assert (curve.first == curve.last).all()
+
+
+def test_the_mean_of_a_bucket_is_the_mean_of_its_values():
+    generator = np.random.Generator(np.random.Philox(3))
+    steps, numbers = np.arange(1, 1001), generator.normal(size=1000)
+    curve = make_curve(steps, numbers, limit=7)
+    assert len(curve.mean) == 7
+    for first, last, mean in zip(curve.first, curve.last, curve.mean, strict=True):
+        assert mean == pytest.approx(numbers[(steps >= first) & (steps <= last)].mean())
+
+
+def test_a_constant_with_a_nan_is_not_constant():
+    assert make_curve([1, 2], [3.0, 3.0], limit=5).is_constant
+    assert not make_curve([1, 2, 3], [3.0, math.nan, 3.0], limit=5).is_constant
+    assert not make_curve([1], [math.nan], limit=5).is_constant
+
+
+def test_a_running_total_skips_values_that_are_not_finite():
+    assert running_total([1.0, math.nan, 2.0]).tolist() == [1.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize("num_runs", [1, 2, 3])
@@ -33,26 +78,8 @@ def test_every_key_of_the_catalog_and_every_unknown_key_is_in_a_chart(make_run, 
     train = {key: [1.0, 2.0, 3.0] for key in [*KEYS, *WITH_WORST, "my_own/key"]}
     runs = [make_run(f"r{n}", train, {2: {f"eval_{key}": 1.0 for key in KEYS}}) for n in range(num_runs)]
     charts = make_charts(runs)
-    # The upper bound is drawn as the edge of a band around the noise scale.
-    expected = {*train, *(f"eval_{key}" for key in KEYS)} - {"gns/b_drawn_high"}
-    assert expected <= shown_keys(charts)
-    assert {chart.group for chart in charts} <= set(group_order())
+    assert {*train, *(f"eval_{key}" for key in KEYS)} <= {key for chart in charts for key in chart.keys}
     assert next(chart for chart in charts if "my_own/key" in chart.keys).group == "Not in the catalog"
-
-
-def test_a_first_step_that_took_long_does_not_flatten_a_chart_of_times(make_run):
-    def chart(values):
-        run = make_run(f"r{values[0]}", {"time/data_sec": values, "loss": values})
-        charts = make_charts([run])
-        encoded = json.loads(encode_charts(charts, [run]))["charts"]
-        return {key: (each, code) for each, code in zip(charts, encoded, strict=True) for key in each.keys}
-
-    slow = chart([43.9, *[0.1] * 20, 0.4])
-    found, encoded = slow["time/data_sec"]
-    assert (found.top, encoded["top"]) == (0.4, 0.4)
-    assert dict(found.facts)["Beyond the axis"] == "43.9 s at step 1; zoom in to see it"
-    assert slow["loss"][1]["top"] is None
-    assert chart([0.9, *[0.1] * 20, 0.4])["time/data_sec"][0].top is None
 
 
 def test_colors_stand_for_lines_of_one_run_or_for_several_runs(make_run):
@@ -100,7 +127,11 @@ def test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row(m
         tile = next(row for row in summarize(run) if row.label == "Noise scale")
         chart = next(chart for chart in make_charts([run]) if chart.title == "Noise scale and batch size")
         ruling = next(ruling for ruling in diagnose(run).rulings if ruling.rule.name == "batch_size")
-        assert (tile.value, chart.keys, chart.lines[0].curve.mean[-1]) == (last, (key, f"{key}_low", "gns/b_big"), last)
+        assert (tile.value, chart.keys, chart.lines[0].curve.mean[-1]) == (
+            last,
+            (key, f"{key}_low", f"{key}_high", "gns/b_big"),
+            last,
+        )
         assert tile.note.startswith(f"{key} at step 3")
         assert f"noise scale {tile.text} (" in ruling.outcome.sentence
         assert f"({key} at step 3" in ruling.outcome.sentence
@@ -113,26 +144,10 @@ def test_tile_comparison_and_diagnosis_say_alike_why_a_noise_scale_is_not_known(
     why = "not known yet: neither a lower nor an upper bound (gns/b_now at step 3, from the last 40 steps)"
     row = next(row for row in summarize(run) if row.label == "Noise scale")
     assert (row.text, row.note) == ("–", why)
-    tile = render_page([diagnose(run)], plotly="").partition("<dt>Noise scale</dt>")[2].partition("</div>")[0]
-    assert tile == f'<dd class="value">– </dd><dd class="note">{why}</dd>'
     ruling = next(ruling for ruling in diagnose(run).rulings if ruling.rule.name == "batch_size")
     assert ruling.outcome.verdict == "not_measured"
     assert ruling.outcome.sentence == f"the noise scale is {why}"
-    cell = _fact_cell(row)
-    assert cell.plain == f"–\n({why})"
-
-
-def test_the_noise_scale_has_a_band_where_both_bounds_are_known_and_else_a_lower_bound(make_run):
-    low = [8.0, 9.0, 10.0]
-    rows = {"gns/b_now": [10.0, None, 14.0], "gns/b_now_low": low, "gns/b_now_high": [12.0, None, 18.0]}
-    (chart,) = make_charts([make_run("a", {**rows, "gns/b_big": [8.0] * 3})])
-    spread = chart.lines[0].spread
-    assert spread is not None
-    assert spread.first.tolist() == [1, 3]
-    assert spread.low.tolist() == [8.0, 10.0]
-    assert spread.high.tolist() == [12.0, 18.0]
-    assert chart.lines[1].curve.mean.tolist() == low
-    assert chart.lines[1].spread is None
+    assert _fact_cell(row).plain == f"–\n({why})"
 
 
 def test_layers_of_one_run_are_heat_maps_in_the_order_of_their_numbers(make_run):
@@ -160,66 +175,52 @@ def test_the_points_stay_within_the_budget_for_any_number_of_runs(make_run):
     assert points_per_curve([run] * 10) * 600 <= 150_000
 
 
-def test_charts_are_strict_json_that_cannot_end_its_script_element(make_run):
-    run = make_run("a", {"loss": [1.0, math.nan, 2.0], "</script><b>": [1.0]})
-    text = encode_charts(make_charts([run]), [run])
-    assert "<" not in text
-    page = json.loads(text)
-    (line,) = page["charts"][0]["lines"]
-    assert line["bad"] == [2]
-    assert page["steps"][line["steps"]]["x"] == [1, 3]
-    assert line["y"] == [1, 2]
-    assert page["charts"][1]["title"] == "</script><b>"
-
-
 def test_runs_of_the_same_name_get_distinct_names(make_run):
     train = {"loss": [1.0]}
     runs = [make_run("a/x", train), make_run("b/x", train)]
     assert [run.name for run in with_distinct_names(runs)] == ["a/x", "b/x"]
     assert [run.name for run in with_distinct_names([runs[0], runs[0]])] == ["x", "x (2)"]
-    assert Columns(with_distinct_names(runs), 10).runs[0].name == "a/x"
 
 
-def test_a_page_of_a_hundred_thousand_logged_steps_of_sixty_keys_stays_below_15_mb():
-    generator = np.random.Generator(np.random.Philox(1))
-    rows = generator.normal(size=(100_000, 60))
-    table, keys = RowTable(merge_same_step=False), tuple(f"objective/part{n}" for n in range(60))
-    for step, row in enumerate(rows.tolist(), start=1):
-        table.add(step, 0, keys, row)
-    run = RunRecord(Path("long"), table, RowTable(merge_same_step=True))
-    page = render_page([diagnose(run)], plotly=plotly_script())
-    assert len(page.encode()) < 15e6
-    assert "100,000 values in 1,500 buckets" in page
-
-
-def test_what_carrying_is_worth_has_a_chart_with_bands_of_its_errors(make_run):
-    gain, gap = [0.1, None, 0.3, 0.4], [-0.02, None, 0.0, math.nan]
+def test_what_carrying_is_worth_has_a_chart_with_bars_of_its_errors(make_run):
     rows = {
-        "ledger/carry_gain": gain,
+        "ledger/carry_gain": [0.1, None, 0.3, 0.4],
         "ledger/carry_gain_se": [0.01, None, None, 0.02],
-        "ledger/stale_gap": gap,
+        "ledger/stale_gap": [-0.02, None, 0.0, math.nan],
         "ledger/stale_gap_se": [0.005, None, 0.001, math.nan],
         "ledger/state_age": [4.0, None, 5.0, 6.0],
-        "ledger/state_age_se": [1.0, None, 0.0, 0.0],
     }
     charts = {chart.title: chart for chart in make_charts([make_run("a", rows)])}
     assert charts.keys() == {"Ledger: what carrying is worth", "Age of the states"}
     first, second = charts["Ledger: what carrying is worth"].lines
     assert first.curve.mean.tolist() == [0.1, 0.3, 0.4]
-    assert first.spread is not None
-    # A probe of one row has no error, and what is not finite no band.
-    assert first.spread.first.tolist() == [1, 4]
-    assert first.spread.low == pytest.approx([0.08, 0.36])
-    assert first.spread.high == pytest.approx([0.12, 0.44])
-    assert second.spread is not None
-    assert second.spread.low == pytest.approx([-0.03, -0.002])
-    (age,) = charts["Age of the states"].lines
-    assert age.spread is not None
-    assert age.spread.high.tolist() == [6.0, 5.0, 6.0]
+    # A probe of one row has no error.
+    assert first.errors == pytest.approx([0.01, math.nan, 0.02], nan_ok=True)
+    assert second.errors == pytest.approx([0.005, 0.001])
+    assert charts["Age of the states"].lines[0].errors is None
 
 
-def test_one_probe_of_one_row_is_drawn_without_a_band(make_run):
-    charts = make_charts(
-        [make_run("a", {"ledger/carry_gain": [0.1]}), make_run("b", {"ledger/carry_gain": [0.1, 0.2]})]
-    )
-    assert [line.spread for chart in charts for line in chart.lines] == [None, None]
+def test_what_does_not_change_is_said_instead_of_drawn_unless_a_view_has_a_value_that_is_not_zero(make_run):
+    rows = {
+        "ledger/evictions/lru": [0.0, 0.0],
+        "ledger/evictions/stale": [0.0, 2.0],
+        "ledger/refused_rows": [0.0, 0.0],
+        "lr": [0.1, 0.1],
+        "ledger/carry_gain": [0.0, 0.0],
+        "ledger/carry_gain_se": [0.1, 0.2],
+    }
+    drawn = {chart.keys: chart.is_drawn for chart in make_charts([make_run("a", rows)])}
+    assert drawn == {
+        ("lr",): False,
+        ("ledger/evictions/lru", "ledger/evictions/stale"): True,
+        ("ledger/carry_gain",): True,
+        ("ledger/refused_rows",): False,
+    }
+
+
+@pytest.mark.parametrize("key", ["ledger/evictions/lru", "ledger/refused_rows", "ledger/evictions/lru_max"])
+@pytest.mark.parametrize("odd", [1.0, math.nan, math.inf, 1e-300])
+def test_one_value_that_is_not_zero_is_drawn(make_run, key, odd):
+    zeros, other = [0.0] * 5, make_run("b", {key: [0.0]})
+    for runs in ([make_run("a", {key: [*zeros, odd, *zeros]})], [make_run("c", {key: [*zeros, odd, *zeros]}), other]):
+        assert [chart.is_drawn for chart in make_charts(runs)] == [True]

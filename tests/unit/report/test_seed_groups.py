@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.names import with_distinct_names
+from trainer.tools.report.run_summary import with_distinct_names
 from trainer.tools.report.seed_groups import Spread, excess, reservations, seed_groups, spread_of
 
 
@@ -55,14 +55,6 @@ def test_a_seed_that_was_run_twice_counts_once(make):
     _, (group,), remarks = grouped(*runs)
     assert group.outcome["Held-out loss"] == Spread(3.5, pytest.approx(math.sqrt(2.0)), 2)
     assert remarks == ["row 1 has 3 runs of 2 seeds; runs of one seed count as one"]
-
-
-def test_a_single_seed_has_no_error_bar_and_its_difference_is_not_resolved(make):
-    runs = [make("a", 1, 2.0), make("b", 2, 2.1), make("c", 1, 5.0, optimizer__lr=0.2)]
-    _, (first, second), remarks = grouped(*runs)
-    found = excess(first.outcome["Held-out loss"], second.outcome["Held-out loss"])
-    assert (found.difference, found.error, found.is_resolved) == (pytest.approx(2.95), None, None)
-    assert any("one seed has no error bar" in remark for remark in remarks)
 
 
 def test_a_difference_is_resolved_beyond_two_standard_errors_of_both():
@@ -113,11 +105,3 @@ def test_other_numbers_of_ranks_are_other_rows_and_all_lists_are_json(make):
     _, groups, _ = grouped(*runs)
     assert [group.settings for group in groups] == [{"env.world_size": 1}, {"env.world_size": 2}]
     json.dumps([dict(group.settings) for group in groups])
-
-
-def test_a_few_tokens_more_or_less_are_no_reservation(make):
-    runs = [make("a", 1, 2.0, tokens=100.0), make("b", 1, 2.1, tokens=96.0, optimizer__lr=0.2)]
-    runs += [make("c", 2, 2.0, tokens=101.0), make("d", 2, 2.2, tokens=97.0, optimizer__lr=0.2)]
-    assert grouped(*runs)[2] == []
-    far = make("e", 1, 2.5, tokens=90.0, optimizer__lr=0.3), make("f", 2, 2.5, tokens=90.0, optimizer__lr=0.3)
-    assert grouped(*runs, *far)[2] == ["not equally many tokens: up to 100 on average of a row, fewer in row 3 (90)"]

@@ -17,7 +17,7 @@ from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.metrics.run_status import is_held, last_step, run_status
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.follow import Follower
+from trainer.tools.report.live import Follower
 from trainer.tools.runs.load import load_run
 from trainer.tools.verbs.ls import entry_of
 
@@ -140,7 +140,7 @@ def test_every_reader_says_in_the_same_words_that_a_killed_process_is_gone(tmp_p
     assert run.notes == [f"the run died: {entry.reason}"]
     assert run.has_ended
     assert ending(tmp_path) == ("finding", f"the run died: {entry.reason}")
-    assert Follower([str(tmp_path)])._line().endswith(f"has ended at step 7: died, {entry.reason}")
+    assert Follower([str(tmp_path)])._line.endswith(f"has ended at step 7: died, {entry.reason}")
 
 
 def test_a_run_of_another_machine_may_live_or_not(tmp_path: Path) -> None:

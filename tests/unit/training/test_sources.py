@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.runs import make_corpus
 from trainer.config.load import load_config
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight
-from trainer.data.formats.megatron import write_index
+from trainer.data.token_formats import write_index
+from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.tools.preview.forecast import source_shape
@@ -121,15 +121,15 @@ def test_blocks_between_blank_lines_are_documents_where_a_source_says_so():
 
 def test_a_split_of_text_that_no_file_heeds_is_refused():
     Path("x.toml").write_text(HEAD + source("t", 'root = "corpus"\ntext_split = "blank_line"'))
-    with pytest.raises(UserError, match=r"source t: text_split: is .blank_line., but the source has no raw text files"):
+    with pytest.raises(UserError, match=r"source t: text_split: is .blank_line., but there are no text files"):
         make_plan(load_config("x.toml"), Path("x.toml"), 1)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("eod = 0", "eod: is 0, but the source has no npy or bin files; remove it"),
-        ('dtype = "uint16"', 'dtype: is "uint16", but the source has no bin files; remove it'),
+        ("eod = 0", "eod: is 0, but there are no npy or bin files; remove it"),
+        ('dtype = "uint16"', 'dtype: is "uint16", but there are no bin files; remove it'),
     ],
 )
 def test_options_of_token_files_are_refused_where_there_are_none(keys, message):
@@ -179,7 +179,7 @@ def test_a_preview_warns_once_of_all_files_of_a_source_that_eod_does_not_occur_i
     source_shape(plan, plan.sources[0], 2)
     assert [record.getMessage() for record in caplog.records] == [
         "source t: eod = 7 does not occur in 2 of 3 files, tokens/b.npy (2 tokens), tokens/c.npy (3 tokens): "
-        "each of them is one document; use the id that ends documents there"
+        "such a file is one document; check the id"
     ]
 
 
@@ -188,7 +188,5 @@ def test_a_preview_without_documents_says_that_a_file_is_one():
     Path("notes/a.txt").write_text("one\n\ntwo")
     Path("x.toml").write_text(HEAD + source("t", 'paths = ["notes/a.txt"]'))
     plan = make_plan(load_config("x.toml", ["eval.holdout_fraction=0.999", "eval.every=1"]), Path("x.toml"), 1)
-    with pytest.raises(
-        UserError, match=r"its file is one document.*; set text_split = .blank_line., or change holdout"
-    ):
+    with pytest.raises(UserError, match=r"each file is one document.*; set eod or text_split"):
         source_shape(plan, plan.sources[0], 2)

@@ -1,4 +1,4 @@
-"""The answer as a table, a plot in text, and a picture (extra `preview`: matplotlib)."""
+"""The answer as a table, a plot in text, and a picture (extra `report`: plotly)."""
 
 from __future__ import annotations
 
@@ -113,38 +113,43 @@ def draw(answer: Answer, out: Path) -> None:
     """Write the picture: loss against batch with error bars, what is within, and the noise scale's interval.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or plotly is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # unlike pyplot, without windows and global state
-    axes = figure.subplots()
     rows = [row for row in answer.rows if row.measured.losses]
     xs, means = [row.sequences for row in rows], [row.measured.mean for row in rows]
     bars = [ERRORS_WIDE * (row.measured.error or 0.0) for row in rows]
-    axes.errorbar(
-        xs, means, yerr=bars, marker="o", capsize=4, label=f"best learning rate, {ERRORS_WIDE:g} standard errors"
-    )
+    name = f"best learning rate, {ERRORS_WIDE:g} standard errors"
+    trace = {"x": xs, "y": means, "error_y": {"array": bars}, "mode": "lines+markers", "name": name, "showlegend": True}
+    shapes: list[dict[str, Any]] = []
     if answer.verdict is not None:
         best = answer.row(answer.verdict.reference).measured.mean
-        band = (best, best + answer.tolerance * abs(best))
-        axes.axhspan(*band, color="tab:green", alpha=0.15, label=f"within {answer.tolerance:.2%} of the lowest")
-        critical = answer.row(answer.verdict.largest).sequences
-        axes.axvline(critical, color="tab:green", linestyle="--", label="largest batch within")
+        words = f"within {answer.tolerance:.2%} of the lowest"
+        shapes.append(_area(words, "green", xref="paper", x0=0, x1=1, y0=best, y1=best + answer.tolerance * abs(best)))
+        shapes.append(_vertical("largest batch within", "green", answer.row(answer.verdict.largest).sequences))
     noise = answer.noise
     if noise is not None:
-        is_open = noise.high is None
         high = 1.2 * max([noise.low, *xs]) if noise.high is None else noise.high
-        label = f"{noise.key}: {'lower bound, no upper one' if is_open else 'bounds'}"
-        axes.axvspan(noise.low, high, color="tab:orange", alpha=0.15, label=label)
+        words = f"{noise.key}: {'lower bound, no upper one' if noise.high is None else 'bounds'}"
+        shapes.append(_area(words, "orange", yref="paper", x0=noise.low, x1=high, y0=0, y1=1))
         if noise.value is not None:
-            axes.axvline(noise.value, color="tab:orange", label=noise.key)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(xs, [number_text(x, 3) for x in xs])
+            shapes.append(_vertical(noise.key, "orange", noise.value))
     kind = "held-out loss" if answer.study.is_held_out else "training loss"
-    axes.set(xlabel="batch, sequences", ylabel=f"{kind} after {answer.study.tokens:,.0f} tokens")
-    axes.set_title(f"{answer.study.origin.run.name}, branches from step {answer.study.origin.step:,}", fontsize=10)
-    axes.legend(fontsize=8)
-    save_picture(figure, out)
+    ticks = {"type": "log", "tickvals": xs, "ticktext": [number_text(x, 3) for x in xs]}
+    layout = {
+        "xaxis": {"title": {"text": "batch, sequences"}, **ticks},
+        "yaxis": {"title": {"text": f"{kind} after {answer.study.tokens:,.0f} tokens"}},
+        "legend": {"orientation": "v"},
+        "shapes": shapes,
+    }
+    title = f"{answer.study.origin.run.name}, branches from step {answer.study.origin.step:,}"
+    save_picture([trace], layout, out, title=title)
+
+
+def _area(name: str, color: str, **ends: Any) -> dict[str, Any]:
+    look = {"fillcolor": color, "opacity": 0.15, "line": {"width": 0}, "layer": "below"}
+    return {"type": "rect", "name": name, "showlegend": True, **look, **ends}
+
+
+def _vertical(name: str, color: str, at: float) -> dict[str, Any]:
+    ends = {"yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
+    return {"type": "line", "name": name, "showlegend": True, "line": {"color": color, "dash": "dash"}, **ends}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from trainer.data.formats.jsonl import text_of
+from trainer.data.text_formats import text_of
 from trainer.metrics.progress_bar import Report
 from trainer.tools.corpus.manifest import SAME_TEXT, Skipped
 

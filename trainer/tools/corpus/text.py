@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainer.data.formats.registry import FORMATS, index_suffixes, suffixes
-from trainer.data.streams.globs import find_files, named_directory
-from trainer.data.streams.unread import COMPRESSED
+from trainer.data.formats import FORMATS, index_suffixes, suffixes
+from trainer.data.layout import COMPRESSED, find_files, named_directory
 from trainer.errors import UserError
 from trainer.metrics.progress_bar import Report
 from trainer.tools.corpus.documents import Candidate, Line, check_all

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.streams.groups import build_groups
-from trainer.data.streams.holdout import documents_of
-from trainer.data.streams.lanes import plan_length
-from trainer.data.streams.layout import Stream
+from trainer.data.groups import build_groups, documents_of
+from trainer.data.lanes import plan_length
+from trainer.data.layout import Stream
 from trainer.tools.init.shares import Mix
 from trainer.tools.inspection.sizing import Sizes
 

@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 
 from trainer.config.data_tables import DataTable
-from trainer.data.formats.documents import ReadOptions
-from trainer.data.formats.own_format import is_import_path
-from trainer.data.formats.registry import takes_option
-from trainer.data.stored.cache import Cache
-from trainer.data.stored.streams import discover_stored
-from trainer.data.streams.layout import Discovery, Stream, discover, discover_direct, refuse_empty
-from trainer.data.streams.unheeded import refuse_unheeded
+from trainer.data.documents import ReadOptions
+from trainer.data.formats import is_import_path, takes_option
+from trainer.data.layout import Discovery, Stream, discover, discover_direct, refuse_empty, refuse_unheeded
+from trainer.data.stored import Cache, discover_stored
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.metrics.progress_bar import progress_bar

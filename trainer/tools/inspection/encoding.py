@@ -9,8 +9,8 @@ import codecs
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.data.formats.registry import format_name
-from trainer.data.streams.layout import Stream
+from trainer.data.formats import format_name
+from trainer.data.layout import Stream
 from trainer.errors import UserError
 from trainer.wording import counted, few
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.formats.documents import Kind, ReadOptions
-from trainer.data.formats.registry import file_kind, format_name, load_documents, takes_option
-from trainer.data.streams.layout import Stream
+from trainer.data.documents import Kind, ReadOptions
+from trainer.data.formats import file_kind, format_name, load_documents, takes_option
+from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.metrics.progress_bar import Report

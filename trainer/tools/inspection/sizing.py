@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.streams.holdout import held_out
+from trainer.data.groups import held_out
 
 CELLS_PER_DOCUMENT = 8  # enough for carried state to matter
 SEQ_LEN_RANGE = (16, 256)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.formats.documents import ReadOptions, TokenArray, TokenTable
-from trainer.data.formats.registry import format_name, load_documents
-from trainer.data.streams.groups import build_groups
-from trainer.data.streams.layout import Stream
+from trainer.data.documents import ReadOptions, TokenArray, TokenTable
+from trainer.data.formats import format_name, load_documents
+from trainer.data.groups import build_groups
+from trainer.data.layout import Stream
 from trainer.data.tokenizer import Tokenizer
 from trainer.metrics.progress_bar import Report
 

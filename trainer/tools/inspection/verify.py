@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.data.formats.documents import ReadOptions
-from trainer.data.formats.registry import load_documents
-from trainer.data.streams.layout import Stream
+from trainer.data.documents import ReadOptions
+from trainer.data.formats import load_documents
+from trainer.data.layout import Stream
 from trainer.errors import UserError
 from trainer.metrics.progress_bar import Report
 from trainer.tools.corpus.manifest import MANIFEST_NAME, StreamEntry, read_manifest

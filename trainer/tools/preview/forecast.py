@@ -20,17 +20,16 @@ import numpy.typing as npt
 
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.weights import ScheduledWeight, WeightSpec, positions, zero_batches
-from trainer.data.formats.documents import ReadOptions
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.documents import ReadOptions
+from trainer.data.epochs import QueueKey
+from trainer.data.groups import GroupTable
 from trainer.data.keyed import KeyedUniforms
-from trainer.data.mixing.dataset import BATCHING_MODES, BatchingMode
-from trainer.data.mixing.epochs import QueueKey
-from trainer.data.mixing.pool import ActivePool, PickMode
-from trainer.data.streams.groups import GroupTable
-from trainer.data.streams.lanes import assign_lanes, cut_slices
-from trainer.data.streams.open_stream import CutOptions, OpenStream
-from trainer.data.streams.opener import StreamOpener
+from trainer.data.lanes import assign_lanes, cut_slices
+from trainer.data.mixing import BATCHING_MODES, BatchingMode
+from trainer.data.open_stream import CutOptions, OpenStream, StreamOpener
+from trainer.data.pool import ActivePool, PickMode
+from trainer.data.weights import ScheduledWeight, WeightSpec, positions, zero_batches
 from trainer.micro_batches import MicroBatches
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.config.rules import check_state_rules, costs_of_carry
 from trainer.config.schema import RunConfig
-from trainer.data.mixing.dataset import BatchingMode
+from trainer.data.mixing import BatchingMode
 from trainer.micro_batches import MicroBatches
 from trainer.tools.limits import wait_bound
 from trainer.tools.preview.forecast import (

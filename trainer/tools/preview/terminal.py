@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trainer.data.mixing.dataset import BATCHING_MODES
+from trainer.data.mixing import BATCHING_MODES
 from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.preview.config_warnings import ConfigWarning
 from trainer.tools.preview.summary import BatchChange, LedgerView, Preview, ProbeView, SourceView

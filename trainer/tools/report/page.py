@@ -2,166 +2,418 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
+from itertools import groupby
 from string import Template
-from typing import Final
+from typing import Any, Final
 
-from trainer.errors import UserError
-from trainer.tools.diagnostics.diagnose import Diagnosis
-from trainer.tools.report.charts import Chart, Columns, catalog_charts, group_order, not_flattened
-from trainer.tools.report.encode import encode_charts
-from trainer.tools.report.markup import Html, element, join
-from trainer.tools.report.profile_section import profile_section
-from trainer.tools.report.sections import (
-    changes_section,
-    chart_groups,
-    config_sections,
-    events_section,
-    notes_section,
-    slug,
-    summary_tables,
-    summary_tiles,
-    swatch,
-    verdict_section,
-)
-from trainer.tools.report.views import make_views
+from trainer.config.load import flatten
+from trainer.extensions.profile.record import FOLDER, SUMMARY, TRACE, read_summary
+from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
+from trainer.tools.report.charts import Chart, Curve, make_charts
+from trainer.tools.report.figures import NUM_COLORS, encode_charts, is_near
+from trainer.tools.report.run_summary import SummaryRow, config_differences, heading, rows_text, summarize, value_text
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import counted
+from trainer.tools.runs.settings import settings_by_step
+from trainer.wording import counted, number_text
 
-# Over all curves. A point takes about 25 bytes, so that the page stays below 15 MB, including the 5 MB of plotly.
-POINT_BUDGET: Final = 150_000
-MOST_POINTS: Final = 1_500
-FEWEST_POINTS: Final = 100
+_MOST_STEP_BUTTONS: Final = 6
+_MOST_EVENTS: Final = 200
+_MOST_ENDS: Final = 4
 
 
-def plotly_script() -> str:
-    """plotly.js from the Python package.
+class Html(str):
+    """Text that is HTML already; `element` escapes any other text."""
 
-    Raises:
-        UserError: plotly is not installed.
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: object) -> Html:
+    """One element; all that comes from a run is escaped here. Attributes: `class_` means `class`, `_` becomes `-`, None and
+    False are left out, True has no value."""
+    words = []
+    for name, value in attributes.items():
+        if value is not None and value is not False:
+            key = name.rstrip("_").replace("_", "-")
+            words.append(f" {key}" if value is True else f' {key}="{escape(str(value))}"')
+    return Html(f"<{tag}{''.join(words)}>{join(children)}</{tag}>")
+
+
+def join(children: Iterable[str]) -> Html:
+    """The children concatenated, escaped unless they are HTML."""
+    return Html("".join(child if isinstance(child, Html) else escape(child) for child in children))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, class_: str | None = None) -> Html:
+    """A table with row headers in its first column, which scrolls horizontally on narrow screens."""
+    top = element("tr", *(element("th", cell, scope="col") for cell in head))
+    body = [
+        element("tr", element("th", first, scope="row"), *(element("td", cell) for cell in cells))
+        for first, *cells in rows
+    ]
+    unseen = element("caption", caption, class_="unseen")
+    inner = element("table", unseen, element("thead", top), element("tbody", *body), class_=class_)
+    return element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def _section(title: str, *children: str, class_: str | None = None) -> Html:
+    """A section of the page with its heading."""
+    return element("section", element("h2", title), *children, id=_slug(title), aria_label=title, class_=class_)
+
+
+def _slug(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
+
+
+def _code(text: str) -> Html:
+    return element("code", text)
+
+
+def _swatch(color: int) -> Html:
+    return element("i", class_=f"swatch c{color % NUM_COLORS}", aria_hidden="true")
+
+
+def _optional(tag: str, text: str, class_: str | None = None) -> Html:
+    """An element, or nothing if the text is empty."""
+    return element(tag, text, class_=class_) if text else Html("")
+
+
+# ---- Verdict and outcome
+
+
+def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html:
+    front = "" if is_single else element("h3", _swatch(number), diagnosis.run.name)
+    if diagnosis.verdict is None:
+        return element("div", front, element("p", diagnosis.summary), class_="verdict")
+    items = map(_finding, diagnosis.by_severity)
+    rows = [
+        (
+            _code(ruling.rule.name),
+            ruling.result,
+            ruling.outcome.sentence,
+            element("small", f"{ruling.rule.threshold} ({ruling.rule.why})"),
+        )
+        for ruling in diagnosis.rulings
+    ]
+    rules = _table(("Rule", "Result", "Measured", "Condition for a finding"), rows, caption="Rules")
+    return element(
+        "div",
+        front,
+        element("p", _mark(diagnosis), diagnosis.summary),
+        element("p", f"Checked on {rows_text(diagnosis.run.steps)}.", class_="note"),
+        element("ol", *items) if diagnosis.by_severity else "",
+        element("details", element("summary", f"All {len(rows)} rules"), rules),
+        class_="verdict" + {"healthy": " good", "findings": " bad"}.get(diagnosis.verdict, ""),
+    )
+
+
+def _mark(diagnosis: Diagnosis) -> Html:
+    sign = {"healthy": "✓", "no_findings": "?"}.get(str(diagnosis.verdict), "!")
+    return element("span", sign, class_="mark", aria_hidden="true")
+
+
+def _finding(ruling: Ruling) -> Html:
+    badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
+    parts: list[str] = [element("h4", ruling.title, " ", badge), element("p", ruling.outcome.sentence)]
+    knob = ruling.outcome.knob
+    if knob is not None and ruling.has_config:
+        parts.append(element("p", "Try ", _code(knob.setting), knob.remark))
+    elif ruling.fix:
+        parts.append(element("p", f"{ruling.fix[0].upper()}{ruling.fix[1:]}"))
+    buttons = [
+        element("button", f"step {step:,}", type="button", class_="step", data_step=step, title="Show in the charts")
+        for step in ruling.steps[:_MOST_STEP_BUTTONS]
+    ]
+    more = f" and {len(ruling.steps) - len(buttons):,} more" if len(ruling.steps) > len(buttons) else ""
+    return element("li", *parts, element("p", "Seen at ", *buttons, more, class_="evidence") if buttons else "")
+
+
+def _notes(runs: Sequence[RunRecord]) -> Html:
+    """Problems of the files and settings that a resume changed, if there are any."""
+    items = []
+    for run in runs:
+        changed = {key: value for key, value in settings_by_step(run).items() if isinstance(value, Mapping)}
+        notes = [*run.notes, *(f"changed on a resume: {key} = {value_text(value)}" for key, value in changed.items())]
+        items += [element("li", f"{run.name}: {note}" if len(runs) > 1 else note) for note in notes]
+    return _section("About the record", element("ul", *items, class_="notes")) if items else Html("")
+
+
+def _tiles(run: RunRecord) -> Html:
+    """The results of one run; of those that it does not have, the ones that say why."""
+
+    def tile(row: SummaryRow) -> Html:
+        unit = _optional("span", "" if row.value is None else row.unit, "unit")
+        value = element("dd", row.text, " ", unit, class_="value")
+        return element("div", element("dt", row.words or row.label), value, _optional("dd", row.note, "note"))
+
+    tiles = [tile(row) for row in summarize(run) if row.value is not None or row.note]
+    return _section("Outcome", element("dl", *tiles, class_="tiles"))
+
+
+def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
+    """The results of several runs side by side, and the settings in which they differ."""
+    runs = [diagnosis.run for diagnosis in diagnoses]
+    head = ["", *(join([_swatch(number), run.name]) for number, run in enumerate(runs))]
+    verdicts = [
+        element("span", _mark(diagnosis), " ", diagnosis.summary) if diagnosis.verdict else "not diagnosed"
+        for diagnosis in diagnoses
+    ]
+    rows: list[list[str]] = [["Verdict", *verdicts]]
+    rows += [
+        [heading(results), *(join([each.text, _optional("small", each.note)]) for each in results)]
+        for results in zip(*map(summarize, runs), strict=True)
+    ]
+    different = [
+        [_code(key), *(_code(value_text(value)) for value in values)] for key, values in config_differences(runs)
+    ]
+    settings: Html = element("p", "All settings and recorded versions are the same.")
+    if different:
+        settings = _table(["Setting", *head[1:]], different, caption="Settings that differ")
+    outcome = _table(head, rows, caption="Outcome of each run", class_="numbers")
+    return join([_section("Outcome", outcome), _section("What differs", settings)])
+
+
+# ---- Charts
+
+
+def chart_groups(charts: Sequence[Chart]) -> Html:
+    """Charts, sorted by group, under the headings of the catalog; undrawn ones in words at the end of their group."""
+    parts = []
+    for group, members in groupby(enumerate(charts), key=lambda pair: pair[1].group):
+        numbered = list(members)
+        grids = []
+        for is_wide in (True, False):
+            cards = [_card(*pair) for pair in numbered if pair[1].is_drawn and pair[1].is_wide is is_wide]
+            grids.append(element("div", *cards, class_="grid views" if is_wide else "grid") if cards else "")
+        rest = [chart for _, chart in numbered if not chart.is_drawn]
+        zero = [chart for chart in rest if chart.is_zero]
+        once = [chart for chart in rest if all(line.curve.num_values == 1 for line in chart.lines)]
+        same = [chart for chart in rest if chart not in zero and chart not in once]
+        lists = ("Zero throughout", zero), ("The same throughout", same), ("Measured once", once)
+        parts.append(_section(group, *grids, *(_undrawn(*words) for words in lists if words[1]), class_="charts"))
+    return join(parts)
+
+
+def _undrawn(title: str, charts: Sequence[Chart]) -> Html:
+    """Charts that are said instead of drawn: each with its value, or with its values and the names of its lines."""
+    items = []
+    for chart in charts:
+        names: dict[str, list[str]] = {}
+        for line in chart.lines:
+            names.setdefault(number_text(float(line.curve.mean[0])), []).append(line.label)
+        values = list(names) if len(names) == len(chart.keys) == 1 else [f"{', '.join(names[v])} {v}" for v in names]
+        said = "" if chart.is_zero else f": {' · '.join(values)} {chart.unit}"
+        curves = [line.curve for line in chart.lines]
+        first, last = min(int(curve.first[0]) for curve in curves), max(int(curve.last[-1]) for curve in curves)
+        numbers = sorted({curve.num_values for curve in curves})
+        least = f"{numbers[0]:,} to " if len(numbers) > 1 else ""
+        steps = f"{least}{counted(numbers[-1], 'value')}, steps {first:,} to {last:,}"
+        where = f" ({steps if first < last else f'step {first:,}'}) "
+        items.append(element("li", f"{chart.title}{said}{where}", _keys(chart)))
+    return element("div", element("h3", title), element("ul", *items), class_="still")
+
+
+def _keys(chart: Chart) -> Html:
+    """The keys; of many, the first three and how many more there are."""
+    shown = [*chart.keys[:3], f"{len(chart.keys) - 3} more"] if len(chart.keys) > 4 else chart.keys
+    return _code(", ".join(shown))
+
+
+def _card(number: int, chart: Chart) -> Html:
+    title = element("h3", chart.title, " ", _optional("span", chart.unit, "unit"), id=f"chart-{number}")
+    levels = [
+        f"{level.label}: {number_text(level.value)}" + ("" if is_near(chart, level) else " (outside the chart)")
+        for level in chart.references
+    ]
+    facts = [element("div", element("dt", name), element("dd", text)) for name, text in chart.facts]
+    num_rows = len(chart.lines)
+    height = max(17 * num_rows + 60, 160) if chart.style == "heat" else 228 + (20 * (num_rows // 6))
+    plot = element(
+        "div",
+        class_="plot",
+        data_chart=number,
+        style=f"height: {height}px",
+        tabindex="0",
+        role="group",
+        aria_roledescription="chart",
+        aria_labelledby=f"chart-{number}",
+        aria_describedby="keys-help",
+    )
+    return element(
+        "article",
+        element("header", title, element("p", _keys(chart), class_="keys")),
+        _optional("p", " · ".join(dict.fromkeys(levels)), "small levels"),
+        plot,
+        element("p", _last_values(chart), class_="readout"),
+        _small_print(chart),
+        element("details", element("summary", "About"), element("dl", *facts)) if facts else "",
+        class_="card wide" if chart.is_wide else "card",
+        data_name=f"{chart.group}: {chart.title}",
+    )
+
+
+def _last_values(chart: Chart) -> str:
+    """Last, lowest and highest value of a single line; the last values of several. All with their steps."""
+    drawn = [(line.label, line.curve) for line in chart.lines if len(line.curve.mean)]
+    if len(drawn) == 1:
+        curve = drawn[0][1]
+        ends = (
+            ("last", curve.mean, -1),
+            ("min", curve.low, curve.low.argmin()),
+            ("max", curve.high, curve.high.argmax()),
+        )
+        return " · ".join(f"{word} {number_text(float(of[at]))} {_at(curve, int(at))}" for word, of, at in ends)
+    shown = [f"{label} {number_text(float(curve.mean[-1]))} {_at(curve, -1)}" for label, curve in drawn[:_MOST_ENDS]]
+    more = [f"{len(drawn) - len(shown)} more"] if len(drawn) > len(shown) else []
+    return f"last: {' · '.join([*shown, *more])}" if drawn else "no finite value"
+
+
+def _at(curve: Curve, point: int) -> str:
+    """The step of a point, or the steps of its bucket."""
+    first, last = int(curve.first[point]), int(curve.last[point])
+    return f"at step {first:,}" if first == last else f"in steps {first:,}–{last:,}"
+
+
+def _small_print(chart: Chart) -> Html:
+    """Buckets, and values that cannot be drawn."""
+    notes = []
+    most = max((line.curve for line in chart.lines), key=lambda curve: curve.num_values)
+    if most.is_reduced:
+        buckets = f"{most.num_values:,} values in {len(most.mean):,} buckets"
+        notes.append(f"{buckets}: the line is the mean, the shade the range")
+    num_bad = sum(len(line.curve.bad_steps) for line in chart.lines)
+    if num_bad:
+        notes.append(f"{counted(num_bad, 'value')} not finite, marked by ×")
+    return _optional("p", " · ".join(notes), "small")
+
+
+# ---- Profile, events, settings
+
+
+def _profiles(runs: Sequence[RunRecord]) -> Html:
+    """A table of kernels for each run that was profiled (`train --profile N`)."""
+    parts = []
+    for run in runs:
+        summary = read_summary(run.path) if run.path.is_dir() else None
+        try:
+            parts += [] if summary is None else [_profile(run, summary)]
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            parts.append(element("p", f"{run.name}: {FOLDER}/{SUMMARY} is damaged.", class_="note"))
+    return _section("Where the time went", *parts) if parts else Html("")
+
+
+def _profile(run: RunRecord, summary: Mapping[str, Any]) -> Html:
+    num_steps, first = int(summary["num_steps"]), int(summary["first_step"])
+    what = "kernel" if summary["is_of_device"] else "operator"
+    waits = sum(sum(calls.values()) for calls in summary["synchronizations"].values())
+    line = (
+        f"{run.name}, rank 0, steps {first:,} to {first + num_steps - 1:,}: {summary['step_ms']:.1f} ms a step; no {what} "
+        f"runs in {summary['idle_ms'] / summary['step_ms']:.0%} of it (longest gap {summary['longest_gap_ms']:.1f} ms); "
+        + (f"{counted(waits, 'call')} waited for the device. " if summary["is_of_device"] else "")
+        + f"The profiler itself makes the host slower. Open {FOLDER}/{TRACE} in Perfetto or chrome://tracing."
+    )
+    rows = [
+        [
+            _code(str(kernel["name"])),
+            f"{kernel['calls'] / num_steps:,.1f}",
+            f"{kernel['total_ms'] / num_steps:,.3f}",
+            f"{kernel['share']:.1%}",
+        ]
+        for kernel in summary["kernels"]
+    ]
+    more = int(summary["num_kernels"]) - len(rows)
+    note = _optional("p", f"and {more:,} more, which take less." if more > 0 else "", "note")
+    head = (what.capitalize(), "Calls per step", "ms per step", "Share of all")
+    return join([element("p", line), _table(head, rows, caption=f"Time by {what} of {run.name}"), note])
+
+
+def _events(runs: Sequence[RunRecord]) -> Html:
+    """The first lines of events.jsonl of each run."""
+    rows = []
+    for run in runs:
+        for event in run.events[:_MOST_EVENTS]:
+            rest = {key: value for key, value in event.items() if key not in ("time", "event", "global_step", "step")}
+            step = str(event.get("global_step", event.get("step", "")))
+            rows.append([str(event.get("event", "?")), run.name, step, json.dumps(rest, ensure_ascii=False)])
+    num_all = sum(len(run.events) for run in runs)
+    more = f"The first {_MOST_EVENTS} of each run; {num_all:,} in total." if len(rows) < num_all else ""
+    table = _table(["Event", "Run", "Step", "Details"], rows, caption="Events")
+    return _section("Events", table, _optional("p", more)) if rows else Html("")
+
+
+def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Html:
+    """All values of a file of each run, collapsed if there are several."""
+    tables = []
+    for name, values in runs:
+        rows = [[_code(key), _code(value_text(value))] for key, value in flatten(values).items()]
+        inner = _table(("Key", "Value"), rows, caption=f"{title} of {name}")
+        summary = element("summary", f"{name}: {counted(len(rows), 'value')}")
+        tables += [element("details", summary, inner, open=len(runs) == 1)] if rows else []
+    return _section(title, *(tables or [element("p", f"No {file} next to metrics.jsonl.")]))
+
+
+# ---- The page
+
+
+def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
+    """What on the page changes with the rows of its runs: HTML by the id of its element, and the charts as JSON under `data`.
+
+    Args:
+        diagnoses: of one run, or of several to overlay in the order of the colors.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise UserError("train report", "needs plotly", "run: pip install plotly") from None
-    return str(get_plotlyjs())
-
-
-def points_per_curve(runs: Sequence[RunRecord]) -> int:
-    """The number of points per curve that keeps the page within the budget."""
-    num_curves = max(sum(len(run.keys) for run in runs), 1)
-    return min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS)
-
-
-def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Charts with every key of every run, sorted by the headings of the catalog; in each group the views come first."""
-    columns = Columns(runs, points_per_curve(runs))
-    keys = columns.keys()
-    views, used = make_views(columns, keys)
-    charts = [*views, *catalog_charts(columns, [key for key in keys if key not in used])]
-    order = group_order()
-    return sorted(map(not_flattened, charts), key=lambda chart: order.index(chart.group))
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What on the page changes with the rows of its runs.
-
-    Attributes:
-        html: by the id of the element that holds it.
-        data: the charts as JSON.
-    """
-
-    html: Mapping[str, str]
-    data: str
-
-
-def render_parts(diagnoses: Sequence[Diagnosis]) -> Parts:
-    """The report on one run, or on several overlaid. `diagnoses`: of at least one run, in the order of the colors."""
     runs = [diagnosis.run for diagnosis in diagnoses]
     is_single = len(runs) == 1
     charts = make_charts(runs)
-    summary = summary_tiles(runs[0]) if is_single else summary_tables(diagnoses)
-    html = {
-        "subheading": join([_run_facts(runs[0]) if is_single else ", ".join(run.name for run in runs)]),
-        "contents": _contents(charts, runs),
-        "overview": join([verdict_section(diagnoses), notes_section(runs), summary, changes_section(runs)]),
-        "details": join(
-            [
-                chart_groups(charts, is_single=is_single),
-                profile_section(runs),
-                events_section(runs),
-                config_sections(runs),
-            ]
-        ),
+    cards = [_verdict_card(number, diagnosis, is_single=is_single) for number, diagnosis in enumerate(diagnoses)]
+    events = _events(runs)
+    names = ["Verdict", "Outcome", *dict.fromkeys(chart.group for chart in charts), *(["Events"] if events else [])]
+    links = [element("a", name, href=f"#{_slug(name)}") for name in [*names, "Config", "Environment"]]
+    details = [
+        chart_groups(charts),
+        _profiles(runs),
+        events,
+        _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
+        _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),
+    ]
+    outcome = _tiles(runs[0]) if is_single else _outcome_tables(diagnoses)
+    return {
+        "contents": element("ul", *(element("li", link) for link in links)),
+        "overview": join([_section("Verdict", *cards), _notes(runs), outcome]),
+        "details": join(details),
+        "data": encode_charts(charts, runs),
     }
-    return Parts(html, encode_charts(charts, runs))
 
 
 def render_page(
-    diagnoses: Sequence[Diagnosis],
-    *,
-    plotly: str,
-    parts: Parts | None = None,
-    version: str | None = None,
-    line: str = "",
+    names: Sequence[str], parts: Mapping[str, str], *, plotly: str, version: str = "", line: str = ""
 ) -> str:
     """The whole page.
 
     Args:
-        diagnoses: of at least one run, in the order of the colors.
-        plotly: the source of plotly.js, from `plotly_script`.
-        parts: of these diagnoses, if they have been rendered already.
+        names: of the runs, in the order of the colors.
+        parts: from `render_parts`.
+        plotly: the source of plotly.js.
         version: of the parts. Given, the page asks its server for newer ones; otherwise it makes no network request.
         line: how the runs stand, for a page that asks.
     """
-    runs = [diagnosis.run for diagnosis in diagnoses]
-    parts = render_parts(diagnoses) if parts is None else parts
-    names = ", ".join(run.name for run in runs)
-    bar = element("p", line, id="live", class_="live", data_version=version) if version is not None else ""
-    return Template(_asset("page.html")).substitute(
-        parts.html,
-        title=escape(names if len(runs) == 1 else f"{len(runs)} runs: {names}"),
-        css=_asset("report.css"),
-        connect="" if version is None else "; connect-src 'self'",
-        heading=escape(names if len(runs) == 1 else f"{len(runs)} runs"),
-        bar=bar,
-        switches="" if len(runs) == 1 else _run_switches(runs),
-        data=parts.data,
-        plotly=plotly,
-        script=_asset("report.js") + ("" if version is None else _asset("live.js")),
-    )
-
-
-def _asset(name: str) -> str:
-    return (resources.files("trainer.tools.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _run_facts(run: RunRecord) -> str:
-    devices = run.environment.get("devices")
-    kind = str(devices[0]) if isinstance(devices, list) and devices else "CPU"
-    ranks = f"{counted(run.world_size, 'rank')} on {kind}" if run.world_size else ""
-    packages = run.environment.get("packages")
-    torch = f"torch {packages['torch']}" if isinstance(packages, dict) and packages.get("torch") else ""
-    configured = str(run.setting("run.name", ""))
-    return " · ".join(word for word in (configured if configured != run.name else "", ranks, torch) if word)
-
-
-def _contents(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> Html:
-    groups = dict.fromkeys(chart.group for chart in charts)
-    names = ["Outcome", *groups, *(["Events"] if any(run.events for run in runs) else []), "Config", "Environment"]
-    verdict = "Verdict" if len(runs) == 1 else "Verdicts"
-    links = [(verdict, "verdict"), *((name, slug(name)) for name in names)]
-    return element("ul", *(element("li", element("a", name, href=f"#{target}")) for name, target in links))
-
-
-def _run_switches(runs: Sequence[RunRecord]) -> Html:
-    """The legend of the runs; each entry is a button that hides its run."""
+    title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     switches = [
-        element("button", swatch(number), run.name, type="button", aria_pressed="true", data_switch=number)
-        for number, run in enumerate(runs)
+        element("button", _swatch(place), name, type="button", aria_pressed="true", data_switch=place)
+        for place, name in enumerate(names)
     ]
-    return element("div", *switches, class_="runs legend", role="group", aria_label="Runs")
+    legend = element("div", *switches, class_="runs legend", role="group", aria_label="Runs")
+    assets = resources.files("trainer.tools.report") / "assets"
+    texts = {name: (assets / name).read_text(encoding="utf-8") for name in ("page.html", "report.css", "report.js")}
+    return Template(texts["page.html"]).substitute(
+        parts,
+        title=escape(title),
+        css=texts["report.css"],
+        connect="; connect-src 'self'" if version else "",
+        bar=element("p", line, id="live", class_="live", data_version=version) if version else "",
+        switches="" if len(names) == 1 else legend,
+        plotly=plotly,
+        script=texts["report.js"],
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import isfinite
 from typing import Any, Final
@@ -110,10 +110,6 @@ def _finite(run: RunRecord, key: str) -> dict[int, float]:
     return {step: value for step, value in zip(*run.column(key), strict=True) if isfinite(value)}
 
 
-def _last(values: dict[int, float]) -> float | None:
-    return next(reversed(values.values()), None)
-
-
 def rows_text(steps: Sequence[int]) -> str:
     """The rows that a figure was made of: `12 rows, steps 10 to 120`."""
     if not steps:
@@ -137,61 +133,30 @@ def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> Summar
     return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
 
 
-def _final_rows(run: RunRecord, losses: Mapping[int, float], window: int | None) -> list[int]:
-    """The steps whose mean loss is the final one: those of the end, or the last finite one."""
-    end = end_of(run, window)
-    return [step for step in losses if step >= end.first] or list(losses)[-1:]
+def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
+    """The mean loss at the end, and the lowest mean of as many consecutive rows.
 
-
-def _final_loss(run: RunRecord, window: int | None) -> SummaryRow:
-    """The mean loss at the end, with its steps; if none of these losses is finite, the last finite one."""
+    If no loss at the end is finite, the last finite one is the final one. The minimum of single rows is luck, and that of a
+    running average, which lags, may lie above the final loss. These means include the final one, so the best is never worse.
+    """
     losses, words = _finite(run, "loss"), "" if run.has_ended else "Latest loss"
     if not losses:
-        return SummaryRow("Final loss", None, "nats/token", words=words)
-    steps = _final_rows(run, losses, window)
-    is_end = len(steps) > 1 or steps[-1] == run.steps[-1]
-    what = "mean of " if len(steps) > 1 else "" if is_end else "last finite value, "
-    mean = statistics.fmean(losses[step] for step in steps)
-    return SummaryRow("Final loss", mean, "nats/token", what + rows_text(steps), words=words)
-
-
-def _best_loss(run: RunRecord, window: int | None) -> SummaryRow:
-    """The lowest mean loss of as many consecutive rows as the final loss has.
-
-    The minimum of single rows is luck, and that of a running average, which lags, may lie above the final loss. These means
-    include the final one, so the best is never worse.
-    """
-    losses = _finite(run, "loss")
-    if not losses:
-        return SummaryRow("Best loss", None, "nats/token")
-    width = len(_final_rows(run, losses, window))
+        return [SummaryRow("Final loss", None, "nats/token", words=words), SummaryRow("Best loss", None, "nats/token")]
     steps, values = list(losses), list(losses.values())
+    end = end_of(run, window)
+    width = max(sum(step >= end.first for step in steps), 1)
+    what = "mean of " if width > 1 else "" if steps[-1] == run.steps[-1] else "last finite value, "
+    final = statistics.fmean(values[-width:]), what + rows_text(steps[-width:])
     sums = list(accumulate(values, initial=0.0))
     starts = range(len(values) - width + 1)
     lowest = min(starts, key=lambda start: sums[start + width] - sums[start])
     # The running sums are rounded: the final rows are compared exactly.
     mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
-    what = "lowest mean of " if width > 1 else "lowest row, "
-    return SummaryRow("Best loss", mean, "nats/token", what + rows_text(steps[start : start + width]))
-
-
-def _held_out(run: RunRecord) -> list[SummaryRow]:
-    """The last and the best evaluation, which read the first micro-batches of the held-out documents."""
-    losses, batches = _finite(run, "eval_loss"), run.setting("eval.batches")
-    part = f", the first {counted(batches, 'micro-batch')} a rank" if isinstance(batches, int) else ""
-    best = {step: losses[step] for step in [min(losses, key=losses.__getitem__)]} if losses else {}
+    where = ("lowest mean of " if width > 1 else "lowest row, ") + rows_text(steps[start : start + width])
     return [
-        _last_row("Held-out loss", losses, "nats/token", f"last of {counted(len(losses), 'evaluation')}{part}, "),
-        _last_row("Best held-out loss", best, "nats/token", f"best of {counted(len(losses), 'evaluation')}{part}, "),
+        SummaryRow("Final loss", final[0], "nats/token", final[1], words=words),
+        SummaryRow("Best loss", mean, "nats/token", where),
     ]
-
-
-def _speed(run: RunRecord) -> SummaryRow:
-    speeds = _finite(run, "tokens_per_sec")
-    if not speeds:
-        return SummaryRow("Speed", None, "tokens/s")
-    what = "median of " if len(speeds) > 1 else ""
-    return SummaryRow("Speed", statistics.median(speeds.values()), "tokens/s", what + rows_text(list(speeds)))
 
 
 def _noise_scale(run: RunRecord) -> SummaryRow:
@@ -205,35 +170,53 @@ def _noise_scale(run: RunRecord) -> SummaryRow:
     return SummaryRow("Noise scale", scale.value, "sequences", f"{scale.where}{between}", digits=4)
 
 
-def _state(run: RunRecord) -> SummaryRow:
-    state, step = str(run.status.get("state", "")) or None, run.status.get("last_step")
-    words = [f"step {step:,}" if isinstance(step, int) else "", str(run.status.get("reason", ""))]
-    return SummaryRow("State", state, note=": ".join(filter(None, words)))
-
-
-def _steps(run: RunRecord) -> SummaryRow:
-    if not run.steps:
-        return SummaryRow("Steps", None)
-    return SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
-
-
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
+    state, step, reason = (run.status.get(key) for key in ("state", "last_step", "reason"))
+    reached = [f"step {step:,}" if isinstance(step, int) else "", str(reason or "")]
+    evals, batches = _finite(run, "eval_loss"), run.setting("eval.batches")
+    part = f", the first {counted(batches, 'micro-batch')} a rank" if isinstance(batches, int) else ""
+    best = min(evals, key=evals.__getitem__, default=0)
+    speeds = _finite(run, "tokens_per_sec")
+    speed_note = ("median of " if len(speeds) > 1 else "") + rows_text(list(speeds)) if speeds else ""
     redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
+    num_evals = f"{counted(len(evals), 'evaluation')}{part}, "
     return [
-        _state(run),
-        _steps(run),
+        SummaryRow("State", str(state) if state else None, note=": ".join(filter(None, reached))),
+        SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
+        if run.steps
+        else SummaryRow("Steps", None),
         _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
-        _final_loss(run, window),
-        _best_loss(run, window),
-        *_held_out(run),
-        _speed(run),
+        *_losses(run, window),
+        _last_row("Held-out loss", evals, "nats/token", f"last of {num_evals}"),
+        _last_row("Best held-out loss", {best: evals[best]} if evals else {}, "nats/token", f"best of {num_evals}"),
+        SummaryRow("Speed", statistics.median(speeds.values()) if speeds else None, "tokens/s", speed_note),
         _noise_scale(run),
         _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
         _total("False evictions", run, keys_under("ledger/false_evictions/"), "groups"),
         _total("Rejected steps", run, ["non_finite_steps"], "steps"),
         SummaryRow("Restarts", float(len(run.restarts)), note=redone),
     ]
+
+
+def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs labeled by the shortest path suffixes that differ; runs with the same path are numbered."""
+    parts = [run.path.absolute().parts for run in runs]
+    depth = 1
+    while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
+        depth += 1
+    labels = ["/".join(part[-depth:]) for part in parts]
+    earlier = [labels[:number].count(label) for number, label in enumerate(labels)]
+    numbers = [f" ({count + 1})" if count else "" for count in earlier]
+    return [replace(run, label=label + number) for run, label, number in zip(runs, labels, numbers, strict=True)]
+
+
+def value_text(value: Any) -> str:
+    """A config value as JSON; a dash for None. One that a resume changed: `0.01; 0.001 from step 31 on`."""
+    if isinstance(value, Mapping) and value:
+        first, *later = value.items()
+        return "; ".join([value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)])
+    return "–" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _strict(value: Any) -> Any:
@@ -255,16 +238,12 @@ def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 
-def _is_averaged(key: str) -> bool:
-    return key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
-
-
-def _end_mean(run: RunRecord, key: str, end: End) -> tuple[float | None, float | None]:
+def _end_mean(run: RunRecord, end: End, key: str, *, is_averaged: bool) -> tuple[float | None, float | None]:
     """Mean and standard deviation over the end of a run; the last value if the key is not averaged or not logged there."""
     column = _finite(run, key)
-    values = [value for step, value in column.items() if step >= end.first] if _is_averaged(key) else []
+    values = [value for step, value in column.items() if step >= end.first] if is_averaged else []
     if not values:
-        return _last(column), None
+        return next(reversed(column.values()), None), None
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -277,7 +256,8 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
     ends = [(run, end_of(run, window)) for run in (first, second)]
     rows = []
     for key in dict.fromkeys([*first.keys, *second.keys]):
-        (mean_a, deviation_a), (mean_b, deviation_b) = (_end_mean(run, key, end) for run, end in ends)
+        is_averaged = key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
+        (mean_a, deviation_a), (mean_b, deviation_b) = (_end_mean(*end, key, is_averaged=is_averaged) for end in ends)
         unit = lookup(key).unit if is_known(key) else ""
-        rows.append(KeyMean(key, unit, (mean_a, mean_b), (deviation_a, deviation_b), not _is_averaged(key)))
+        rows.append(KeyMean(key, unit, (mean_a, mean_b), (deviation_a, deviation_b), not is_averaged))
     return rows

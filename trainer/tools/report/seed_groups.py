@@ -89,10 +89,6 @@ class SeedGroup:
         """The runs."""
         return [diagnosis.run for diagnosis in self.diagnoses]
 
-    def with_results(self) -> Iterable[tuple[RunRecord, Mapping[str, float]]]:
-        """Each run with its results."""
-        return zip(self.runs, self.results, strict=True)
-
     def values(self, label: str) -> list[float]:
         """A result of each run that has it."""
         return [results[label] for results in self.results if label in results]
@@ -129,28 +125,19 @@ def seed_groups(diagnoses: Sequence[Diagnosis], *, window: int | None = None) ->
         window: see `end_of`.
     """
     runs = [diagnosis.run for diagnosis in diagnoses]
-    columns = {
-        key: values
-        for key, values in config_differences(runs)
-        if key != SEED and (not key.startswith("env.") or key == _WORLD_SIZE)
-    }
+    differing = {key: values for key, values in config_differences(runs) if key != SEED}
+    columns = {key: values for key, values in differing.items() if not key.startswith("env.") or key == _WORLD_SIZE}
     members: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
         # Runs whose settings are not recorded may have any.
-        identity = json.dumps(
-            [values[number] for values in columns.values()] if run.config else str(number), default=str
-        )
-        members.setdefault(identity, []).append(number)
+        settings = [values[number] for values in columns.values()] if run.config else str(number)
+        members.setdefault(json.dumps(settings, default=str), []).append(number)
     groups = [
         _group([diagnoses[at] for at in numbers], {key: values[numbers[0]] for key, values in columns.items()}, window)
         for numbers in members.values()
     ]
     label = next((label for label in RANKED_BY if any(label in group.outcome for group in groups)), RANKED_BY[-1])
-
-    def rank(group: SeedGroup) -> float:
-        return group.outcome[label].mean if label in group.outcome else math.inf
-
-    return label, sorted(groups, key=rank)
+    return label, sorted(groups, key=lambda group: group.outcome[label].mean if label in group.outcome else math.inf)
 
 
 def _group(diagnoses: Sequence[Diagnosis], settings: Mapping[str, Any], window: int | None) -> SeedGroup:
@@ -175,11 +162,13 @@ def reservations(label: str, groups: Sequence[SeedGroup]) -> list[str]:
 def reservations_of_runs(groups: Sequence[SeedGroup]) -> Iterable[str]:
     """Those of them that do not need more than one run in a row."""
     runs = [run for group in groups for run in group.runs]
-    states = [(run, str(run.status.get("state", "") or "unknown")) for run in runs]
-    unfinished = [f"{run.name} ({state})" for run, state in states if state != "done"]
+    unfinished = [
+        f"{run.name} ({run.status.get('state') or 'unknown'})" for run in runs if run.status.get("state") != "done"
+    ]
     if unfinished:
         yield f"not done: {few(unfinished)}"
-    ends = {run.name: end["Steps"] for group in groups for run, end in group.with_results() if "Steps" in end}
+    pairs = [pair for group in groups for pair in zip(group.runs, group.results, strict=True)]
+    ends = {run.name: end["Steps"] for run, end in pairs if "Steps" in end}
     last = max(ends.values(), default=0.0)
     short = [f"{name} ({step:,.0f})" for name, step in ends.items() if step < last]
     if short:

@@ -10,7 +10,7 @@ from contextlib import chdir
 from pathlib import Path
 
 from trainer.config.load import to_toml
-from trainer.data.tokenizer import copy_tokenizer, load_tokenizer
+from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.model.families import DEFAULT
@@ -21,6 +21,22 @@ from trainer.tools.trained.saved_model import CONFIG_FILE, SavedCheckpoint, read
 from trainer.training.setup.plan import build_model
 
 HUGGING_FACE_CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_PARTS = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+)
+"""What `transformers` reads beside a tokenizer.json, of which it makes the same tokenizer."""
 
 
 def export_model(
@@ -121,3 +137,19 @@ def last_results(run_dir: Path, step: int) -> Mapping[str, float]:
         if upto:
             found[key] = upto[-1]
     return found
+
+
+def copy_tokenizer(path: Path, directory: Path) -> None:
+    """Copy a tokenizer.json, and what belongs to it, for `AutoTokenizer`.
+
+    Without a `tokenizer_config.json`, `transformers` would take the tokenizer of the model's family and give it special tokens,
+    the first of which gets the id that begins documents; one that names no family is written then.
+    """
+    shutil.copyfile(path, directory / "tokenizer.json")
+    for part in (path.with_name(name) for name in TOKENIZER_PARTS if path.name == "tokenizer.json"):
+        if part.is_dir():
+            shutil.copytree(part, directory / part.name)
+        elif part.exists():
+            shutil.copyfile(part, directory / part.name)
+    if not (directory / TOKENIZER_CONFIG).exists():
+        write_file(directory / TOKENIZER_CONFIG, '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')

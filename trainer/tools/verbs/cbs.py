@@ -42,7 +42,7 @@ def cbs(
         str | None, typer.Option(help="CUDA devices; as many branches at once as there are groups of --nproc.")
     ] = None,
     parallel: Annotated[int | None, typer.Option(min=1, help="Branches at once, without --devices.")] = None,
-    out: Annotated[str | None, typer.Option(help="Picture, .svg or .png; default: in RUN_DIR/cbs/STEP.")] = None,
+    out: Annotated[str | None, typer.Option(help="Picture, .html; default: cbs.html in RUN_DIR/cbs/STEP.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Start without asking.")] = False,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
@@ -56,9 +56,9 @@ def cbs(
         from trainer.tools.branching.results import read_common, refuse_mixing
         from trainer.tools.branching.runner import slots
         from trainer.tools.branching.study import make_study, parse_factors, parse_grid
-        from trainer.tools.pictures import check_picture
+        from trainer.tools.pictures import check_page
     if out is not None:
-        check_picture(out, example="cbs.svg")
+        check_page(out)
     path = find_checkpoint(run, at)
     with reserved(run):
         origin = open_origin(run, path, num_ranks=nproc, trust_code=trust_code)
@@ -135,7 +135,6 @@ def _tell(study: Study, tolerance: float, out: str | None, *, as_json: bool) -> 
     from trainer.tools.branching.results import ANSWER_FILE
     from trainer.tools.branching.runner import missing
     from trainer.tools.branching.show import draw, print_answer
-    from trainer.tools.pictures import can_draw
 
     answer = make_answer(study, missing(study)[1], tolerance=tolerance)
     found = to_json(answer)
@@ -144,12 +143,14 @@ def _tell(study: Study, tolerance: float, out: str | None, *, as_json: bool) -> 
         write_json(written[0], found)
     except OSError as error:
         raise UserError(str(written[0]), f"cannot be written: {error.strerror}", "check the disk") from None
-    if can_draw():
-        picture = study.directory / "cbs.svg" if out is None else Path(out)
+    picture = study.directory / "cbs.html" if out is None else Path(out)
+    try:
         draw(answer, picture)
         written.append(picture)
-    else:
-        echo("no picture: matplotlib is not installed (pip install matplotlib)", err=True)
+    except UserError as error:
+        if out is not None:
+            raise
+        echo(f"no picture: {error}", err=True)
     if as_json:
         echo(json.dumps(found, indent=2, allow_nan=False))
     else:

@@ -190,7 +190,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     import os
 
-    from trainer.data.streams.layout import refuse_empty
+    from trainer.data.layout import refuse_empty
     from trainer.errors import UserError
     from trainer.storage import Storage, is_url
     from trainer.training.checkpointing.resume_checks import check_resume

@@ -40,8 +40,7 @@ def compare(
 ) -> None:
     """Compare runs: two key by key; more as a table, where runs that differ in the seed alone are one row."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.names import with_distinct_names
-    from trainer.tools.report.run_summary import key_means
+    from trainer.tools.report.run_summary import key_means, with_distinct_names
     from trainer.tools.report.seed_groups import reservations_of_runs, seed_groups
     from trainer.tools.runs.load import load_run
 
@@ -141,8 +140,7 @@ def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) ->
 
 
 def _config_table(runs: Sequence[RunRecord]) -> Table | str:
-    from trainer.tools.report.markup import value_text
-    from trainer.tools.report.run_summary import config_differences
+    from trainer.tools.report.run_summary import config_differences, value_text
 
     rows = config_differences(runs)
     if not any(run.config or run.environment for run in runs):

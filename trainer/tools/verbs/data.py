@@ -116,8 +116,8 @@ def tokenize(
     text_split: TextSplitOption = "file",
 ) -> None:
     """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
-    from trainer.data.streams.layout import discover, refuse_empty
-    from trainer.data.tokenize import tokenize as write_tokens
+    from trainer.data.layout import discover, refuse_empty
+    from trainer.tools.corpus.tokens import tokenize as write_tokens
 
     at = discover(paths, format=format)
     refuse_empty(at.streams)
@@ -179,9 +179,8 @@ def verify(
     text_split: TextSplitOption = "file",
 ) -> None:
     """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
-    from trainer.data.formats.documents import ReadOptions
-    from trainer.data.streams.layout import discover
-    from trainer.data.streams.unheeded import refuse_unheeded
+    from trainer.data.documents import ReadOptions
+    from trainer.data.layout import discover, refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
     from trainer.metrics.logger import get_logger
     from trainer.tools.inspection.encoding import describe
@@ -217,9 +216,8 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
-    from trainer.data.formats.documents import ReadOptions
-    from trainer.data.streams.layout import discover
-    from trainer.data.streams.unheeded import refuse_unheeded
+    from trainer.data.documents import ReadOptions
+    from trainer.data.layout import discover, refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
     from trainer.tools.inspection.survey import survey
 

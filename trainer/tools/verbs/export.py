@@ -70,7 +70,7 @@ def export(
 
 def _is_own(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
-    from trainer.data.tokenizer import PARTS
+    from trainer.tools.trained.export import TOKENIZER_PARTS
 
     written = {
         "model.safetensors",
@@ -79,7 +79,7 @@ def _is_own(directory: Path) -> bool:
         "config.json",
         "generation_config.json",
         "tokenizer.json",
-        *PARTS,
+        *TOKENIZER_PARTS,
     }
     names = {path.name for path in directory.iterdir()}
     card = directory / "README.md"  # a folder of someone else's model may have the same files

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
-from trainer.files import write_file
 
 DEFAULT_OUT = "report.html"
 
@@ -43,47 +41,28 @@ def report(
 
 def _write(runs: list[str], out: str, *, force: bool) -> None:
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.names import with_distinct_names
-    from trainer.tools.report.page import plotly_script, render_page
+    from trainer.tools.pictures import check_page, plotly_script, write_page
+    from trainer.tools.report.page import render_page, render_parts
+    from trainer.tools.report.run_summary import with_distinct_names
     from trainer.tools.runs.load import load_run
 
-    target = Path(out)
-    if target.suffix.lower() not in (".html", ".htm"):
-        raise UserError("--out", f"must end in .html, got {out}", "--out report.html")
+    target = check_page(out)
     if target.exists() and not force:
         raise UserError(out, "exists already", "name another file, or add --force")
     plotly = plotly_script()
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
-    text = render_page(diagnoses, plotly=plotly)
-    page = text.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
-    _write_atomically(target, page)
+    names = [diagnosis.run.name for diagnosis in diagnoses]
+    size = write_page(render_page(names, render_parts(diagnoses), plotly=plotly), target)
     for diagnosis in diagnoses:
         run = diagnosis.run
         echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)
         for note in run.notes:
             echo(f"{run.name}: note: {note}", err=True)
-    echo(f"wrote the report to {out} ({len(page) / 1e6:.1f} MB)", err=True)
-
-
-def _write_atomically(target: Path, page: bytes) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, page, follow=True)
-    except OSError as error:
-        raise UserError("--out", f"{target} cannot be written: {error.strerror}", "choose another path") from None
+    echo(f"wrote the report to {out} ({size / 1e6:.1f} MB)", err=True)
 
 
 def _follow(runs: list[str], port: int) -> None:
-    from trainer.tools.report.follow import Follower
-    from trainer.tools.report.page import plotly_script
-    from trainer.tools.report.serve import ReportServer, yield_to_the_run
+    from trainer.tools.pictures import plotly_script
+    from trainer.tools.report.live import serve
 
-    plotly = plotly_script()
-    follower = Follower(runs)
-    with ReportServer(follower, plotly=plotly, port=port) as server:
-        yield_to_the_run()
-        try:
-            echo(f"following {', '.join(follower.names)} at {server.url} (end with Ctrl-C)", err=True)
-            server.serve_forever()
-        except KeyboardInterrupt:
-            echo("no longer following", err=True)
+    serve(runs, plotly=plotly_script(), port=port, say=lambda words: echo(words, err=True))

@@ -77,7 +77,7 @@ def _text_pieces(
     device: torch.device,
 ) -> Iterator[str]:
     """The generated text, piece by piece, up to the requested length."""
-    from trainer.data.text_stream import TextStream, prompt_ids
+    from trainer.data.tokenizer import TextStream, prompt_ids
     from trainer.model.generate import generate
 
     is_text = saved.tokenizer.name != "ids"

@@ -13,7 +13,7 @@ from rich.text import Text
 from trainer.cli.terminal import COLOURS, output
 from trainer.tools.diagnostics.diagnose import Diagnosis
 from trainer.tools.fitted_table import Column, fitted_table, needed_width
-from trainer.tools.report.markup import value_text
+from trainer.tools.report.run_summary import value_text
 from trainer.tools.report.seed_groups import ERRORS_WIDE, Excess, SeedGroup, Spread, excess, reservations, seed_groups
 from trainer.wording import few, number_text
 

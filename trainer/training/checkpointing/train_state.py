@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from trainer.data.blending.blend import BlendDataset
+from trainer.data.blend import BlendDataset
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Recorder
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.config.rules import largest_batch, mixing_of
-from trainer.data.blending.blend import BlendDataset, BlendSource
-from trainer.data.blending.sources import UnreadSource
+from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.loader import Loader
-from trainer.data.mixing.dataset import StreamMixingDataset
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError

@@ -210,7 +210,6 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         device=device,
         is_resumed=is_resumed,
         burns_in=config.ledger.burn_in > 0,
-        on_window=None if config.micro_batches.is_known_ahead else state.dataset.window_begins,
     )
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:

@@ -15,8 +15,7 @@ from torch import nn
 
 from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
-from trainer.data.text_stream import prompt_ids
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import refuse_scalars, shard_units
 from trainer.errors import UserError
@@ -30,9 +29,8 @@ from trainer.model.state_layout import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
-from trainer.training.setup.reading import check_reading
 from trainer.training.setup.sharding import mesh_shape
-from trainer.training.setup.sources import Source, leaf_tables, resolve_eval_sources, resolve_sources
+from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
 

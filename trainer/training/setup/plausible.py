@@ -11,7 +11,7 @@ import torch
 from trainer.config.data_tables import SourceTable
 from trainer.config.rules import largest_batch, mixing_of
 from trainer.config.schema import FIRST_PROFILED, LedgerTable, RunConfig
-from trainer.data.streams.unread import unread_parts
+from trainer.data.layout import unread_parts
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError, UserErrors
 from trainer.storage import is_url

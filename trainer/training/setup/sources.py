@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from trainer.config.data_tables import SourceTable
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import least_steps, tokens_per_micro
 from trainer.config.schema import RunConfig
-from trainer.data.blending.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
-from trainer.data.stored.cache import Cache, Snapshot
-from trainer.data.stored.streams import stored_direct, stored_nested
-from trainer.data.streams.layout import Stream, discover_direct, discover_nested
+from trainer.data.documents import IdBounds
+from trainer.data.formats import find_loader, is_import_path
+from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
+from trainer.data.stored import Cache, Snapshot, stored_direct, stored_nested
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.errors import UserError
 from trainer.files import did_you_mean
 from trainer.storage import is_url
@@ -201,3 +204,23 @@ def _streams(
             fix = did_you_mean(str(table.root)) or made
         raise UserError(key, problem, fix, where=file) from None
     return [], ()
+
+
+def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer) -> None:
+    """Refuse options of sources that change nothing, or cannot be right.
+
+    Raises:
+        UserError: a format of the user's own cannot be imported; no file of a source heeds `dtype`, `eod` or `text_split`; or
+            `eod` is outside the vocabulary.
+    """
+    named = [(f"source {source.name}", source) for source in sources]
+    named += [(f"eval source {source.name}", source) for source in eval_sources]
+    for name, source in named:
+        table = source.table
+        given = {"dtype": table.dtype, "eod": table.eod, "text_split": table.text_split}
+        if is_import_path(table.format):
+            find_loader(table.format)
+        refuse_unheeded(source.streams, table.format, given, source=name)
+        # In a format of the user's own, eod means what its function makes of it.
+        if table.eod is not None and not is_import_path(table.format):
+            IdBounds.of(name, tokenizer).check_eod(table.eod, f"{name}: eod")

@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.formats.own_format import is_import_path
-from trainer.data.formats.registry import FORMATS, file_kind, format_name
-from trainer.data.stored.cache import ENTRY, Cache
-from trainer.data.streams.layout import Stream
-from trainer.data.tokenize import tokenize_files
+from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
+from trainer.data.layout import Stream
+from trainer.data.stored import ENTRY, Cache
+from trainer.data.tokenize import TextFile, tokenize_files
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
@@ -78,7 +77,10 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
             cache.make_room(f"source {source.name}", size, size, place)
         with progress_bar() as bar:
             tokenize_files(
-                [(stream.path, format_name(Path(stream.path), source.table.format)) for stream in streams],
+                [
+                    TextFile.cut(stream.path, source.table.format, place / "files" / f"{number:06d}.bin")
+                    for number, stream in enumerate(streams)
+                ],
                 place / "files",
                 tokenizer=data.tokenizer,
                 text_split=source.table.text_split,

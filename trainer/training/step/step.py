@@ -34,8 +34,7 @@ from trainer.distributed.strategy import GradientAveraging
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.noise_scale.square_norm import square_norm
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
 from trainer.objective.compose import Loss
 from trainer.shards import is_dtensor
 from trainer.training.extension import Extensions, Measured
@@ -265,7 +264,7 @@ class TrainStep:
         gradients: list[Any] = [p.grad for p in used]
         if self._has_shards:
             gradients = [gradient.to_local() for gradient in gradients]
-        squares = [square_norm(gradient) for gradient in gradients]
+        squares = square_norms(gradients)
         for look in self._extensions.on_gradient:
             look(dict(zip(used, squares, strict=True)))
         own_sq = torch.stack(squares).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,6 @@ class WindowReader:
 
     Args:
         accepted, burns_in: see `split`.
-        on_window: called with a window's step, the batches read before it and its micro-batches; None: nobody asks.
         data_state: the data set's, before the first window.
         is_resumed: the run continues from a checkpoint, so its data may be exhausted.
     """
@@ -59,11 +58,8 @@ class WindowReader:
         device: torch.device,
         is_resumed: bool,
         burns_in: bool = False,
-        on_window: Callable[[int, int, int], None] | None = None,
     ) -> None:
         self._loader = loader
-        self._on_window = on_window
-        self._num_read = 0
         self._accepted = accepted
         self._burns_in = burns_in
         self._data_state = data_state
@@ -86,12 +82,9 @@ class WindowReader:
         micros: list[MicroBatch] = []
         metrics: list[Mapping[str, float | None]] = []
         is_exhausted = True
-        if self._on_window is not None:
-            self._on_window(step, self._num_read, num_micros)
         for _ in range(num_micros):
             loaded = next(self._loader, None)
             if loaded is not None:
-                self._num_read += 1
                 batch, self._data_state = dict(loaded.batch), loaded.state
                 is_masked = {} if loaded.is_masked is None else {MASKED_SHARE: float(loaded.is_masked)}
                 metrics.append({**loaded.metrics, **is_masked})

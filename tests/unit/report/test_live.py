@@ -1,0 +1,266 @@
+"""A run that is followed: what the page is given while the files change, and to whom."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import shutil
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from trainer.errors import UserError
+from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
+from trainer.metrics.run_status import take_lock
+from trainer.tools.report.live import BUSY_FACTOR, Follower, ReportServer
+
+
+def line(step, loss=None):
+    return encode_payload(build_payload("train", step, {"loss": loss or 10.0 - step})) + "\n"
+
+
+class Clock:
+    """Each reading takes `takes` seconds."""
+
+    def __init__(self, takes=0.0):
+        self.now, self.takes = 100.0, takes
+
+    def __call__(self):
+        self.now += self.takes
+        return self.now
+
+
+class Followed:
+    """A run directory, its follower, and the page's questions."""
+
+    def __init__(self, directory, clock=None):
+        self.directory, self.clock = directory, clock or Clock()
+        directory.mkdir(parents=True, exist_ok=True)
+        self.lock = take_lock(directory)  # or a run that says "running" counts as dead
+        self.metrics = directory / "metrics.jsonl"
+
+    def start(self):
+        self.follower = Follower([str(self.directory)], clock=self.clock)
+        self.version = self.ask("")["version"]
+        return self
+
+    def write(self, text, mode="a"):
+        with self.metrics.open(mode, encoding="utf-8") as file:
+            file.write(text)
+
+    def status(self, state, time=0.0, reason=""):
+        value = {"state": state, "reason": reason, "last_step": 1, "time": time}
+        (self.directory / "status.json").write_text(json.dumps(value))
+
+    def ask(self, since=None, wait=1000.0):
+        self.clock.now += wait
+        found = json.loads(self.follower.answer(self.version if since is None else since))
+        self.version = found["version"]
+        return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Followed(tmp_path / "run")
+
+
+def drawn_steps(found):
+    data = json.loads(found["parts"]["data"])
+    decoded = [np.frombuffer(base64.b64decode(column["bdata"]), column["dtype"]).tolist() for column in data["columns"]]
+    return sorted(
+        {
+            step
+            for figure in filter(None, data["charts"])
+            for trace in figure["data"]
+            for step in decoded[trace["x"]["column"]]
+        }
+    )
+
+
+def test_a_run_without_rows_is_waited_for(run):
+    run.start()
+    assert "run: no row yet" in run.ask()["line"]
+    assert "parts" not in run.ask()
+    run.write(line(1) + line(2, 0.5))
+    found = run.ask()
+    assert drawn_steps(found) == [1, 2]
+    assert "Loss" in found["parts"]["details"]
+    assert "at step 2" in found["line"]
+
+
+def test_the_parts_come_only_if_they_are_newer_than_those_of_the_page(run):
+    run.write(line(1))
+    run.start()
+    assert set(run.ask()) == {"version", "line"}
+    run.write(line(2))
+    assert set(run.ask()) == {"version", "line", "parts"}
+    assert set(run.ask()) == {"version", "line"}
+    assert "parts" in run.ask("of an earlier server")
+
+
+def test_a_resumed_run_and_a_truncated_file_are_read_anew(run):
+    run.write("".join(line(step) for step in range(1, 7)))
+    run.start()
+    run.write(encode_payload(build_restart(3)) + "\n" + line(4, 9.0))
+    found = run.ask()
+    assert '"text":"restart"' in found["parts"]["data"]
+    assert "replaced by later rows" in found["parts"]["overview"]
+    run.write(line(1) + line(2), mode="w")
+    assert drawn_steps(run.ask()) == [1, 2]
+
+
+def test_a_directory_that_is_gone_leaves_the_page_as_it_was_and_may_come_back(run):
+    run.write(line(1) + line(2))
+    run.start()
+    kept = run.directory.with_name("moved")
+    run.directory.rename(kept)
+    found = run.ask()
+    assert found["line"] == "run: is gone; the page shows what was read before"
+    assert drawn_steps(run.ask("")) == [1, 2]
+    shutil.copytree(kept, run.directory)
+    run.write(line(3))
+    found = run.ask()
+    assert drawn_steps(found) == [1, 2, 3]
+    assert "gone" not in found["line"]
+
+
+def test_a_heartbeat_is_no_news_and_the_end_is(run):
+    run.write(line(1))
+    run.status("running")
+    run.start()
+    run.status("running", time=5.0)
+    assert "parts" not in run.ask()
+    run.status("done", reason="all steps are done")
+    found = run.ask()
+    assert "parts" in found
+    assert found["line"] == "run has ended at step 1: done, all steps are done"
+    run.status("running")
+    assert "running at step 1, last row at " in run.ask()["line"]
+    run.lock.close()  # a process that is killed writes nothing
+    found = run.ask()
+    assert "has ended at step 1: died, process" in found["line"]
+    assert "parts" in found
+
+
+def test_reading_pauses_in_proportion_to_how_long_it_takes(run):
+    run.clock.takes = 3.0
+    run.write(line(1))
+    run.start()
+    run.write(line(2))
+    run.ask()
+    run.write(line(3))
+    assert "parts" not in run.ask(wait=BUSY_FACTOR * 3.0 - 10.0)
+    assert "parts" in run.ask(wait=10.0)
+
+
+def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
+    clock = Clock()
+    path = tmp_path / "run"
+    follower = Follower([str(path)], clock=clock)
+    first = json.loads(follower.answer(""))
+    assert first["line"] == f"run: waiting for {path}, which does not exist yet"
+    path.mkdir()
+    clock.now += 1000
+    assert json.loads(follower.answer(first["version"]))["line"] == "run: no row yet"
+    (path / "metrics.jsonl").write_text(line(1) + line(2))
+    clock.now += 1000
+    found = json.loads(follower.answer(first["version"]))
+    assert drawn_steps(found) == [1, 2]
+    shutil.rmtree(path)
+    clock.now += 1000
+    assert json.loads(follower.answer(""))["line"] == "run: is gone; the page shows what was read before"
+
+
+def test_a_path_in_a_directory_that_does_not_exist_is_refused_at_the_start(tmp_path):
+    with pytest.raises(UserError, match="is neither a run directory nor a file"):
+        Follower([str(tmp_path / "nowhere" / "run")])
+
+
+@pytest.fixture
+def server(make_run):
+    run = make_run("a", {"loss": [3.0, 2.0]})
+    with ReportServer(Follower([str(run.path)]), plotly="var plotly_is_here;", port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request(method, path, headers={"Host": f"127.0.0.1:{server.server_port}", **headers})
+    answer = connection.getresponse()
+    return answer.status, dict(answer.getheaders()), answer.read()
+
+
+def test_the_page_and_its_parts_are_the_only_content(server):
+    status, headers, body = ask(server, "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert b"plotly_is_here" in body
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    status, headers, body = ask(server, "/parts?since=0")
+    found = json.loads(body)
+    assert (status, headers["Content-Type"]) == (200, "application/json; charset=utf-8")
+    assert json.loads(ask(server, f"/parts?since={found['version']}")[2]).keys() == {"version", "line"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/metrics.jsonl", "/../metrics.jsonl", "//etc/passwd", "/%2e%2e/a/metrics.jsonl", "/parts/", "http://other/", "*"],
+)
+def test_no_other_path_has_content(server, path):
+    assert ask(server, path)[::2] == (404, b"not found\n")
+
+
+@pytest.mark.parametrize("path", ["/", "/parts?since=0", "/nothing"])
+def test_head_is_answered_as_get_without_the_body(server, path):
+    whole, head = ask(server, path), ask(server, path, "HEAD")
+    for _, headers, _ in (whole, head):
+        headers.pop("Date")
+    assert head == (*whole[:2], b"")
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+        connection.sendall(f"HEAD {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:9000", 200), ("127.0.0.1", 200),
+        ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("localhost.evil.example:80", 403), ("", 403),
+        ("evil.example:127.0.0.1", 403), ("0.0.0.0", 403),
+    ],
+)  # fmt: skip
+def test_another_name_for_this_machine_is_refused(server, host, status):
+    for path in ("/", "/parts"):
+        found, _, body = ask(server, path, Host=host)
+        assert found == status
+        assert (b"loss" in body) == (status == 200)
+
+
+@pytest.mark.parametrize("hosts", ["", "Host: localhost\r\nHost: evil.example\r\n"])
+def test_a_request_without_one_host_is_refused(server, hosts):
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+        connection.sendall(f"GET / HTTP/1.0\r\n{hosts}\r\n".encode())
+        assert b" 403 " in connection.recv(100)
+
+
+def test_a_client_that_leaves_does_not_end_the_server(server, capsys):
+    for _ in range(3):
+        connection = socket.create_connection(("127.0.0.1", server.server_port))
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.close()
+    assert ask(server, "/")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_a_mistake_of_one_line(server, make_run):
+    follower = Follower([str(make_run("b", {"loss": [1.0]}).path)])
+    with pytest.raises(UserError, match=r"--port: .*in use; name another, or 0 for a free one"):
+        ReportServer(follower, plotly="", port=server.server_port)

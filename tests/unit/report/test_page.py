@@ -1,0 +1,114 @@
+"""The page of `train report`: its sections, and what it says in words."""
+
+from __future__ import annotations
+
+import html
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.report.charts import make_charts
+from trainer.tools.report.page import chart_groups, render_page, render_parts
+from trainer.tools.report.run_summary import with_distinct_names
+from trainer.tools.verbs.report import report
+
+
+def test_an_existing_page_is_replaced_only_with_force(make_run, tmp_path):
+    run, page = str(make_run("a", {"loss": [3.0, 2.0]}).path), tmp_path / "x.html"
+    page.write_text("mine")
+    with pytest.raises(UserError, match="exists already; name another file, or add --force"):
+        report([run], str(page), force=False)
+    assert page.read_text() == "mine"
+    report([run], str(page), force=True)
+    assert "plotly" in page.read_text(encoding="utf-8")
+
+
+class Elements(HTMLParser):
+    """The start tags of a page, and the text of its headings."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.headings, self._inside = [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self._inside = tag
+
+    def handle_data(self, data):
+        if self._inside in ("h1", "h2", "h4"):
+            self.headings.append(data.strip())
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+
+def rendered(*runs):
+    runs = with_distinct_names(runs)
+    return render_page([run.name for run in runs], render_parts([diagnose(run) for run in runs]), plotly="$plotly")
+
+
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_a_page_has_every_section_and_no_element_from_the_files_of_a_run(make_run, num_runs):
+    hostile = "<img src=x onerror=alert(1)>"
+    evictions = {"ledger/false_evictions/lru": [0.0, 2.0], "</script><img>": [1.0, 2.0]}
+    runs = [make_run(f"{n}{hostile}", evictions, config={"run": {"name": hostile}}) for n in range(num_runs)]
+    runs[0].notes.append(hostile)
+    runs[0].events.append({"event": hostile})
+    page = Elements(rendered(*runs))
+    assert "img" not in page.tags
+    assert page.tags.count("h1") == 1
+    for section in ("About the record", "Outcome", "Ledger", "Not in the catalog", "Events", "Config", "Environment"):
+        assert section in page.headings
+    assert page.headings.count("False evictions lru") == num_runs
+    assert hostile in page.headings[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "words", "class_"),
+    [
+        ([3.0, 2.0], "Nothing wrong in what was measured; 2 of ", "verdict"),
+        ([3.0, float("nan")], "1 finding; 2 of ", "verdict bad"),
+    ],
+)
+def test_the_verdict_says_how_many_rules_judged_the_run(make_run, loss, words, class_):
+    page = rendered(make_run("a", {"loss": loss}))
+    assert words in page
+    assert f'class="{class_}"' in page
+    assert "Healthy: no findings" not in page
+    assert 'class="verdict good"' not in page
+
+
+def test_a_run_without_training_rows_is_not_called_healthy(make_run):
+    run = make_run("a", {"loss": [None]}, {1: {"eval_loss": 2.0}})
+    diagnosis = diagnose(run)
+    assert diagnosis.verdict is None
+    page = rendered(run)
+    assert diagnosis.summary in page
+    assert "Healthy" not in Elements(page).headings
+    assert 'class="verdict good"' not in page
+
+
+def test_what_is_not_drawn_is_said_with_its_values_its_steps_and_its_keys(make_run):
+    zeros = {key: [0.0, 0.0] for key in ("ledger/evictions/lru", "ledger/evictions/stale", "ledger/refused_rows")}
+    sets = {f"eval/{name}/loss": loss for name, loss in {"books": 3.5, "code": 2.5, "news": 3.5}.items()}
+    runs = [make_run("a", {**zeros, "lr": [0.1, 0.1], "loss": [3.0, 2.0]}, {2: sets}), make_run("b", {"lr": [0.2] * 3})]
+    shown = [
+        " ".join(html.unescape(re.sub("<[^>]*>", " ", chart_groups(make_charts(those)))).split())
+        for those in (runs[:1], runs)
+    ]
+    lists = "Ledger: evictions, running total (2 values, steps 1 to 2) ledger/evictions/lru, ledger/evictions/stale"
+    assert f"Zero throughout {lists} Refused rows (2 values, steps 1 to 2) ledger/refused_rows" in shown[0]
+    assert "The same throughout Learning rate: 0.1 (2 values, steps 1 to 2) lr" in shown[0]
+    assert "Measured once Loss, by validation set: books, news 3.5 · code 2.5 nats/token (step 2)" in shown[0]
+    assert "Learning rate: a 0.1 · b 0.2 (2 to 3 values, steps 1 to 3) lr" in shown[1]
+
+
+def test_a_readout_says_at_which_step_each_value_was(make_run):
+    run = make_run("a", {"loss": [3.0, 1.0, 2.0, None], "lr": [0.1, 0.2, 0.3, 0.4]}, {3: {"eval_loss": 2.5}})
+    page = rendered(run)
+    assert "last: train 2 at step 3 · held out 2.5 at step 3" in page
+    assert "last 0.4 at step 4 · min 0.1 at step 1 · max 0.4 at step 4" in page

@@ -1,0 +1,391 @@
+"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs), and what neither reads.
+
+Globs are ours: their `**` enters every directory once, so that a link to an ancestor ends.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Literal
+
+from trainer.data.formats import (
+    check_format,
+    format_name,
+    formats_with,
+    index_suffixes,
+    is_import_path,
+    suffixes,
+    takes_option,
+)
+from trainer.errors import UserError
+from trainer.files import did_you_mean
+from trainer.wording import counted, few, printable
+
+IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
+BESIDE_DATA = ("manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
+ABOUT_DATA = ("readme", "license", "licence", "copying", "notice", "authors", "citation", "changelog", "makefile")
+NO_DATA = (".pyc", ".toml", ".lock", ".md5", ".sha256")
+logger = logging.getLogger("trainer.data")
+
+
+def find_files(pattern: str) -> list[str]:
+    """The files that a glob matches, sorted; `**` as a whole path component crosses directories, hidden ones excepted.
+
+    `glob.glob` follows a link to an ancestor again and again until the path is too long. Here a directory that is
+    reached by several ways is entered once, by a link only if there is no other way.
+    """
+    return sorted({path.removeprefix(f".{os.sep}") for path in _matches(pattern) if os.path.isfile(path)})
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    at = parts.index("**")
+    rest = [part for part in parts[at + 1 :] if part] or ["*"]
+    head = os.sep.join(parts[:at]) or (os.sep if at else os.curdir)
+    for base in glob.iglob(head):
+        for directory in _directories(base):
+            yield from _matches(os.path.join(glob.escape(directory), *rest))
+
+
+def named_directory(path: str) -> str:
+    """The directory that a file lies in, or that a glob searches: what comes before its first part with a wildcard."""
+    parts = path.split(os.sep)
+    is_glob = not os.path.isfile(path)
+    fixed = next((i for i, part in enumerate(parts[:-1]) if is_glob and glob.has_magic(part)), len(parts) - 1)
+    return os.sep.join(parts[:fixed]) or (os.sep if path.startswith(os.sep) else os.curdir)
+
+
+def _directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
+    """`base` and all directories below it, each once; directories before links to them."""
+    seen: set[tuple[int, int]] = set()
+    own: list[str] = [base]
+    links: list[str] = []
+    while own or links:
+        directory = own.pop() if own else links.pop()
+        try:
+            status = os.stat(directory)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(directory) as found:
+                entries = sorted(found, key=lambda entry: entry.name, reverse=True)
+        except OSError:  # no directory, or one that may not be read: a glob matches nothing there
+            continue
+        yield directory
+        for entry in entries:
+            if (enters_hidden or not entry.name.startswith(".")) and entry.is_dir():
+                (links if entry.is_symlink() else own).append(entry.path)
+
+
+def _files_below(directory: Path) -> list[Path]:
+    """The files in a directory and in those below it, also behind links: each directory is entered once."""
+    below = _directories(str(directory), enters_hidden=True)
+    return [path for each in below for path in Path(each).iterdir() if path.is_file()]
+
+
+def _sort_of(path: PurePath, format: str) -> Literal["data", "marked", "unread", "other"]:
+    """What a layout makes of a file, by its name below the root.
+
+    `marked` would be data but for the beginning of its name; `unread` may be meant as data, and no format reads it.
+    """
+    is_index = path.suffix in index_suffixes()
+    if path.name != "manifest.json" and not is_index and (format != "auto" or path.suffix in suffixes()):
+        return "marked" if path.name.startswith(IGNORED) else "data"
+    is_hidden = any(part.startswith(IGNORED) for part in path.parts)
+    is_known = is_index or path.suffix.lower() in NO_DATA or is_hidden or _is_about_data(path)
+    return "other" if is_known else "unread"
+
+
+def _is_about_data(path: PurePath) -> bool:
+    return path.name in BESIDE_DATA or path.name.lower().partition(".")[0] in ABOUT_DATA
+
+
+def _not_read(marked: Iterable[str], unread: Iterable[str]) -> list[str]:
+    """What to say of files that a layout leaves out: at most a clause of either kind. Hidden files mean nothing."""
+    marked, unread = sorted(n for n in marked if os.path.basename(n).startswith("_")), sorted(unread)
+    said = [f"skips {len(marked):,} whose names begin with _: {few(marked)}"] if marked else []
+    if unread:
+        kinds = sorted({PurePath(name).suffix or "no extension" for name in unread})
+        said.append(f"does not read {counted(len(unread), 'file')} ({few(kinds)}): {few(unread)}")
+    return said
+
+
+def _warn(where: object, marked: Iterable[str], unread: Iterable[str]) -> None:
+    for said in _not_read(marked, unread):
+        text = "%s: %s; if they are data, rename them (known extensions: %s), unpack or convert them, or set format"
+        logger.warning(text, printable(str(where)), said, " ".join(suffixes()))
+
+
+def _none(problem: str, marked: Iterable[str], unread: Iterable[str]) -> str:
+    said = ", and ".join(_not_read(marked, unread))
+    return f"{problem} (it {said})" if said else problem
+
+
+def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
+    """Of names below a root, those that a layout reads and the index files beside them.
+
+    Args:
+        where: warns of others that are named like data there; None: does not.
+    """
+    sorts = {name: _sort_of(PurePath(name), format) for name in names}
+    if where is not None:
+        _warn(where, (), [name for name, sort in sorts.items() if sort == "unread"])
+    return [name for name, sort in sorts.items() if sort == "data" or PurePath(name).suffix in index_suffixes()]
+
+
+def loose_files(root: Path, format: str) -> list[str]:
+    """Names of files in the root itself that may be meant as data, which NESTED does not read."""
+    return sorted(path.name for path in root.iterdir() if path.is_file() and _may_be_data(Path(path.name), format))
+
+
+def _may_be_data(path: PurePath, format: str) -> bool:
+    sort = _sort_of(path, format)
+    return sort == "unread" or (sort == "data" and not _is_about_data(path))
+
+
+@dataclass(frozen=True)
+class UnreadParts:
+    """What some sources leave of a root: modalities, and files in no modality's directory."""
+
+    modalities: list[str]
+    files: list[str]
+
+
+def unread_parts(root: Path, read: Collection[str] | None, format: str) -> UnreadParts:
+    """What is in a root besides the modalities that are read.
+
+    Args:
+        read: names of modalities; None: all of them.
+    """
+    others = {} if read is None else {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
+    modalities = [
+        name
+        for name, path in others.items()
+        if not name.startswith(IGNORED)
+        and name not in (read or ())
+        and any(_may_be_data(file.relative_to(path), format) for file in _files_below(path))
+    ]
+    return UnreadParts(modalities, loose_files(root, format))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One file of documents.
+
+    Args:
+        stream_id: its index in the sorted list.
+        path: the file, absolute.
+        relative_path: its permanent name (part of group ids): relative to the root under NESTED, the path as given under
+            DIRECT.
+        modality: its label, printable: metric keys and tables hold it.
+        root: the directory it was looked for in: under DIRECT, the one that its path or glob names.
+        tokens: its documents, tokenized already, as `NAME.bin` with `NAME.idx` beside it; empty if there are none.
+    """
+
+    stream_id: int
+    path: str
+    relative_path: str
+    modality: str
+    root: str = ""
+    tokens: str = ""
+
+
+def refuse_empty(streams: Sequence[Stream]) -> None:
+    """Refuse streams of empty files, all of them at once.
+
+    Raises:
+        UserError: there are some.
+    """
+    empty = [stream.path for stream in streams if os.path.isfile(stream.path) and not os.path.getsize(stream.path)]
+    refuse_empty_files(empty, len(streams))
+
+
+def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
+    """Refuse the empty ones of so many files. A run that opened them only to read them would end hours later.
+
+    Raises:
+        UserError: there are some.
+    """
+    if empty:
+        problem = (
+            f"{len(empty):,} of {num_files:,} files {'is' if len(empty) == 1 else 'are'} empty, which a run refuses"
+        )
+        fix = "remove them, or copy the others with train data build text, which skips them"
+        raise UserError(few(empty), problem, fix)
+
+
+def _numbered(found: Iterable[tuple[str, str, str, str]]) -> list[Stream]:
+    """Streams from (relative path, path, modality, root), sorted by relative path, in the same order on every machine."""
+    here = os.getcwd()  # which the user's code may leave before a stream is opened
+    return [
+        Stream(i, os.path.join(here, path), relative, modality, os.path.join(here, root))
+        for i, (relative, path, modality, root) in enumerate(sorted(found))
+    ]
+
+
+def discover_nested(
+    root: str | Path,
+    modalities: Sequence[str] | None = None,
+    *,
+    format: str = "auto",
+) -> list[Stream]:
+    """The streams below `root/<modality>/`, sorted by relative path.
+
+    Args:
+        root: the directory with one directory per modality.
+        modalities: use only these; None: all.
+        format: `auto` takes the files with a known extension; a named format takes every file.
+
+    Raises:
+        UserError: no such format, directory or modality, or a requested modality without streams.
+    """
+    check_format(format)
+    base = Path(root)
+    if not base.is_dir():
+        fix = did_you_mean(root) or "set root to a directory with one directory per modality"
+        raise UserError(str(root), "no such directory", fix)
+    directories = {printable(path.name): path for path in sorted(base.iterdir()) if path.is_dir()}
+    present = [name for name in directories if not name.startswith(IGNORED)]
+    streams: list[tuple[str, str, str, str]] = []
+    marked = [name for name in directories if modalities is None and name not in present]
+    unread: list[str] = []
+    for modality in present if modalities is None else sorted(set(modalities)):
+        if modality not in present:
+            raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
+        files = [(path, path.relative_to(base)) for path in _files_below(directories[modality])]
+        sorts = {name.as_posix(): (path, _sort_of(name, format)) for path, name in files}
+        of_sort = {each: [name for name, (_, sort) in sorts.items() if sort == each] for each in ("marked", "unread")}
+        found = [(name, str(path), modality, str(base)) for name, (path, sort) in sorts.items() if sort == "data"]
+        if not found and modalities is not None:
+            problem = _none("has no stream files", of_sort["marked"], of_sort["unread"])
+            raise UserError(str(base / modality), problem, f"known extensions: {' '.join(suffixes())}")
+        streams += found
+        marked += of_sort["marked"]
+        unread += of_sort["unread"]
+    if not streams:
+        raise _no_stream(base, format, marked, unread)
+    _warn(root, marked, unread)
+    return _numbered(streams)
+
+
+def _no_stream(base: Path, format: str, marked: Sequence[str], unread: Sequence[str]) -> UserError:
+    """The refusal of a root without streams: files may lie in it directly, or have other extensions."""
+    loose = loose_files(base, format)
+    read = [name for name in loose if _sort_of(PurePath(name), format) == "data"]
+    problem = _none("has no stream files", marked, [*unread, *(name for name in loose if name not in read)])
+    fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
+    if read:
+        pattern = os.path.join(glob.escape(str(base)), "*")
+        fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
+    return UserError(str(base), problem, fix)
+
+
+def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
+    """The streams of a list of files and globs, sorted by path; the modality is the name of the parent directory.
+
+    A file that is named explicitly is used whatever its extension; one that matches a glob must have a known extension,
+    unless `format` is set.
+
+    Raises:
+        UserError: no such format; a path or glob that matches nothing.
+    """
+    check_format(format)
+    found: dict[str, tuple[str, str, str, str]] = {}
+    left_out: dict[str, str] = {}  # path -> sort
+    for given in paths:
+        text = os.path.normpath(str(given))
+        if os.path.isfile(text):
+            sorts = {text: "data"}
+        else:
+            sorts = {path: str(_sort_of(PurePath(os.path.basename(path)), format)) for path in find_files(text)}
+        if "data" not in sorts.values():
+            raise _nothing_named(str(given), text, sorts)
+        for path, sort in sorts.items():
+            label = printable(os.path.basename(os.path.dirname(os.path.abspath(path))))
+            if sort == "data":
+                found.setdefault(path, (Path(path).as_posix(), path, label, named_directory(text)))
+        left_out |= sorts
+    if not found:
+        raise UserError("paths", "is empty", "name at least one file or glob")
+    _warn(
+        "paths",
+        *([p for p, sort in left_out.items() if sort == kind and p not in found] for kind in ("marked", "unread")),
+    )
+    return _numbered(found.values())
+
+
+def _nothing_named(given: str, text: str, sorts: Mapping[str, str]) -> UserError:
+    """The refusal of a path or glob that names no stream file."""
+    if os.path.isdir(text):
+        fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source of its own)"
+        return UserError(given, "is a directory, and only files and globs can be listed", fix)
+    if not glob.has_magic(text) and not os.path.exists(text):
+        return UserError(given, "no such file or directory", did_you_mean(text) or "check the path")
+    marked, unread = ([path for path, sort in sorts.items() if sort == kind] for kind in ("marked", "unread"))
+    return UserError(given, _none("names no stream file", marked, unread), f"known extensions: {' '.join(suffixes())}")
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """The streams at a user's paths, and how a config's source names them: `root` (nested) or `paths` (direct)."""
+
+    layout: Literal["nested", "direct"]
+    streams: list[Stream]
+    root: str | None = None
+    paths: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Files in the root itself, which NESTED does not read."""
+    copies: tuple[object, ...] = ()
+    """Local copies of what URLs name; they stay while this exists."""
+
+
+def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
+    """A single directory with one directory per modality is NESTED; anything else is DIRECT.
+
+    Raises:
+        UserError: no stream is found.
+    """
+    directory = Path(paths[0])
+    if len(paths) > 1 or not directory.is_dir():
+        return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
+    try:
+        streams = discover_nested(directory, format=format)
+        return Discovery("nested", streams, root=paths[0], left_out=tuple(loose_files(directory, format)))
+    except UserError:
+        if not any(path.is_file() and _sort_of(Path(path.name), format) == "data" for path in directory.iterdir()):
+            raise
+        pattern = os.path.join(glob.escape(paths[0]), "*")
+        return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
+
+
+def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:
+    """Refuse `dtype`, `eod` and `text_split` where no stream is of a format that takes them.
+
+    Args:
+        streams, format: of the source.
+        given: option -> its value; None, and `file` as `text_split`, are not given.
+        source: how messages name it; empty: they do not.
+
+    Raises:
+        UserError: an option changes nothing.
+    """
+    if is_import_path(format):  # a format of the user's own may take any of them
+        return
+    for option, value in given.items():
+        if value is None or (option, value) == ("text_split", "file"):
+            continue
+        names = [format_name(Path(stream.path), format) for stream in streams]
+        if not any(takes_option(name, option) for name in names):
+            problem = f"is {json.dumps(value)}, but there are no {' or '.join(formats_with(option))} files"
+            fix = "remove it" + (": the index beside a .bin file defines it" if "megatron" in names else "")
+            raise UserError(f"{source}: {option}" if source else option, problem, fix)

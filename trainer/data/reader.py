@@ -1,0 +1,220 @@
+"""Readers: cursors over one rank's slice of a stream, and the rows of the batches that they give."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.arrays import Flags, Ints
+from trainer.data.groups import GroupTable
+from trainer.data.lanes import LanePlan, cut_slices, plan_lanes, plan_length
+from trainer.data.open_stream import OpenStream
+
+ROWS_BLOCK = 512  # batches whose rows are computed together
+
+
+class Rows(NamedTuple):
+    """The rows of one batch, B of them. The arrays are views of memory that no other batch shares.
+
+    Attributes:
+        owners: the stream's group of each row, int64 [B].
+        group_ids: int64 [B].
+        cell_index: int64 [B].
+        windows: where each row's window (the token before its first target, and its targets) begins, int64 [B].
+        is_last: bool [B].
+        is_first: the row begins a document, bool [B].
+        is_odd: its window is not entirely of one document, or extends past either end of the array, bool [B].
+    """
+
+    owners: Ints
+    group_ids: Ints
+    cell_index: Ints
+    windows: Ints
+    is_last: Flags
+    is_first: Flags
+    is_odd: Flags
+
+
+def rows_of_batches(source: OpenStream, plan: LanePlan, groups: Ints, start: int, stop: int) -> list[Rows]:
+    """The rows of the batches [start, stop) of a plan, computed together so that each batch costs a few slices.
+
+    Args:
+        source: the open stream.
+        plan: lays groups on L lanes.
+        groups: the stream's group at each position that the plan counts, int64.
+        start, stop: a range of the plan's batches.
+    """
+    table, documents = source.groups, source.documents
+    cells, positions = plan.rows(start, stop)
+    owners = groups[positions]  # [N, L]; arbitrary where a lane has ended
+    cell_index = cells - table.cell_offsets[owners]
+    first_cells, owner_documents = table.first_cells[owners], table.documents[owners]
+    is_first = (cell_index == 0) & (first_cells == 0)
+    windows = np.zeros_like(owners)
+    is_odd = np.zeros(is_first.shape, dtype=np.bool_)
+    if source.windows is not None:
+        begins = documents.starts[owner_documents]
+        wanted = begins + (first_cells + cell_index) * source.seq_len - 1
+        windows = wanted.clip(0, len(source.windows) - 1)
+        left = begins + documents.lengths[owner_documents] - (wanted + 1)
+        is_odd = (left < source.seq_len) | (windows != wanted)
+    is_last = cell_index == table.num_cells[owners] - 1
+    columns: tuple[Any, ...] = (owners, table.ids_of(owners), cell_index, windows, is_last, is_first, is_odd)
+    sizes: list[int] = (cells >= 0).sum(axis=1).tolist()  # lanes end one by one; those that still run come first
+    return [Rows(*(column[batch, :size] for column in columns)) for batch, size in enumerate(sizes)]
+
+
+@dataclass(frozen=True)
+class PastReads:
+    """How far one world read a stream in an epoch, before the stream was cut again for another world.
+
+    Args:
+        batch_size: lanes it was read on.
+        picks: batches that had been taken of each slice; -1: the whole slice.
+    """
+
+    batch_size: int
+    picks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """The unread part of a stream: for each unfinished group, where it continues.
+
+    Args:
+        groups: indices of the groups, ascending, int64 [n].
+        first_cells: the stream's cell at which each continues, int64 [n].
+        num_cells: cells from there to the group's end, all > 0, int64 [n].
+        priority: groups are read in ascending order of it, [n].
+    """
+
+    groups: Ints
+    first_cells: Ints
+    num_cells: Ints
+    priority: npt.NDArray[np.float64]
+
+    def plan(self, start: int, stop: int, num_lanes: int) -> LanePlan:
+        """The plan for the groups [start, stop) of this remainder."""
+        part = slice(start, stop)
+        return plan_lanes(self.first_cells[part], self.num_cells[part], self.priority[part], num_lanes)
+
+    def after(self, reads: PastReads, num_groups: int) -> Remainder:
+        """What is left once a world has read from each slice; begun groups continue where they stopped, and come first.
+
+        Args:
+            reads: by a world that was given this remainder.
+            num_groups: groups of the whole stream.
+        """
+        bounds = cut_slices(self.num_cells, len(reads.picks)).tolist()
+        taken = np.zeros(num_groups, dtype=np.int64)
+        for start, stop, picks in zip(bounds[:-1], bounds[1:], reads.picks, strict=True):
+            if picks < 0:
+                taken[self.groups[start:stop]] = self.num_cells[start:stop]
+            elif picks > 0 and stop > start:
+                plan = self.plan(start, stop, reads.batch_size)
+                taken[self.groups[start:stop]] = plan.taken(self.num_cells[start:stop], picks)
+        taken = taken[self.groups]
+        left = taken < self.num_cells
+        # Drawn priorities lie in [0, 1): subtracting 1 puts begun groups first and keeps their order.
+        priority = np.where((taken > 0) & (self.priority >= 0), self.priority - 1.0, self.priority)
+        return Remainder(
+            self.groups[left], (self.first_cells + taken)[left], (self.num_cells - taken)[left], priority[left]
+        )
+
+
+def remaining_stream(groups: GroupTable, generator: np.random.Generator, reads: Sequence[PastReads]) -> Remainder:
+    """What is left of a stream after `reads`, by one world after another; the generator draws the order of groups."""
+    num_groups = groups.num_groups
+    remainder = Remainder(
+        np.arange(num_groups), groups.cell_offsets[:-1], groups.num_cells, generator.random(num_groups)
+    )
+    for each in reads:
+        remainder = remainder.after(each, num_groups)
+    return remainder
+
+
+class StreamReader:
+    """A cursor over the slice of a stream that one rank reads in one pass.
+
+    `slice_start`, `position` and `slice_end` count cells in the order of the stream's (remaining) cells: `position` is
+    `slice_start` plus the cells read so far. `remaining_picks`, the batches left until the reader is exhausted, is
+    exact: those left in the longest plan over the ranks that follow this cursor. `ceil((slice_end - position) / bs)`
+    equals it while all lanes are level; towards the end of a slice of long groups fewer lanes run, and the plan has
+    more batches than that. Exactness is what makes picks in proportion to it a uniform permutation of all remaining
+    batches.
+
+    Args:
+        source: the open stream.
+        remainder: its unread part in this epoch, over all ranks.
+        bs: lanes, the most cells per pick.
+        slice_index, num_slices: which slice is read, of as many as there are ranks.
+        shared: all ranks pick this stream together (`per_stream`): it is exhausted when the longest slice is.
+        picks: batches that were taken before, by the reader that this one continues.
+    """
+
+    def __init__(
+        self,
+        source: OpenStream,
+        remainder: Remainder,
+        *,
+        bs: int,
+        slice_index: int,
+        num_slices: int,
+        shared: bool,
+        picks: int = 0,
+    ) -> None:
+        self.source = source
+        self.stream = source.stream
+        self.stream_id = source.stream.stream_id
+        namespace, path = json.dumps(source.groups.namespace), json.dumps(source.stream.relative_path)
+        self.name_json = f'"source": {namespace}, "stream": {path}'  # members of a JSON object
+        bounds = cut_slices(remainder.num_cells, num_slices).tolist()
+        self._plan = plan = remainder.plan(bounds[slice_index], bounds[slice_index + 1], bs)
+        self._groups = remainder.groups[bounds[slice_index] : bounds[slice_index + 1]]
+        self._num_own_picks = plan.num_batches
+        self.num_picks = plan.num_batches
+        if shared:
+            others = [pair for other, pair in enumerate(itertools.pairwise(bounds)) if other != slice_index]
+            lengths = [plan_length(remainder.num_cells[start:stop], bs) for start, stop in others]
+            self.num_picks = max([plan.num_batches, *lengths])
+        assert 0 <= picks <= self.num_picks, (picks, self.num_picks)
+        self.slice_start = int(remainder.num_cells[: bounds[slice_index]].sum())
+        self.slice_end = int(remainder.num_cells[: bounds[slice_index + 1]].sum())
+        self.position = self.slice_start + plan.cells_before(picks)
+        self.picks = picks
+        self.remaining_picks = self.num_picks - picks
+        self._slice_cells = max(self.slice_end - self.slice_start, 1)
+        self.remaining_fraction = (self.slice_end - self.position) / self._slice_cells
+        self._prepare(picks)
+
+    def _prepare(self, start: int) -> None:
+        """Compute the rows of the next block of batches, so that taking one is a look-up."""
+        stop = min(start + ROWS_BLOCK, self._num_own_picks)
+        self._rows = rows_of_batches(self.source, self._plan, self._groups, start, stop) if start < stop else []
+        self._rows_start, self._rows_stop = start, stop
+
+    def take(self) -> Rows | None:
+        """The rows of the next batch; None if only other ranks' slices have batches left.
+
+        Raises:
+            UserError: the stream's file was cut.
+        """
+        index = self.picks
+        assert self.remaining_picks, "an exhausted reader was picked"
+        self.picks = index + 1
+        self.remaining_picks -= 1
+        if index >= self._num_own_picks:
+            return None
+        self.source.check_size()
+        if index >= self._rows_stop:
+            self._prepare(index)
+        rows = self._rows[index - self._rows_start]
+        self.position += len(rows.owners)
+        self.remaining_fraction = (self.slice_end - self.position) / self._slice_cells
+        return rows

@@ -1,0 +1,312 @@
+"""Formats that hold text: raw text files, JSON lines, and Parquet (extra `parquet`, pyarrow).
+
+JSON lines and Parquet hold one document per line or row, as `text` (tokenized here) or as `tokens` (ids).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.arrays import Ints
+from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, table_from_pieces
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
+from trainer.errors import UserError
+
+NO_SPACE = re.compile(rb"[^\s]")
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+BATCH = 1 << 20  # bytes of lines that are tokenized together
+BATCH_ROWS = 1024  # likewise
+COLUMNS = ("text", "tokens")
+AGAIN = "write the file again"
+
+
+def _bounds(data: TokenArray, text_split: str) -> Ints:
+    """Where documents begin, in bytes, and the end of the last; a byte-order mark is part of none."""
+    begin = len(BOM_UTF8) if data[: len(BOM_UTF8)].tobytes() == BOM_UTF8 else 0
+    starts = [begin]
+    if text_split == "blank_line":
+        view = memoryview(data)  # type: ignore[arg-type]
+        first = NO_SPACE.search(view, begin)
+        ends = (match.end() for match in BLANK_LINES.finditer(view))
+        starts += [end for end in ends if end < len(data) and first is not None and end > first.start()]
+    return np.array([*starts, len(data)], dtype=np.int64)
+
+
+def text_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while they are read. A span is all of the file.
+
+    Raises:
+        UserError: text that is not UTF-8 (with the byte's offset).
+    """
+    data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    for start, stop in itertools.pairwise(_bounds(data, options.text_split).tolist()):
+        try:
+            text = data[start:stop].tobytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            problem = f"is not UTF-8 text (byte offset {start + error.start})"
+            raise UserError(str(path), problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
+        yield options.tokenizer.encode(text)
+
+
+def text_spans(path: Path, size: int) -> list[Span]:
+    """One: documents may be as long as the file."""
+    return [(0, path.stat().st_size)]
+
+
+def load_text(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a text file. With the bytes tokenizer the file itself is mapped, whatever its bytes.
+
+    Raises:
+        UserError: with another tokenizer, text that is not UTF-8 (with the byte's offset).
+    """
+    if isinstance(options.tokenizer, BytesTokenizer):
+        mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        bounds = _bounds(mapped, options.text_split)
+        return TokenTable(mapped, bounds[:-1], np.diff(bounds))
+    return table_from_pieces(text_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+
+
+def _document(line: bytes, where: str) -> str | list[int]:
+    """The text of a line, or its ids."""
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(where, f"is not JSON ({error})", "write one JSON object per line") from error
+    found = [(name, record[name]) for name in COLUMNS if name in record] if isinstance(record, dict) else []
+    match found:
+        case [("text", str() as text)]:
+            return text
+        case [("tokens", list() as ids)] if all(type(i) is int for i in ids):
+            return ids
+    problem = "is not an object with either text (a string) or tokens (a list of integers)"
+    raise UserError(where, problem, 'write {"text": "..."} or {"tokens": [...]}')
+
+
+def text_of(line: bytes, where: str) -> str:
+    """The text of one line.
+
+    Raises:
+        UserError: it is not an object with the field `text`, and without `tokens`.
+    """
+    text = _document(line, where)
+    if not isinstance(text, str):
+        raise UserError(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
+    return text
+
+
+def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while they are read; blank lines are skipped.
+
+    Args:
+        span: bytes; the lines that begin in them. None: all lines.
+
+    Raises:
+        UserError: with path and line number (in a span: its byte offset), for anything but an object with one of the two
+            fields.
+    """
+    start, stop = span if span is not None else (0, path.stat().st_size)
+    batch: list[tuple[str, str | TokenArray]] = []
+    size = 0
+    with path.open("rb") as lines:
+        if start:
+            lines.seek(start - 1)
+            lines.readline()  # of the span before
+        at = lines.tell()
+        for number, line in enumerate(lines, start=1):
+            if at >= stop:
+                break
+            if line.strip():
+                where = f"{path}: line {number}" if span is None else f"{path}: line at byte offset {at}"
+                document = _document(line, where)
+                batch.append(
+                    (where, document if isinstance(document, str) else _checked(document, options.tokenizer, where))
+                )
+            at += len(line)
+            size += len(line)
+            if size >= BATCH:
+                yield from _encoded(batch, options.tokenizer)
+                batch, size = [], 0
+    yield from _encoded(batch, options.tokenizer)
+
+
+def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
+    bounds = IdBounds.of(where, tokenizer)
+    if (wrong := next((i for i in ids if not 0 <= i < bounds.num_ids), None)) is not None:
+        raise bounds.refusal(wrong)
+    return np.array(ids, dtype=np.int64)
+
+
+def _encoded(batch: list[tuple[str, str | TokenArray]], tokenizer: Tokenizer) -> Iterator[TokenArray]:
+    texts = [document for _, document in batch if isinstance(document, str)]
+    try:
+        encoded = iter(encode_all(tokenizer, texts))
+    except UnicodeEncodeError as error:
+        where = next(place for place, text in batch if isinstance(text, str) and text == error.object)
+        raise UserError(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
+    return (next(encoded) if isinstance(document, str) else document for _, document in batch)
+
+
+def jsonl_spans(path: Path, size: int) -> list[Span]:
+    """Spans of about `size` bytes."""
+    total = path.stat().st_size
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a JSON lines file, tokenized when it is opened.
+
+    Raises:
+        UserError: as `jsonl_pieces`; or there is no document.
+    """
+    return _not_empty(
+        path, table_from_pieces(jsonl_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
+    )
+
+
+def _not_empty(path: Path, table: TokenTable) -> TokenTable:
+    if not table.num_documents:
+        raise UserError(str(path), "has no documents", "remove the file")
+    return table
+
+
+def jsonl_kind(path: Path) -> Kind:
+    """What the first record holds; `text` where it cannot be read, since reading the file gives the better message."""
+    try:
+        with path.open("rb") as lines:
+            first = json.loads(next((line for line in lines if line.strip()), b"{}"))
+    except (OSError, ValueError, RecursionError):
+        return "text"
+    return "ids" if isinstance(first, dict) and "tokens" in first else "text"
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        problem = "needs the package pyarrow, which is not installed"
+        raise UserError(str(path), problem, "run: pip install pyarrow") from error
+    return pyarrow, pyarrow.parquet
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(str(path), f"is not a readable Parquet file ({' '.join(str(error).split())})", AGAIN)
+
+
+def _column(path: Path, schema: Any, pyarrow: Any) -> tuple[str, Any]:
+    """The column of documents, once its type is checked, and the one type of strings or lists to read it as."""
+    found = [name for name in COLUMNS if name in schema.names]
+    kind = schema.field(found[0]).type if found else pyarrow.null()
+    is_dictionary, values = pyarrow.types.is_dictionary(kind), getattr(kind, "value_type", None)
+    if found == ["text"] and str(values if is_dictionary else kind) in ("string", "large_string", "string_view"):
+        return "text", pyarrow.large_string()
+    if found == ["tokens"] and values is not None and not is_dictionary and pyarrow.types.is_integer(values):
+        return "tokens", pyarrow.large_list(values)
+    columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
+    problem = f"needs either a column text of strings or a column tokens of lists of integers (its columns: {columns})"
+    raise UserError(str(path), problem, AGAIN)
+
+
+def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[Ints]:
+    try:
+        return encode_all(options.tokenizer, array.to_pylist())
+    except UnicodeDecodeError as error:
+        problem = f"a text in rows {first_row} to {first_row + len(array) - 1} is not UTF-8 ({error.reason})"
+        raise UserError(str(path), problem, AGAIN) from error
+
+
+def _tokens(path: Path, array: Any, first_row: int, bounds: IdBounds) -> list[TokenArray]:
+    values = array.flatten()
+    if values.null_count:
+        raise UserError(str(path), f"a list from row {first_row} on has a null token", "write an id for every token")
+    ids = values.to_numpy(zero_copy_only=False)
+    ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
+    if bounds.is_broken_by(ids):
+        place = bounds.first_outside(ids)
+        row = first_row + int(np.searchsorted(ends, place, side="right"))
+        raise replace(bounds, where=f"{path}: row {row}").refusal(int(ids[place]))
+    pieces: list[TokenArray] = np.split(ids, ends[:-1])
+    return pieces
+
+
+def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
+    """The ids of each document, tokenized while row groups are read.
+
+    Args:
+        span: row groups, from and up to; None: all.
+
+    Raises:
+        UserError: pyarrow is not installed; the file is not Parquet; the column is missing, of the wrong type, or has
+            nulls or ids outside the vocabulary.
+    """
+    pyarrow, parquet = _pyarrow(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            column, plain = _column(path, file.schema_arrow, pyarrow)
+            groups = range(*span) if span is not None else range(file.num_row_groups)
+            row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[column]):
+                array = batch.column(0).cast(plain)
+                if array.null_count:
+                    place = row + array.is_null().to_pylist().index(True)
+                    raise UserError(str(path), f"row {place}: {column} is null", "remove such rows")
+                if column == "text":
+                    yield from _texts(path, array, row, options)
+                else:
+                    yield from _tokens(path, array, row, IdBounds.of(path, options.tokenizer))
+                row += len(array)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise _damaged(path, error) from error
+
+
+def parquet_spans(path: Path, size: int) -> list[Span]:
+    """Row groups of together about `size` bytes, uncompressed.
+
+    Raises:
+        UserError: pyarrow is not installed, or the file is not Parquet.
+    """
+    _, parquet = _pyarrow(path)
+    try:
+        metadata = parquet.read_metadata(path)
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise _damaged(path, error) from error
+    cuts, held = [0], 0
+    for group in range(metadata.num_row_groups):
+        held += metadata.row_group(group).total_byte_size
+        if held >= size:
+            cuts.append(group + 1)
+            held = 0
+    return list(itertools.pairwise(dict.fromkeys([*cuts, metadata.num_row_groups])))
+
+
+def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
+    """The documents of a Parquet file, tokenized when it is opened.
+
+    Raises:
+        UserError: as `parquet_pieces`; or there are no rows.
+    """
+    pieces = parquet_pieces(path, options)
+    return _not_empty(path, table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path)))
+
+
+def parquet_kind(path: Path) -> Kind:
+    """What the columns hold; `text` where they cannot be read, since reading the file gives the better message."""
+    _, parquet = _pyarrow(path)
+    try:
+        names = parquet.read_schema(path).names
+    except Exception:  # noqa: BLE001 - pyarrow raises many types for a damaged file
+        return "text"
+    return "ids" if "tokens" in names else "text"

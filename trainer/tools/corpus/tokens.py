@@ -1,0 +1,148 @@
+"""Tokenizes a corpus of text once, into a directory of indexed token files, and continues after an interruption."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.data.documents import ReadOptions
+from trainer.data.layout import Stream
+from trainer.data.token_formats import load_megatron
+from trainer.data.tokenize import PARTS, SPAN_BYTES, TextFile, tokenize_files
+from trainer.data.tokenizer import load_tokenizer
+from trainer.errors import UserError
+from trainer.files import remove_leftovers, write_file
+from trainer.metrics.progress_bar import Report
+from trainer.wording import few
+
+RECORD = ".tokenize.json"
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What `tokenize` has made, and how much of it an earlier call had made already."""
+
+    files: int
+    documents: int
+    tokens: int
+    bytes_read: int
+    kept_files: int
+
+
+def tokenize(
+    streams: Sequence[Stream],
+    out: Path,
+    *,
+    tokenizer: str,
+    format: str = "auto",
+    text_split: str = "file",
+    workers: int = 1,
+    span_bytes: int = SPAN_BYTES,
+    report: Report | None = None,
+) -> Tokenized:
+    """Write `out/<name of the stream>.bin` and `.idx` for each stream.
+
+    Args:
+        streams: from `discover_nested` or `discover_direct`, in a format that holds text.
+        tokenizer: as `data.tokenizer`.
+        format, text_split: as those of a source.
+        workers: processes. The result does not depend on their number.
+        report: told (megabytes done, of, file).
+
+    Raises:
+        UserError: a file is damaged or holds no text; or `out` is in use, or holds tokens of other files, or made otherwise.
+            What was finished stays.
+    """
+    if tokenizer == "ids":
+        raise UserError("--tokenizer", '"ids" has nothing to tokenize text with', "name a tokenizer.json")
+    options = ReadOptions(load_tokenizer(tokenizer))
+    for root in {Path(stream.root).absolute() for stream in streams}:
+        if out.absolute().is_relative_to(root):
+            problem = f"lies in {root}, where the text is: its files would be input the next time"
+            raise UserError(str(out), problem, "name a directory beside it")
+    files = [TextFile.cut(stream.path, format, _target(stream, out), span_bytes) for stream in streams]
+    first: dict[Path, str] = {}
+    for file in files:
+        if first.setdefault(file.target, file.path) != file.path:
+            problem = f"{file.target.relative_to(out)} would hold both {first[file.target]} and {file.path}"
+            raise UserError(str(out), problem, "name them by one directory or one glob in quotes, whose names differ")
+    content = Path(tokenizer).read_bytes() if tokenizer.endswith(".json") else b""
+    identity = hashlib.sha256(content).hexdigest()[:16] if content else tokenizer
+    with _alone(out):
+        _claim(out, files, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
+        for folder in {out, *(file.target.parent for file in files)}:
+            remove_leftovers(folder)
+        kept = sum(file.is_done for file in files)
+        tokenize_files(files, out, tokenizer=tokenizer, text_split=text_split, workers=workers, report=report)
+    lengths = [load_megatron(file.target, options).lengths for file in files]
+    documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
+    return Tokenized(len(files), documents, tokens, sum(os.path.getsize(file.path) for file in files), kept)
+
+
+def _target(stream: Stream, out: Path) -> Path:
+    # Read as root/<modality>/..., the output has the input's modalities. The whole name: a.txt and a.md may lie side by side.
+    # Relative to what the user named, not to what the files have in common: a file that is added later renames no other.
+    relative = Path(stream.path).relative_to(stream.root)
+    folder = relative.parent if relative.parts[0] == stream.modality else Path(stream.modality) / relative.parent
+    return out / folder / f"{relative.name}.bin"
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves nothing behind.
+
+    Raises:
+        UserError: another one does.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    directory = os.open(out, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = "is in use by another train data tokenize"
+                raise UserError(str(out), problem, "wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(directory)
+
+
+def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
+    """Record in `out` what it is made of; what was made of a file that has changed since is removed.
+
+    Raises:
+        UserError: `out` is made of other files, with other settings, or not by this.
+    """
+    now = {}
+    for file in files:
+        status = os.stat(file.path)
+        now[file.target.relative_to(out).as_posix()] = [status.st_size, status.st_mtime_ns]
+    path, before = out / RECORD, {}
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            before = found["files"]
+            changed = [key for key in settings if found["settings"].get(key) != settings[key]]
+            gone = sorted(name for name in before.keys() - now.keys() if (out / name).exists())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(str(path), f"is damaged ({error!r})", "name a new directory, or remove this one") from None
+        if changed or gone:
+            other = f"made with another {' and '.join(changed)}" if changed else f"of other files ({few(gone)})"
+            raise UserError(str(out), f"holds tokens {other}", "name a new directory, or remove these tokens")
+    elif out.exists() and any(out.iterdir()):
+        raise UserError(str(out), "is not empty", "name a new directory")
+    for file in files:
+        name = file.target.relative_to(out).as_posix()
+        if name in before and before[name] != now[name]:
+            file.target.with_suffix(".idx").unlink(missing_ok=True)
+            for part in (out / PARTS).glob(file.part(out, 0).name.replace("_000000.bin", "_*")):
+                part.unlink()
+    write_file(path, json.dumps({"settings": settings, "files": now}, indent=1))

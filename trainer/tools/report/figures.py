@@ -1,0 +1,261 @@
+"""Charts as plotly figures, in JSON: colors are names of the page's CSS variables, columns of numbers are base64."""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from trainer.tools.report.charts import Chart, Curve, Floats, Line, Reference
+from trainer.tools.runs.load import RunRecord
+from trainer.wording import number_text
+
+NUM_COLORS: Final = 8
+DASHES: Final = ("solid", "dot", "dash", "dashdot")
+# In units of the median distance between points; randomly sparse keys stay below it.
+WIDEST_GAP: Final = 12
+FEWEST_POINTS: Final = 12  # for a median distance, and to smooth
+_FEW_POINTS: Final = 25  # drawn with markers
+# Enough marks to see where they are; the chart states their number.
+_MOST_BAD_STEPS: Final = 200
+# More labels than this would overlap; the lines are still drawn.
+_MOST_RESTART_WORDS: Final = 6
+_SMALL: Final = {"size": 11, "color": "muted"}
+_AXIS: Final = {"gridcolor": "grid", "linecolor": "line", "zeroline": False, "tickfont": _SMALL, "automargin": True}
+_LAYOUT: Final = {
+    "margin": {"l": 44, "r": 10, "t": 16, "b": 28},
+    "paper_bgcolor": "card/0",
+    "plot_bgcolor": "card/0",
+    "font": {"color": "ink", "size": 12},
+    "hoverlabel": {"bgcolor": "card", "bordercolor": "line", "font": {"size": 12, "color": "ink"}},
+    "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "font": {"size": 11}, "itemdoubleclick": False},
+    "modebar": {"uirevision": "kept"},
+    "xaxis": _AXIS
+    | {
+        "title": {"text": "optimizer step", "standoff": 6, "font": _SMALL},
+        "nticks": 6,
+        "tickformat": "~s",
+        "hoverformat": ",.6~f",
+        "unifiedhovertitle": {"text": "step %{x}"},
+        "showspikes": True,
+        "spikemode": "across",
+        "spikethickness": 1,
+        "spikedash": "solid",
+        "spikecolor": "mark",
+    },
+    "yaxis": _AXIS
+    | {
+        "title": {"standoff": 6, "font": _SMALL},
+        "fixedrange": True,
+        "nticks": 5,
+        "minexponent": 4,
+        "exponentformat": "power",
+    },
+}
+"""What all charts share."""
+Json = dict[str, Any]
+
+
+class _Columns:
+    """Columns of numbers, each distinct one once: most keys of a run share their steps."""
+
+    def __init__(self) -> None:
+        self.encoded: list[Json] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def number(self, values: Any) -> Json:
+        """A reference to a column. Single precision, where it can hold the values, is more than a screen shows."""
+        exact = np.asarray(values, "<f8")
+        with np.errstate(over="ignore", under="ignore"):
+            single = exact.astype("<f4")
+        kept = np.allclose(single, exact, rtol=1e-6, atol=0.0, equal_nan=True)
+        column, kind = (single, "f4") if kept else (exact, "f8")
+        data = column.tobytes()
+        if data not in self._numbers:
+            self._numbers[data] = len(self.encoded)
+            self.encoded.append({"dtype": kind, "bdata": b64encode(data).decode()})
+        return {"column": self._numbers[data]}
+
+
+def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
+    """All charts as JSON for a <script> element; None for those that are not drawn."""
+    columns = _Columns()
+    figures = [_figure(chart, runs, columns) if chart.is_drawn else None for chart in charts]
+    curves = [line.curve for chart in charts for line in chart.lines if len(line.curve.mean)]
+    first = min((int(curve.first[0]) for curve in curves), default=0)
+    last = max((int(curve.last[-1]) for curve in curves), default=1)
+    pad = max((last - first) * 0.015, 0.5)
+    template = {"layout": _LAYOUT, "data": {"scatter": [{"showlegend": False}]}}
+    page = {"columns": columns.encoded, "span": [first - pad, last + pad], "template": template, "charts": figures}
+    # "</script>" in the name of a run would end the element.
+    return json.dumps(page, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns) -> Json:
+    can_be_log = chart.style == "line" and all(bool((line.curve.low > 0).all()) for line in chart.lines)
+    highest = max((float(line.curve.high.max()) for line in chart.lines if len(line.curve.high)), default=0.0)
+    yaxis: Json = {"title": {"text": chart.axis}}
+    if highest >= 1e4:
+        yaxis["exponentformat"] = "SI"
+    layout: Json = {"yaxis": yaxis, "hovermode": "x unified"}
+    if chart.style == "heat":
+        traces = [_heat_map(chart, columns)]
+        layout |= {"hovermode": "closest", "yaxis": {"type": "category", "autorange": "reversed", "nticks": 0}}
+    else:
+        is_single = len(runs) == 1
+        traces = [trace for line in chart.lines for trace in _line_traces(chart, line, columns, is_single=is_single)]
+        traces += _legend(chart, is_single=is_single)
+        layout |= {"showlegend": True, "shapes": _shapes(chart, runs), "annotations": _marks(chart)}
+    return {
+        "name": f"{chart.group}: {chart.title}",
+        "data": traces,
+        "layout": layout,
+        "levels": [level.value for level in chart.references if is_near(chart, level)],
+        "isHeat": chart.style == "heat",
+        "isStacked": chart.style == "area",
+        "isLog": chart.is_log and can_be_log,
+        "canBeLog": can_be_log,
+        # Data is opened in the first step, which may take as long as a hundred others.
+        "skipsFirst": chart.unit == "s",
+    }
+
+
+def _legend(chart: Chart, *, is_single: bool) -> list[Json]:
+    """Traces without points: an entry for each group of lines that can be hidden. The page's legend has the colors of runs."""
+    entries = dict.fromkeys(
+        (line.label, f"c{line.color % NUM_COLORS}", line.dash) if is_single else (line.variant, "muted", line.dash)
+        for line in chart.lines
+    )
+    return [
+        {"name": label, "legendgroup": label, "x": [None], "y": [None], "mode": "lines", "hoverinfo": "skip"}
+        | {"line": {"color": color, "dash": DASHES[dash % len(DASHES)]}, "showlegend": True}
+        for label, color, dash in (entries if len(entries) > 1 else ())
+    ]
+
+
+def _broken(curve: Curve, *columns: Floats) -> list[Floats]:
+    """The middle of each point's steps, and columns of the curve, with NaN where the key was absent for long."""
+    steps = (curve.first + curve.last) / 2
+    spacing = np.diff(steps)
+    most = WIDEST_GAP * np.median(spacing) if len(steps) >= FEWEST_POINTS else math.inf
+    return [
+        np.insert(column.astype(np.float64), np.flatnonzero(spacing > most) + 1, np.nan) for column in (steps, *columns)
+    ]
+
+
+def _line_traces(chart: Chart, line: Line, columns: _Columns, *, is_single: bool) -> list[Json]:
+    curve, hue = line.curve, f"c{line.color % NUM_COLORS}"
+    common: Json = {"name": line.label, "legendgroup": line.label if is_single else line.variant}
+    common["meta"] = {"run": line.run, "smooths": chart.style == "line" and len(curve.mean) >= FEWEST_POINTS}
+    stroke: Json = {"color": hue, "width": 1.6 if line.dash else 1.8, "dash": DASHES[line.dash % len(DASHES)]}
+    is_elsewhere = not np.array_equal(curve.first, chart.lines[0].curve.first)
+    steps, mean = _broken(curve, curve.mean)
+    drawn: Json = {"mode": "lines+markers" if len(curve.mean) <= _FEW_POINTS else "lines", "marker": {"color": hue}}
+    if chart.style == "area":
+        steps, mean, stroke["width"] = (curve.first + curve.last) / 2, curve.mean, 1
+        drawn = {"stackgroup": "one", "stackgaps": "interpolate", "fillcolor": f"{hue}/0.45", "mode": "lines"}
+    drawn |= {"x": columns.number(steps), "y": columns.number(mean), "line": stroke}
+    drawn["hovertemplate"] = "%{y:,.6~g}" + (" at %{x:,}" if is_elsewhere else "")
+    if line.errors is not None:
+        bars = np.nan_to_num(_broken(curve, 2 * line.errors)[1])
+        drawn["error_y"] = {"array": columns.number(bars), "color": f"{hue}/0.5", "thickness": 1, "width": 2}
+    if curve.is_reduced and chart.style == "line":
+        return [common | _outline(curve, columns) | {"fillcolor": f"{hue}/0.2"}, common | drawn]
+    return [common | drawn]
+
+
+def _outline(curve: Curve, columns: _Columns) -> Json:
+    """The area between low and high of buckets: a polygon for each range without a gap."""
+    steps, low, high = _broken(curve, curve.low, curve.high)
+    cuts = np.flatnonzero(np.isnan(steps))
+
+    def there_and_back(there: Floats, back: Floats) -> Json:
+        pieces = zip(np.split(there, cuts), np.split(back, cuts), strict=True)
+        return columns.number(np.concatenate([np.concatenate([up, down[::-1]]) for up, down in pieces]))
+
+    path = {"x": there_and_back(steps, steps), "y": there_and_back(high, low)}
+    return path | {"mode": "lines", "line": {"width": 0}, "fill": "toself", "hoverinfo": "skip"}
+
+
+def _heat_map(chart: Chart, columns: _Columns) -> Json:
+    """A row of cells for each line. A value of 0 or below has no logarithm: it takes the color of the lowest."""
+    places = [(line.curve.first + line.curve.last) / 2 for line in chart.lines]
+    steps = np.unique(np.concatenate(places))
+    values = np.full((len(places), len(steps)), np.nan)
+    for row, (place, line) in enumerate(zip(places, chart.lines, strict=True)):
+        values[row, np.searchsorted(steps, place)] = line.curve.mean
+    positive = values[values > 0]
+    low, high = (math.log10(positive.min()), math.log10(positive.max())) if len(positive) else (-1.0, 0.0)
+    cells = np.log10(np.where(values <= 0, 10**low, values))
+    powers: list[float] = list(range(math.ceil(low), math.floor(high) + 1))
+    ticks = powers if len(powers) > 1 else [low, high]
+    bar = {"title": {"text": chart.axis, "side": "right", "font": _SMALL}, "thickness": 10, "outlinewidth": 0}
+    bar |= {"tickvals": ticks, "ticktext": [number_text(10**tick, 2) for tick in ticks], "tickfont": _SMALL}
+    return {
+        "type": "heatmap",
+        "name": "",
+        "x": columns.number(steps),
+        "y": [line.label for line in chart.lines],
+        "z": [columns.number(row) for row in cells],
+        "customdata": [columns.number(row) for row in values],
+        "hovertemplate": "step %{x}<br>%{y}: %{customdata:,.6~g}",
+        "colorscale": "Viridis",
+        "zmin": low,
+        "zmax": high if high > low else low + 1,
+        "hoverongaps": False,
+        "colorbar": bar,
+    }
+
+
+def is_near(chart: Chart, reference: Reference) -> bool:
+    """Whether the level is drawn: one that is far from the values would flatten them."""
+    curves = [line.curve for line in chart.lines if len(line.curve.mean)]
+    low = min((float(curve.low.min()) for curve in curves), default=0.0)
+    high = max((float(curve.high.max()) for curve in curves), default=0.0)
+    return low - 3 * (high - low) <= reference.value <= 4 * high
+
+
+def _shapes(chart: Chart, runs: Sequence[RunRecord]) -> list[Json]:
+    """The healthy band, levels and restarts. An end of None is the end of the axis; the name is the index of the run."""
+    shapes: list[Json] = []
+    stroke: Json
+    ends: Json
+    across = {"xref": "paper", "x0": 0, "x1": 1}
+    if chart.band is not None:
+        low, high = chart.band
+        stroke = {"color": "good", "width": 4 if low == high else 0}
+        kind = {"type": "line", "opacity": 0.35} if low == high else {"type": "rect", "fillcolor": "good/0.11"}
+        shapes.append({**kind, **across, "y0": low, "y1": high, "line": stroke, "layer": "below"})
+
+    def color_of(run: int) -> str:
+        return f"c{run % NUM_COLORS}" if len(runs) > 1 else "mark"
+
+    for level in chart.references:
+        if is_near(chart, level):
+            stroke = {"color": color_of(level.run), "width": 1.5, "dash": "dash"}
+            ends = {"y0": level.value, "y1": level.value}
+            shapes.append({"type": "line", **across, **ends, "line": stroke, "name": str(level.run)})
+    restarts = {(number, restart.global_step) for number, run in enumerate(runs) for restart in run.restarts}
+    words = "restart" if len(restarts) <= _MOST_RESTART_WORDS else ""
+    for run, step in sorted(restarts):
+        if any(line.run == run for line in chart.lines):
+            stroke = {"color": color_of(run), "width": 1.2, "dash": "dot"}
+            ends = {"yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step}
+            label = {"text": words, "textposition": "end", "font": _SMALL}
+            shapes.append({"type": "line", **ends, "line": stroke, "name": str(run)} | {"label": label})
+    return shapes
+
+
+def _marks(chart: Chart) -> list[Json]:
+    """A × where a value was not finite."""
+    bad = [(line.run, line.curve.bad_steps) for line in chart.lines]
+    at_bottom = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False, "text": "×"}
+    return [
+        {"x": step, "name": str(run), "font": {"size": 15, "color": "bad"}, **at_bottom}
+        for run, steps in bad
+        for step in steps[:: -(-len(steps) // _MOST_BAD_STEPS) or 1].tolist()
+    ]

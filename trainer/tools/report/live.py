@@ -1,0 +1,245 @@
+"""A page that follows its runs: read again when their files have changed, and served to this machine's browser.
+
+Reads only, takes no lock, and reads nothing while no page is open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+from trainer.errors import UserError
+from trainer.metrics.run_status import run_state
+from trainer.tools.diagnostics.diagnose import diagnose
+from trainer.tools.report.page import render_page, render_parts
+from trainer.tools.report.run_summary import with_distinct_names
+from trainer.tools.runs.load import METRICS_NAME, RunRecord, load_run
+from trainer.tools.runs.table import RowTable
+
+SHORTEST_PAUSE_SEC: Final = 1.0
+BUSY_FACTOR: Final = 10.0
+"""Reading pauses at least this many times as long as it took: a long run's record costs at most a tenth of a core."""
+LOOPBACK: Final = "127.0.0.1"
+_OTHER_FILES: Final = ("events.jsonl", "env.json", "config.resolved.toml")
+_HOSTS: Final = (LOOPBACK, "localhost")
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}
+_NICENESS: Final = 10
+
+
+@dataclass
+class _Followed:
+    """One run: what was last read of it, whether it has yet to appear, and why nothing newer could be read."""
+
+    path: Path
+    run: RunRecord
+    signature: Any
+    is_awaited: bool = False
+    problem: str = ""
+
+    def is_changed(self) -> bool:
+        """Whether its files have changed; then it was read again. What cannot be read leaves the record as it was."""
+        signature = _signature(self.path)  # taken before reading: what is written meanwhile is read next time
+        if signature == self.signature:
+            return False
+        self.signature = signature
+        try:
+            self.run, self.is_awaited, self.problem = load_run(self.path, allow_empty=True), False, ""
+        except UserError as error:
+            self.problem = error.message if self.path.exists() else "is gone"
+        return True
+
+    def line(self, name: str) -> str:
+        """How the run stood when it was read, in words."""
+        if self.is_awaited:
+            return f"{name}: waiting for {self.path}, which does not exist yet"
+        if self.problem:
+            return f"{name}: {self.problem}; the page shows what was read before"
+        state, reason = str(self.run.status.get("state", "")), self.run.status.get("reason")
+        step = f" at step {self.run.steps[-1]:,}" if self.run.steps else " before its first row"
+        if self.run.has_ended:
+            return f"{name} has ended{step}: {state}{f', {reason}' if reason else ''}"
+        if not self.run.steps:
+            return f"{name}: no row yet"
+        stamp = self.signature[0]
+        when = time.strftime("%H:%M:%S", time.localtime(stamp[0] / 1e9)) if stamp else "?"
+        return f"{name}: {state or 'state not known'}{step}, last row at {when}"
+
+
+def _follow(path: Path) -> _Followed:
+    """A run that does not exist yet has an empty record, if the directory that will hold it exists."""
+    signature = _signature(path)
+    if path.exists() or not path.parent.is_dir():
+        return _Followed(path, load_run(path, allow_empty=True), signature)
+    empty = RunRecord(path, RowTable(merge_same_step=False), RowTable(merge_same_step=True))
+    return _Followed(path, empty, signature, is_awaited=True)
+
+
+def _signature(path: Path) -> Any:
+    """Changes whenever the page would. status.json is rewritten without any news, so its words count, not its time."""
+    directory, metrics = (path.parent, path) if path.is_file() else (path, path / METRICS_NAME)
+    status = run_state(directory)
+    stamps = [_stamp(file) for file in (metrics, *(directory / name for name in _OTHER_FILES))]
+    return [*stamps, status.get("state"), status.get("reason"), path.exists()]
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class Follower:
+    """The page about some runs, as new as it can cheaply be. Its methods may be called from several threads.
+
+    Args:
+        paths: run directories, with or without rows, or metrics.jsonl files; they need not exist yet.
+        clock: seconds.
+
+    Raises:
+        UserError: neither a path nor the directory that would hold it exists.
+    """
+
+    def __init__(self, paths: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        start = clock()
+        self._runs = [_follow(Path(path)) for path in paths]
+        self._first = time.time_ns()  # a page of an earlier server asks with versions of that one
+        self._count = 0
+        self._render(start)
+
+    def _refresh(self) -> None:
+        """Read and render again if a file has changed and the pause is over."""
+        start = self._clock()
+        if start < self._due:
+            return
+        if [followed for followed in self._runs if followed.is_changed()]:
+            self._render(start)
+
+    def _render(self, start: float) -> None:
+        records = with_distinct_names([followed.run for followed in self._runs])
+        self._names = [run.name for run in records]
+        self._parts = render_parts([diagnose(run) for run in records])
+        self._line = " · ".join(each.line(run.name) for each, run in zip(self._runs, records, strict=True))
+        self._count += 1
+        self._version = f"{self._first}-{self._count}"
+        end = self._clock()
+        self._due = end + max(SHORTEST_PAUSE_SEC, BUSY_FACTOR * (end - start))
+
+    def page(self, *, plotly: str) -> str:
+        """The whole page, which asks for newer parts."""
+        with self._lock:
+            self._refresh()
+            return render_page(self._names, self._parts, plotly=plotly, version=self._version, line=self._line)
+
+    def answer(self, since: str) -> str:
+        """JSON: how the runs stand and the version; the parts too, if that is not the version `since`."""
+        with self._lock:
+            self._refresh()
+            parts = {} if since == self._version else {"parts": self._parts}
+            return json.dumps({"version": self._version, "line": self._line, **parts})
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Serves the page of a `Follower` on the loopback: two fixed routes.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises:
+        UserError: the port cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, follower: Follower, *, plotly: str, port: int) -> None:
+        self.follower = follower
+        self.plotly = plotly
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise UserError("--port", f"{port}: {error.strerror}", "name another, or 0 for a free one") from None
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away is no error; of others the traceback goes to stderr, and the server goes on."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    server_version = "train-report"
+    sys_version = ""
+    timeout = 30  # s; for a client that never ends its request
+
+    def do_GET(self) -> None:
+        """Answer `/` and `/parts`, and nothing else."""
+        path, _, query = self.path.partition("?")
+        hosts = self.headers.get_all("Host") or []
+        # Another site's name may lead here (DNS rebinding), and then its scripts could read the answer.
+        if len(hosts) != 1 or hosts[0].partition(":")[0].lower() not in _HOSTS:
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "open the page by 127.0.0.1 or localhost\n")
+        elif path == "/":
+            self._send(HTTPStatus.OK, "text/html", self.server.follower.page(plotly=self.server.plotly))
+        elif path == "/parts":
+            since = parse_qs(query).get("since", [""])[0]
+            self._send(HTTPStatus.OK, "application/json", self.server.follower.answer(since))
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found\n")
+
+    do_HEAD = do_GET
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            **_HEADERS,
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not logged: there is one every two seconds."""
+
+
+def serve(runs: Sequence[str], *, plotly: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page about some runs until Ctrl-C.
+
+    Raises:
+        UserError: see `Follower` and `ReportServer`.
+    """
+    follower = Follower(runs)
+    with ReportServer(follower, plotly=plotly, port=port) as server:
+        os.nice(_NICENESS)  # a run on the same machine goes first
+        try:
+            say(f"following {', '.join(runs)} at {server.url} (end with Ctrl-C)")
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("no longer following")
