@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 from trainer.metrics.payload_contract import json_schema
-from trainer.tools.catalog_docs import render_catalog_markdown
-from trainer.tools.config_docs import render_config_markdown, render_config_schema
 from trainer.tools.diagnostics.diagnose import render_diagnosis_markdown
+from trainer.tools.reference_docs import render_catalog_markdown, render_config_markdown, render_config_schema
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

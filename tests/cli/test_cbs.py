@@ -16,7 +16,8 @@ import pytest
 from tests.support.forks import Forked
 from tests.support.in_process import program
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
-from trainer.tools.branching.origin import find_checkpoint, open_origin
+from trainer.tools.branching.study import open_origin
+from trainer.tools.trained.saved_model import find_checkpoint
 
 STEP = 8
 # The first batch is made of half the rows, which are evaluated with the run's own afterwards; the other of micro-batches.
@@ -178,14 +179,10 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--at", "9"], "--at: RUN has no checkpoint at step 9; there are 4, 8, 12"),
+        (["--at", "9"], "--at: RUN has no checkpoint after step 9; use one of 4, 8, 12"),
         (["--factors", "1/16,1"], "fewer than two batches to compare; 1/16 of today's batch is impossible"),
         (["--factors", "1,none"], "--factors: 'none' is no positive number"),
-        (["--lr-grid", "0"], "--lr-grid: '0' is no positive number"),
-        (["--devices", "0,0"], "--devices: '0,0' is no list of different devices"),
-        (["--devices", "0,1,2", "--nproc", "2"], "3 devices do not make groups of 2"),
-        (["--devices", "0,1"], "--devices: names CUDA devices, but torch finds none here"),
-        (["--devices", "0", "--parallel", "2"], "--parallel: beside --devices"),
+        (["--devices", "0,0"], "--devices: '0,0' does not name different devices"),
         (["--out", "x.gif"], "--out: must end in .html"),
     ],
 )
@@ -193,16 +190,8 @@ def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, cap
     refused = program(["cbs", trained, *options], capsys)
     assert refused.returncode == 2
     assert message.replace("RUN", str(trained)) in refused.stderr
-    assert len([line for line in refused.stderr.splitlines() if "latest checkpoint" not in line]) == 1
+    assert len(refused.stderr.splitlines()) == 1
     assert not list(trained.glob("cbs/*/*"))
-
-
-def test_a_run_without_checkpoints_is_refused_with_the_keys_that_keep_them(trained, capsys):
-    run_dir = copied(trained, "bare")
-    shutil.rmtree(run_dir / "checkpoints")
-    refused = program(["cbs", run_dir], capsys)
-    assert refused.returncode == 2
-    assert "has no checkpoint to branch from; set checkpoint.every (and keep_last or keep_every" in refused.stderr
 
 
 def test_a_run_that_is_still_trained_is_refused(trained, capsys):
@@ -213,28 +202,6 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
         refused = program(["cbs", run_dir, "--factors", "0"], capsys)
     assert refused.returncode == 2
     assert "is still being trained" in refused.stderr
-
-
-def test_a_second_call_at_the_same_time_is_refused(trained, capsys):
-    run_dir = copied(trained, "busy")
-    (run_dir / "cbs").mkdir(exist_ok=True)
-    with (run_dir / "cbs" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Another mistake, so that nothing would be trained if this one were not seen.
-        refused = program(["cbs", run_dir, "--factors", "0"], capsys)
-    assert refused.returncode == 2
-    assert "is in use by another train cbs" in refused.stderr
-
-
-def test_data_that_moved_are_named_with_what_to_do(trained, capsys):
-    corpus = trained.with_name("corpus")
-    corpus.rename(corpus.with_name("moved"))
-    try:
-        refused = program(["cbs", trained], capsys)
-    finally:
-        corpus.with_name("moved").rename(corpus)
-    assert refused.returncode == 2
-    assert "put the data back where the run read them" in refused.stderr
 
 
 def test_included_sources_are_found_from_anywhere_and_keep_their_weight(tmp_path):
@@ -276,7 +243,7 @@ def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path)
     in_the_way.symlink_to("nowhere")
     failed = run("cbs", run_dir, *options)
     assert failed.returncode == 1
-    assert f"{in_the_way}: cannot be written" in failed.stderr
+    assert str(in_the_way) in failed.stderr
     assert "Traceback" not in failed.stderr
     in_the_way.unlink()
     out, err = tmp_path / "out", tmp_path / "err"

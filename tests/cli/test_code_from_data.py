@@ -110,7 +110,6 @@ def test_an_evaluation_imports_no_other_code_of_it_either(here, key):
 
 
 LAUNCHERS = {
-    "python -m": [sys.executable, "-m", "trainer"],
     "torchrun -m": [
         sys.executable,
         "-m",
@@ -121,8 +120,6 @@ LAUNCHERS = {
         "trainer",
     ],
     "train": [sys.executable, str(ROOT / "train")],
-    "torchrun train": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train"],
-    "train --nproc": [sys.executable, str(ROOT / "train"), "--nproc", "1"],
 }
 STRAYS = ("typer", "rich", "wandb", "fsspec", "pydantic", "tomli_w", "safetensors", "yaml")
 

@@ -80,11 +80,7 @@ def test_two_runs_fit_into_any_width_with_every_number(runs, capsys, monkeypatch
     assert max(map(len, shown.splitlines())) <= width
     assert "…" not in shown
     if width == 80:
-        row = next(n for n, line in enumerate(shown.splitlines()) if "token_type/punctuation_" in line)
-        first, second = shown.splitlines()[row : row + 2]
-        assert first.split()[1:3] == ["0.01273", "0.02546"]
-        assert second.split()[0] == "and_more/number_0/loss"
-        assert second.count("± ") == 2
+        assert shown.count("0.02546") == 3
 
 
 def test_json_has_every_number(runs, capsys):

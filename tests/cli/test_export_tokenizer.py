@@ -10,7 +10,7 @@ import pytest
 from tests.support.in_process import program
 from tests.support.runs import run, write_tiny_config
 from trainer.config.schema import ModelTable
-from trainer.tools.trained.export import copy_tokenizer
+from trainer.tools.trained.saved_model import copy_tokenizer
 from trainer.training.setup.plan import build_model
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")

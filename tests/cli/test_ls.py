@@ -17,8 +17,7 @@ from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.metrics.run_status import take_lock
 from trainer.tools.diagnostics.diagnose import RULES
-from trainer.tools.verbs.diagnosis import MIN_INTERVAL_SEC, LiveVerdict
-from trainer.tools.verbs.ls import age_text, entry_of, find_runs, ls
+from trainer.tools.verbs.records import MIN_INTERVAL_SEC, LiveVerdict, entry_of, find_runs, ls
 
 NOW = 1_000_000.0
 
@@ -118,10 +117,6 @@ def test_a_run_that_failed_before_its_first_number_stands_where_it_belongs_and_s
     assert re.search(r"failed │ 0 │ - │ - │ [3-8] min", shown), shown
     assert "KeyError:" in shown  # the column wraps
     assert "..." in shown
-
-
-def test_ages():
-    assert [age_text(seconds) for seconds in (None, 3, 200, 7200, 3 * 86400)] == ["-", "3 s", "3 min", "2 h", "3 d"]
 
 
 def test_the_verdict_beside_the_bar_is_looked_up_from_time_to_time(tmp_path):

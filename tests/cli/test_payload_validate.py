@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, make_corpus, read_rows, run, write_tiny_config
+from tests.support.runs import PROGRAM, ROOT, environment, make_corpus, read_rows, run
 from trainer.metrics.catalog.lookup import lookup
 
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -84,19 +84,6 @@ def test_every_key_of_a_shipped_config_is_in_the_catalog_and_on_the_page(shipped
         assert lookup(key).name == key
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_what_torchrun_tees_is_valid(tmp_path):
-    config = write_tiny_config(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--tee", "3"]
-    line = [*torchrun, "--log-dir", str(tmp_path / "logs"), str(PROGRAM), "--config", str(config), "--steps", "3"]
-    teed = subprocess.run(line, env=environment(), capture_output=True, timeout=TIMEOUT_SEC, check=False)
-    assert teed.returncode == 0, teed.stderr
-    assert [text[:11] for text in teed.stdout.splitlines()] == [b"[default0]:"] * 3
-    checked = validate("-", stdin=teed.stdout)
-    assert checked.returncode == 0, checked.stderr
-
-
 def text(**changes: Any) -> bytes:
     row = {"schema_version": 1, "mode": "train", "global_step": 7, "metrics": {"loss": 1.5}, **changes}
     return json.dumps({key: value for key, value in row.items() if value is not ...}).encode()
@@ -106,45 +93,18 @@ GOOD = text()
 RESTART = b'{"schema_version":1,"event":"restart","global_step":3}'
 BAD = {
     "no version": (text(schema_version=...), "schema_version", "missing; this reader supports version 1"),
-    "version true": (text(schema_version=True), "schema_version", "must be an integer, got True"),
     "version 2": (text(schema_version=2), "schema_version", "version 2 is not supported; this reader supports 1"),
-    "version 0": (text(schema_version=0), "schema_version", "version 0 is not supported"),
-    "version as text": (text(schema_version="1"), "schema_version", "must be an integer, got '1'"),
-    "version 1.0": (text(schema_version=1.0), "schema_version", "must be an integer, got 1.0"),
-    "version null": (text(schema_version=None), "schema_version", "must be an integer, got None"),
     "no mode": (text(mode=...), "mode", "missing"),
-    "unknown mode": (text(mode="test"), "mode", "must be one of train, eval, got 'test'"),
-    "mode in capitals": (text(mode="Train"), "mode", "must be one of train, eval"),
-    "no step": (text(global_step=...), "global_step", "missing"),
     "negative step": (text(global_step=-1), "global_step", "must be an integer of at least 0, got -1"),
-    "step as text": (text(global_step="7"), "global_step", "must be an integer of at least 0, got '7'"),
-    "step with a fraction": (text(global_step=7.5), "global_step", "must be an integer"),
-    "step true": (text(global_step=True), "global_step", "must be an integer of at least 0, got True"),
     "a step that falls": (text(global_step=6), "global_step", "falls from 7 to 6 without a restart"),
-    "no metrics": (text(metrics=...), "metrics", "missing"),
-    "empty metrics": (text(metrics={}), "metrics", "must not be empty"),
-    "metrics as a list": (text(metrics=[1]), "metrics", "must be an object, got list"),
     "metric as text": (text(metrics={"loss": "1.5"}), "metrics.loss", "must be a finite number, got '1.5'"),
-    "metric true": (text(metrics={"loss": True}), "metrics.loss", "must be a finite number, got True"),
-    "metric null": (text(metrics={"loss": None}), "metrics.loss", "must be a finite number, got None"),
-    "metric as an object": (text(metrics={"loss": {"a": 1}}), "metrics.loss", "must be a finite number"),
-    "metric without a name": (text(metrics={"": 1}), "metrics", "keys must be non-empty strings"),
     "NaN": (GOOD.replace(b"1.5", b"NaN"), "line", "NaN is not JSON"),
-    "Infinity": (GOOD.replace(b"1.5", b"-Infinity"), "line", "-Infinity is not JSON"),
-    "a number beyond floats": (GOOD.replace(b"1.5", b"1e999"), "metrics.loss", "must be a finite number, got inf"),
     "non_finite with a number": (text(non_finite={"x": 1}), "non_finite.x", "must be one of nan, inf, -inf"),
-    "non_finite and finite": (text(non_finite={"loss": "nan"}), "non_finite.loss", "appears in metrics as well"),
     "a metric twice": (b'{"schema_version":1,"metrics":{"a":1,"a":2}}', "a", "appears twice in one object"),
-    "version twice": (b'{"schema_version":1,' + GOOD[1:], "schema_version", "appears twice in one object"),
     "cut": (GOOD[:-9], "line", "not one JSON object"),
-    "two on one line": (GOOD + GOOD, "line", "not one JSON object"),
     "not UTF-8": (GOOD.replace(b"loss", b"lo\xff\xfes"), "line", "not UTF-8 at byte"),
-    "empty": (b"", "line", "not one JSON object"),
     "a log line": (b"[rank 0] INFO saved step 3", "line", "not one JSON object"),
-    "a list": (b"[1, 2]", "line", "must be an object, got list"),
-    "null": (b"null", "line", "must be an object, got NoneType"),
     "another event": (b'{"schema_version":1,"event":"stop","global_step":7}', "event", "must be restart, got 'stop'"),
-    "a restart without step": (b'{"schema_version":1,"event":"restart"}', "global_step", "must be an integer"),
     "below a restart": (RESTART + b"\n" + text(global_step=2), "global_step", "falls from 3 to 2 without a restart"),
 }  # fmt: skip
 

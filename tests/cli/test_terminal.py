@@ -121,17 +121,6 @@ def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path):
     assert "[step" not in stderr, "the line is on stdout already"
 
 
-def test_on_one_terminal_the_bar_breaks_no_line(tmp_path):
-    terminal = Terminal()
-    train(tmp_path, terminal.path, terminal.path)
-    shown = terminal.text()
-    assert f"{STEPS}/{STEPS}" in shown
-    lines = CONTROL.sub("", shown).replace("\r", "\n").splitlines()
-    assert steps_of(lines, HUMAN) == [*range(1, STEPS + 1)]
-    assert steps_of(lines, EVALUATION) == [3, 6]
-    assert len([line for line in lines if "[step" in line]) == STEPS + 2
-
-
 def test_payloads_asked_for_on_a_terminal_are_whole_lines(tmp_path):
     out, err = Terminal(), Terminal()
     train(tmp_path, out.path, err.path, "--stdout", "json")

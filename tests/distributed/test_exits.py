@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import status
 from tests.support.runs import ROOT, run, write_tiny_config
-from trainer.tools.verbs.ls import entry_of
+from trainer.tools.verbs.records import entry_of
 
 pytestmark = pytest.mark.distributed
 FAULTY = ("--set", "model.target=tests.support.faulty_model:build", "--set", "model.contract=false")

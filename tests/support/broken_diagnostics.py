@@ -36,6 +36,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.best_effort": "the guards themselves",
     "trainer.metrics.logger": "what warns of a failure",
     "trainer.metrics.tracker": "holds the guards, and writes the record",
+    "trainer.metrics.aggregate.Recorder": "the road of every metric, which guards each value",
     "trainer.metrics.sinks.jsonl.JsonlSink": "the record",
     "trainer.metrics.sinks.jsonl.LineFile": "writes the record",
     "trainer.metrics.noise_scale.hooks.square_norm": "clipping needs the norm",
@@ -53,7 +54,7 @@ NOT_DIAGNOSTIC = {
     "trainer.extensions.batch_growth": "decides on the batch",
 }
 SHOWN = (
-    "trainer.tools.verbs.diagnosis",
+    "trainer.tools.verbs.records",
     "trainer.extensions",
     "trainer.objective.token_types",
     "trainer.training.messages.summarize",

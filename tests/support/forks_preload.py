@@ -2,7 +2,7 @@
 
 import importlib
 
-from trainer.cli.imports import uncollected
+from trainer.cli.options import uncollected
 
 with uncollected():
     for name in ("torch._dynamo", "trainer.training.main", "trainer.cli.main"):

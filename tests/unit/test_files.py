@@ -45,7 +45,7 @@ def test_nothing_else_writes_files() -> None:
         "trainer/extensions/mirror/checkpoints.py",
         "trainer/tools/corpus/writer.py",
         "trainer/training/checkpointing/checkpoint.py",
-        "trainer/tools/trained/export.py",
+        "trainer/tools/trained/saved_model.py",
     ]
     rest = [
         write

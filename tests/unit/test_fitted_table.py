@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from trainer.tools.fitted_table import Column, fitted_table, folded, needed_width
+from trainer.tools.fitted_table import Column, fitted_table
 
 
 def shown(columns: list[Column], width: int) -> str:
@@ -52,20 +51,3 @@ def test_a_name_that_is_wider_than_the_screen_is_folded_and_loses_nothing():
     text = shown([Column("run", [name]), Column("state", ["done"])], 40)
     assert max(map(len, text.splitlines())) <= 40
     assert (text.count("x"), text.count("y")) == (30, 30)
-
-
-@pytest.mark.parametrize(
-    ("key", "lines"),
-    [
-        ("loss", ["loss"]),
-        ("eval/books/bits_per_byte", ["eval/books/", "bits_per_", "byte"]),
-        ("averylongkeywithoutabreak/x", ["averylongkeywithoutabreak/", "x"]),
-        ("/a__b/", ["/a__b/"]),
-    ],
-)
-def test_a_key_is_folded_behind_its_separators_alone(key, lines):
-    assert folded(key, 11).split("\n") == lines
-
-
-def test_the_needed_width_is_that_of_the_table():
-    assert max(map(len, shown(COLUMNS[:3], needed_width(COLUMNS[:3])).splitlines())) == needed_width(COLUMNS[:3])

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.imports import uncollected
-from trainer.cli.refuse import EXIT_USER_ERROR, refuse
+from trainer.cli.options import uncollected
+from trainer.cli.refuse import refuse
 from trainer.config.load import load_config, located
 from trainer.config.rules import check_sharding
 from trainer.config.schema import RunConfig
@@ -54,7 +54,6 @@ def run_training(
         with located(config_path, overrides):
             _refuse_ranks(config, nproc)
             _say_starting(f"starting {counted(nproc, 'rank')}")
-            _refuse_before_ranks(config, run_dir)
         return launch_ranks(nproc, _without_nproc(sys.argv[1:]), uses_cuda=config.train.device != "cpu")
     if "RANK" not in os.environ:
         _say_starting("starting")
@@ -107,22 +106,6 @@ def _refuse_ranks(config: RunConfig, nproc: int) -> None:
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
     check_sharding(config, nproc)
-
-
-def _refuse_before_ranks(config: RunConfig, run_dir: str | None) -> None:
-    """Refuse what each rank would refuse too, but seconds later.
-
-    Raises:
-        UserError: the run directory holds a run already, or a source's root does not exist.
-    """
-    with uncollected():
-        from trainer.training.run_dir import refuse_taken
-        from trainer.training.setup.sources import refuse_missing_roots
-
-    refuse_missing_roots(config)
-    if run_dir is not None:
-        with suppress(OSError):  # which the ranks explain
-            refuse_taken(run_dir, config.checkpoint.resume)
 
 
 def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
@@ -184,30 +167,6 @@ def _leave_status(reason: str) -> bool:
     return True
 
 
-class _HeldBack(logging.Filter):
-    """Holds back what torch's launcher logs while it ends the ranks: after a refusal or a stop the ranks say it themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts = ("agent.server.api", "multiprocessing.api")
-        self._loggers = [logging.getLogger(f"torch.distributed.elastic.{part}") for part in parts]
-        self._records: list[logging.LogRecord] = []
-        for logger in self._loggers:
-            logger.addFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keep the record."""
-        self._records.append(record)
-        return False
-
-    def release(self) -> None:
-        """Log what was held back, and hold back nothing more."""
-        for logger in self._loggers:
-            logger.removeFilter(self)
-        for record in self._records:
-            logging.getLogger(record.name).handle(record)
-
-
 def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
     """Start the ranks that torchrun's arguments `own` describe, and wait for their end; returns the exit code.
 
@@ -224,24 +183,18 @@ def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
     if 0 < devices < nproc:
         problem = f"{nproc} ranks, but this machine has {counted(devices, 'CUDA device')}"
         raise UserError("--nproc", problem, f'lower it to {devices}, or train on the CPU: --set train.device="cpu"')
-    if not devices and nproc > (cores := len(os.sched_getaffinity(0))):
-        _say(
-            f"WARNING --nproc: {nproc} ranks share {counted(cores, 'CPU core')}: each waits for the others at every step"
-        )
-    held_back = _HeldBack()
+    for part in ("agent.server.api", "multiprocessing.api"):  # what they log of an end, the ranks and we say ourselves
+        logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.CRITICAL)
     try:
         launcher: Any = torchrun  # it has no types
         launcher.run(launcher.get_args_parser().parse_args(own))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode != EXIT_USER_ERROR:
-            held_back.release()
         _leave_status(f"rank {rank} {_ending(failure.exitcode)}")
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
         codes = [_reported(EXIT_CODE, rank) for rank in range(nproc)]
         if None in codes:
-            held_back.release()
             _leave_status(f"ended by {error.sigval.name} before it could save")
         _say(f"train: stopped by {error.sigval.name}")
         return max(int(code or 128 + error.sigval) for code in codes)

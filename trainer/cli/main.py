@@ -1,7 +1,7 @@
 """The program `train`: its options, its verbs, its exit codes.
 
-Exit codes: 0 done, or stopped gracefully with a checkpoint; 2 the user's mistake (one message, no traceback); 3 findings of
-`train diagnose` and `train doctor`; 1 anything else.
+Exit codes: 0 done, or stopped with a checkpoint; 1 failed, or stopped before the first step; 2 a user error (one message, no
+traceback); 3 findings of `train diagnose` and `train doctor`.
 Neither this module nor a verb imports anything slow (torch, numpy, pydantic) at the top, so that `train --help` answers at
 once: a verb imports what it needs when it is called.
 """
@@ -32,33 +32,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# The verbs, in the order of `train --help`: a function, or a typer app where a verb has verbs of its own. By name: they are
-# tools around a run, of which what runs it imports none.
+# The verbs, in the order of `train --help`: module and function, or typer app where a verb has verbs of its own. By name: they
+# are tools around a run, of which what runs it imports none.
 VERBS = {
-    "init": "init",
-    "check": "check",
-    "preview": "preview",
-    "ls": "ls",
-    "doctor": "doctor",
-    "diagnose": "diagnose",
-    "report": "report",
-    "compare": "compare",
-    "cbs": "cbs",
-    "sample": "sample",
-    "eval": "evaluate",
-    "export": "export",
-    "data": "app",
-    "config": "app",
-    "checkpoint": "app",
-    "payload": "app",
+    "init": "init:init",
+    "check": "before_run:check",
+    "preview": "before_run:preview",
+    "ls": "records:ls",
+    "doctor": "before_run:doctor",
+    "diagnose": "records:diagnose",
+    "report": "records:report",
+    "compare": "compare:compare",
+    "cbs": "cbs:cbs",
+    "sample": "models:sample",
+    "eval": "models:evaluate",
+    "export": "models:export",
+    "data": "data:app",
+    "config": "files:config",
+    "checkpoint": "files:checkpoint",
+    "payload": "files:payload",
 }
 
 
 def _add_verbs() -> None:
-    for name, attribute in VERBS.items():
-        module = import_module(f"trainer.tools.verbs.{attribute if attribute != 'app' else name}")
-        verb = getattr(module, attribute)
-        if attribute == "app":
+    for name, place in VERBS.items():
+        module, _, attribute = place.partition(":")
+        verb = getattr(import_module(f"trainer.tools.verbs.{module}"), attribute)
+        if isinstance(verb, typer.Typer):
             app.add_typer(verb, name=name)
         else:
             app.command(name)(verb)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -54,6 +56,11 @@ def coloured(word: str, text: str | None = None, *, otherwise: str = "yellow") -
     return f"[{COLOURS.get(word, otherwise)}]{escape(word if text is None else text)}[/]"
 
 
+def print_json(content: Any) -> None:
+    """Print JSON; what it has no type for (a date of a config) as text."""
+    echo(json.dumps(content, indent=2, default=str))
+
+
 @contextmanager
 def writing(where: str) -> Iterator[None]:
     """Errors of the operating system in the block are the user's, of `where` unless they name a file.
@@ -67,11 +74,21 @@ def writing(where: str) -> Iterator[None]:
         raise
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        name = error.filename2 or error.filename or where
+        name = str(error.filename2 or error.filename or where)
         verb, fix = ("written", "make room, and run it again") if is_full else ("used", "check the path and its mode")
         # Of a directory that was to be made: something else has its name.
         reason = os.strerror(errno.ENOTDIR) if error.errno == errno.EEXIST else error.strerror or error
-        raise UserError(str(name), f"cannot be {verb} ({reason})", fix) from None
+        raise UserError(where if name.endswith(".tmp") else name, f"cannot be {verb} ({reason})", fix) from None
+
+
+def refuse_existing(out: str, *, force: bool) -> None:
+    """Refuse to replace a file or directory without `--force`.
+
+    Raises:
+        UserError: it exists.
+    """
+    if Path(out).exists() and not force:
+        raise UserError(out, "exists already", "name another file, or add --force")
 
 
 def put_text(text: str, out: str | None) -> None:
@@ -83,8 +100,6 @@ def put_text(text: str, out: str | None) -> None:
     if out is None:
         echo(text, nl=False)
         return
-    try:
+    with writing(out):
         write_file(Path(out), text, follow=True)
-    except OSError as error:
-        raise UserError(out, f"cannot be written: {error.strerror}", "name a file in a directory that exists") from None
     echo(f"wrote {out}", err=True)

@@ -26,7 +26,7 @@ class ProgressBar(Extension):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         # By name: diagnosis is a tool around runs, which extensions do not import.
-        self._verdict = importlib.import_module("trainer.tools.verbs.diagnosis").LiveVerdict(run.run_dir.path)
+        self._verdict = importlib.import_module("trainer.tools.verbs.records").LiveVerdict(run.run_dir.path)
         self._guard = BestEffort("verdict")
         self._bar = Progress(
             TextColumn("{task.description}"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -44,23 +43,9 @@ class Column:
             cell_len(piece) for line in self._lines() for piece in (line.split() if self.wraps else [line]) or [""]
         )
 
-    def most(self) -> int:
-        """Width of the longest line."""
-        return max(map(cell_len, self._lines()))
-
     def _lines(self) -> Iterator[str]:
         for text in (self.heading, *self.cells):
             yield from Text.from_markup(text).plain.split("\n")
-
-
-def folded(key: str, width: int) -> str:
-    """A key in lines of at most `width` characters where it can be broken behind a `/`, `_` or `.`."""
-    lines = [""]
-    for piece in re.findall(r"[^/_.]*[/_.]|[^/_.]+", key):
-        if lines[-1] and len(lines[-1]) + len(piece) > width:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(lines)
 
 
 def needed_width(columns: Sequence[Column]) -> int:
@@ -84,19 +69,15 @@ def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "", **opt
     if len(kept) < len(columns):
         names = ", ".join(column.name for column in columns if column not in kept)
         options |= {"caption": f"omitted to fit the terminal: {names}{hint}", "caption_justify": "left"}
-    spare = width - needed_width(kept)
+    is_too_wide = needed_width(kept) > width
     table = Table(**options)
     for position, column in enumerate(kept):
-        more = min(max(spare, 0), column.most() - column.least())
-        spare -= more
-        room = column.least() + more
-        if position == 0 and spare < 0:
-            room = max(room + spare, _LEAST_FIRST)
+        folds = is_too_wide and position == 0
         table.add_column(
             column.heading,
             justify=column.justify,
-            width=room,
-            no_wrap=position > 0 and not column.wraps,
+            min_width=_LEAST_FIRST if folds else column.least(),
+            no_wrap=not (column.wraps or folds),
             overflow="fold",
         )
     for row in zip(*(column.cells for column in kept), strict=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config.schema import RunConfig
-from trainer.tools.branching.origin import Origin
+from trainer.tools.branching.study import Origin
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.table import RowTable
 
@@ -43,7 +43,6 @@ def make_origin():
             run=run_record({}),
             path=Path("run/checkpoints/step_00000100"),
             step=100,
-            saved={},
             config=RunConfig.model_validate(tables),
             today=Fraction(2),
             num_ranks=1,
@@ -70,7 +69,7 @@ def make_study(make_origin):
             "lr_grid": [0.5, 1.0, 2.0],
             "num_seeds": 2,
             "tokens": None,
-            "base_steps": None,
+            "before": None,
         }
         return make_study(make_origin(changes, **(fields or {})), Path("cbs"), **{**given, **options})
 

@@ -7,13 +7,12 @@ from fractions import Fraction
 import pytest
 
 from trainer.errors import UserError
-from trainer.tools.branching import results as kept
-from trainer.tools.branching.answer import cost_lines, make_answer, sentence, to_json
-from trainer.tools.branching.results import BranchResult, last_training_loss
+from trainer.tools.branching.answer import cost_lines, make_answer, sentence
+from trainer.tools.branching.run_branches import BranchResult, last_training_loss
 
 
 def results_of(study, loss_of):
-    return {b.name: BranchResult(loss_of(b.batch.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
+    return {b: BranchResult(loss_of(b.batch.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
 
 
 def answered(study, loss_of, **options):
@@ -34,7 +33,7 @@ def test_a_rate_that_diverged_with_one_seed_does_not_count(make_study):
     nothing = answered(make_study(), lambda factor, scale, seed: None)
     assert nothing.verdict is None
     assert "no branch ended with a finite loss" in sentence(nothing)
-    assert to_json(nothing)["critical"] is None
+    assert nothing.to_json()["critical"] is None
 
 
 def test_the_sentence_names_the_batch_in_sequences_and_tokens(make_study):
@@ -45,9 +44,8 @@ def test_the_sentence_names_the_batch_in_sequences_and_tokens(make_study):
         "bars of the lowest, that of 1/4 x, that of 4 x is not. "
     )
     assert "edge" not in found
-    below = sentence(answered(study, lambda factor, scale, seed: 2.0 + float(factor)))
-    assert "the critical batch is below 10 sequences (1 x today's)" in below
-    assert "The best learning rate of 1/4 x, 1 x, 4 x is at the edge of the grid" in below
+    edge = sentence(answered(study, lambda factor, scale, seed: 2.0 + float(factor)))
+    assert "The best learning rate of 1/4 x, 1 x, 4 x is at the edge of the grid" in edge
     above = sentence(answered(study, lambda factor, scale, seed: 2.0))
     assert "at least 40 sequences (4,000 tokens, 4 x today's), the largest measured" in above
 
@@ -61,18 +59,7 @@ def test_what_the_error_bar_decided_is_said(make_study):
 def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study, record):
     rows = record({90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0, "gns/b_big": 16.0}})
     found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
-    assert found.endswith(
-        "The noise scale (gns/b_simple at step 90) is 20 sequences (2,000 tokens), at least 15 sequences (1,500 tokens), "
-        "at most 30 sequences (3,000 tokens)."
-    )
-
-
-def test_a_noise_scale_without_bounds_is_called_unknown(make_study, record):
-    rows = record({90: {"gns/b_now_low": 0.0, "gns/b_big": 16.0}})
-    found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
-    assert found.endswith(
-        "The noise scale (gns/b_now at step 90) is not known yet: it has neither a lower nor an upper bound."
-    )
+    assert found.endswith("The noise scale (gns/b_simple at step 90) is 20 (15 to 30) sequences.")
 
 
 def test_the_cost_is_that_of_what_is_left(make_study, record):
@@ -93,25 +80,9 @@ def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter(record):
     assert last_training_loss(record(rows), last=8, num_steps=8) is None
 
 
-def test_results_of_other_settings_are_refused(make_study, tmp_path):
-    study = make_study(tokens=1)
-    study = type(study)(**{**vars(study), "directory": tmp_path / "cbs"})
-    kept.refuse_mixing(study)
-    kept.claim(study)
-    # Nothing was trained with these settings yet.
-    assert kept.read_common(study.directory) is None
-    branch = study.branches[0]
-    (study.directory / branch.name).mkdir()
-    kept.write_result(study, branch, BranchResult(1.5, 10, 2.0))
-    kept.refuse_mixing(study)
-    assert kept.read_common(study.directory) == study.common
-    assert kept.read_result(study, branch) == BranchResult(1.5, 10, 2.0)
-    assert kept.read_result(study, study.branches[1]) is None
-    for fields in ({"marker": "1"}, {"num_ranks": 2}, {"tokens_per_step": 999.0}):
-        other = make_study(tokens=1, fields=fields)
-        with pytest.raises(UserError, match="their losses do not compare"):
-            kept.refuse_mixing(type(other)(**{**vars(other), "directory": study.directory}))
-    moved = study.directory / study.branches[1].name
-    (study.directory / branch.name).rename(moved)
-    with pytest.raises(UserError, match="is of another branch than its directory says"):
-        kept.read_result(study, study.branches[1])
+@pytest.mark.parametrize("fields", [{"marker": "1"}, {"num_ranks": 2}, {"tokens_per_step": 999.0}])
+def test_results_of_other_settings_are_refused(make_study, fields):
+    before = make_study(tokens=1).common
+    make_study(tokens=1, before=before)
+    with pytest.raises(UserError, match="their losses do not compare"):
+        make_study(tokens=1, before=before, fields=fields)

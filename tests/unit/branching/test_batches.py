@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.tools.branching.batches import (
+from trainer.tools.branching.study import (
     STEPS_UNIT,
     BranchBatch,
     base_steps_for,
     fit_batch,
-    why_impossible,
 )
 
 QUARTER, HALF = Fraction(1, 4), Fraction(1, 2)
@@ -53,14 +52,6 @@ def test_a_batch_has_exactly_the_rows_that_were_asked_for(factor, today, sizes):
     assert found.micro_batches * found.row_share == factor * today
     assert found.row_share <= 1
     assert all((size * found.row_share).denominator == 1 and size * found.row_share >= 1 for size in sizes)
-
-
-def test_an_impossible_factor_is_one_line_with_the_reason():
-    line = why_impossible(HALF, Fraction(1), [1])
-    assert line == (
-        "1/2 of today's batch is impossible: it is 1/2 of a micro-batch per rank and step, and rows of 1 cannot be "
-        "divided so (train.micro_batches, data.mixing.batch_size)"
-    )
 
 
 @given(

@@ -10,7 +10,7 @@ from trainer.data.layout import discover_nested
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.weights import ConstantWeight
-from trainer.tools.branching.fork import reordered
+from trainer.tools.branching.run_branches import reordered
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,3 @@ def test_the_ranks_read_an_epoch_of_an_order_once_between_them(corpus, mode):
             cells += [cell for cell in batch if cell[0] >= 0]
     whole = [cell for batch in read(blend(corpus, repeat=False), 100_000) for cell in batch]
     assert sorted(cells) == sorted(whole)
-
-
-def test_an_order_can_be_read_with_fewer_rows(corpus):
-    before = blend(corpus)
-    read(before, 5)
-    found = read(continued(corpus, before.state_dict(), 1, batch_size=1, repeat=False), 100_000)
-    whole = [cell for batch in read(blend(corpus, repeat=False), 100_000) for cell in batch]
-    assert sorted(cell for batch in found for cell in batch) == sorted(whole)

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from trainer.errors import UserError
-from trainer.tools.branching.branch_config import evaluation_config, training_config
-from trainer.tools.branching.study import parse_factors, parse_grid
+from trainer.tools.branching.run_branches import evaluation_config, training_config
+from trainer.tools.branching.study import parse_numbers
 
 
 def rates(study):
@@ -32,31 +32,23 @@ def test_the_learning_rate_follows_the_batch_by_the_rule_of_the_optimizer(make_s
     assert {branch.lr for branch in study.branches if branch.batch.factor == 1} == {0.5e-3, 1e-3, 2e-3}
 
 
-def test_an_optimizer_of_ones_own_needs_a_rule(make_study):
-    with pytest.raises(UserError, match="--lr-rule: is needed: my:optimizer"):
-        make_study({"optimizer": {"target": "my:optimizer"}})
-
-
-def test_every_combination_is_a_branch_of_its_own(make_study):
-    study = make_study()
-    assert len(study.branches) == 3 * 3 * 2
-    assert len({branch.name for branch in study.branches}) == len(study.branches)
-    assert {branch.seed for branch in study.branches} == {0, 1}
-
-
 def test_the_tokens_are_a_share_of_the_run_so_far_or_enough_steps_of_the_largest_batch(make_study):
     short = make_study()
-    assert (short.tokens, short.tokens_note) == (64_000, "16 steps of the largest batch")
+    assert short.tokens == 64_000  # 16 steps of the largest batch
     long = make_study(fields={"tokens_seen": 1_000_000})
-    assert (long.tokens, long.tokens_note) == (208_000, "20% of the 1,000,000 so far")
+    assert long.tokens == 208_000
     assert {branch.steps for branch in long.branches} == {832, 208, 52}
     asked = make_study(tokens=1)
     assert (asked.tokens, {branch.steps for branch in asked.branches}) == (16_000, {64, 16, 4})
 
 
 def test_tokens_of_branches_that_are_done_stay_unless_a_new_factor_does_not_divide_them(make_study):
-    assert make_study(base_steps=32).base_steps == 32
-    assert make_study(base_steps=20).base_steps == 64
+    def before(steps):
+        return {**make_study().common, "base_steps": steps, "tokens": 1000 * steps}
+
+    assert make_study(before=before(32)).base_steps == 32
+    with pytest.raises(UserError, match=r"base_steps 20 \(now 64\); their losses do not compare"):
+        make_study(before=before(20))
 
 
 def test_data_of_ones_own_have_one_order_and_batches_of_their_size(make_study):
@@ -119,8 +111,7 @@ def test_without_held_out_documents_every_training_loss_is_logged(make_study):
 
 
 def test_numbers_are_read_exactly():
-    assert parse_factors("1/4, 0.5,2") == [Fraction(1, 4), Fraction(1, 2), 2]
-    assert parse_grid("0.5,1e-1") == [0.5, 0.1]
+    assert parse_numbers("--factors", "1/4, 0.5,1e-1") == [Fraction(1, 4), Fraction(1, 2), Fraction(1, 10)]
     for text in ("", "1,,2", "-1", "1/0", "inf", "nan"):
-        with pytest.raises(UserError, match="is no positive number"):
-            parse_factors(text)
+        with pytest.raises(UserError, match=r"--factors: .* is no positive number"):
+            parse_numbers("--factors", text)

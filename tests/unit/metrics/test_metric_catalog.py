@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, family, is_known, lookup, lookup_or_gauge, register
-from trainer.tools.catalog_docs import render_catalog_markdown
+from trainer.tools.reference_docs import render_catalog_markdown
 
 KEY_LIST = """
 loss accuracy grad_norm lr tokens_per_sec tokens_in_step tokens_seen mfu step_time_sec perplexity bits_per_byte

@@ -13,7 +13,7 @@ from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
 from trainer.tools.report.page import chart_groups, render_page, render_parts
 from trainer.tools.report.run_summary import with_distinct_names
-from trainer.tools.verbs.report import report
+from trainer.tools.verbs.records import report
 
 
 def test_an_existing_page_is_replaced_only_with_force(make_run, tmp_path):

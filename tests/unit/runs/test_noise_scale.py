@@ -50,11 +50,6 @@ def test_what_says_most_is_preferred() -> None:
         del bounds[f"{key}_low"]
 
 
-def test_a_row_that_does_not_know_it_has_none() -> None:
-    assert noise_scale_of(record({5: {"gns/b_now_low": 7.0}, 10: {}})) is None
-    assert noise_scale_of(record({5: {"loss": 4.0}})) is None
-
-
 def test_a_lower_bound_of_0_alone_is_no_number_and_with_an_upper_one_it_is() -> None:
     run = record({5: {"gns/b_now_low": 0.0, "gns/b_now_steps": 8.0}})
     found = noise_scale_of(run)
@@ -95,10 +90,3 @@ def test_a_run_without_one_says_why(enabled: bool | None, micro_batches: Any, ra
     assert noise_scale_of(run) is None
     assert why_unknown(run).startswith(words)
     assert bool(words) == bool(why_unknown(run))
-
-
-def test_a_last_row_without_a_bound_is_named() -> None:
-    assert (
-        why_unknown(record({5: {"gns/b_now_low": 7.0}, 10: {}}))
-        == "not known yet: no lower bound in the last row, step 10"
-    )

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from trainer.tools.runs.load import load_run
-from trainer.tools.runs.rows import write_csv, write_parquet
+from trainer.tools.runs.table import write_csv, write_parquet
 
 LINES = [
     {"mode": "train", "global_step": 1, "metrics": {"loss": 3.25, "tokens_seen": 4096}},
@@ -47,7 +47,7 @@ def check(rows) -> None:
 
 
 def test_csv(run, tmp_path):
-    assert write_csv(run, tmp_path / "x.csv") == 4
+    assert write_csv(run.train, run.evals, tmp_path / "x.csv") == 4
     with (tmp_path / "x.csv").open(newline="") as file:
         records = list(csv.DictReader(file))
     rows = {}
@@ -59,7 +59,7 @@ def test_csv(run, tmp_path):
 
 def test_parquet(run, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
-    assert write_parquet(run, tmp_path / "x.parquet") == 4
+    assert write_parquet(run.train, run.evals, tmp_path / "x.parquet") == 4
     rows = {}
     for record in parquet.read_table(tmp_path / "x.parquet").to_pylist():
         key = record.pop("mode"), record.pop("global_step")

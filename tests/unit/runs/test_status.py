@@ -19,7 +19,7 @@ from trainer.metrics.run_status import is_held, last_step, run_status
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.live import Follower
 from trainer.tools.runs.load import load_run
-from trainer.tools.verbs.ls import entry_of
+from trainer.tools.verbs.records import entry_of
 
 
 def write_rows(directory: Path, *steps: int) -> None:

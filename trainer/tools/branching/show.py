@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from trainer.tools.branching.answer import Answer, BatchRow, sentence
-from trainer.tools.branching.verdict import ERRORS_WIDE
+from trainer.tools.branching.answer import ERRORS_WIDE, Answer, BatchRow, sentence
 from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.pictures import save_picture
 from trainer.wording import number_text

@@ -1,30 +1,205 @@
-"""What is to be measured from one checkpoint: the branches, and what they have in common."""
+"""What is to be measured from one checkpoint: its state in the run, the branches, and what they have in common."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
-from trainer.config.schema import OptimizerTable
+from trainer.config.rules import mixing_of
+from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.tools.branching.batches import (
-    BranchBatch,
-    base_steps_for,
-    base_steps_unit,
-    fit_batch,
-    row_sizes,
-    why_impossible,
-)
-from trainer.tools.branching.origin import Origin
+from trainer.metrics.run_status import LOCK_NAME, take_lock
+from trainer.tools.runs.load import RunRecord, load_run
+from trainer.tools.trained.saved_model import config_of, refuse_code
+from trainer.training.checkpointing import checkpoint
+from trainer.training.run_dir import RunDir
+from trainer.training.setup.plan import make_plan
+from trainer.training.step.schedule import make_schedule
+from trainer.untrusted import open_descriptor, read_bytes
 
 LrRule = Literal["none", "sqrt", "linear"]
 LR_EXPONENTS: dict[LrRule, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 DEFAULT_SHARE = 0.2  # of the tokens so far
 LEAST_STEPS = 16  # of the largest batch, by default
+STEPS_UNIT = 4  # a branch's steps are a multiple of this, so that the last quarter of its tokens is whole steps
+RATE_ROWS = 10  # logged rows before the checkpoint, over which the median speed is taken
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that branches start from, and what was in force there.
+
+    Args:
+        config: the run's at the checkpoint; its sources without includes, and with the weights in force as constants.
+        today: micro-batches per step and rank, on `num_ranks` ranks (a fraction if the run had another number).
+        num_ranks: of the branches.
+        lr: the learning rate in force.
+        tokens_seen: target tokens so far, over all ranks.
+        tokens_per_step, sequences_per_step: of today's batch, over all ranks: averages so far, and of the latest row.
+        marker: digest of the checkpoint's files.
+    """
+
+    run: RunRecord
+    path: Path
+    step: int
+    config: RunConfig
+    today: Fraction
+    num_ranks: int
+    lr: float
+    tokens_seen: int
+    tokens_per_step: float
+    sequences_per_step: float
+    marker: str
+
+    @property
+    def tokens_per_sec(self) -> float | None:
+        """Median speed of the last rows before the checkpoint; None if none were logged."""
+        return median(found[-RATE_ROWS:]) if (found := _logged(self.run, "tokens_per_sec", self.step)) else None
+
+
+def _logged(run: RunRecord, key: str, step: int) -> list[float]:
+    """The values that were logged by `step`."""
+    return [value for at, value in zip(*run.train.column(key), strict=True) if at <= step]
+
+
+@contextmanager
+def reserved(run_dir: Path) -> Iterator[None]:
+    """Keep the run from being resumed, and its checkpoints from being pruned, while branches start from it.
+
+    Raises:
+        UserError: the run is still being trained, or other branches of it are.
+        OSError: its directory cannot be written.
+    """
+    with ExitStack() as held:
+        with suppress(FileNotFoundError):  # a copy of a run: nobody trains it
+            descriptor = open_descriptor(run_dir / LOCK_NAME, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = "is still being trained, and may delete its checkpoint meanwhile"
+                raise UserError(
+                    str(run_dir), problem, "wait for it, or stop it: it can be resumed afterwards"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+        (run_dir / "cbs").mkdir(exist_ok=True)
+        held.enter_context(take_lock(run_dir / "cbs"))
+        yield
+
+
+def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None, trust_code: bool = False) -> Origin:
+    """Read what is needed of the run and its checkpoint at `path`.
+
+    Args:
+        trust_code: import the code that its config names.
+
+    Raises:
+        UserError: the checkpoint is damaged; the data are gone; the learning rate there is zero; or its config names code.
+    """
+    try:
+        saved = checkpoint.verify(path)
+    except checkpoint.CheckpointError as error:
+        raise UserError("--at", str(error), "choose another checkpoint") from None
+    step, world_size, tokens_seen = saved["step"], saved["world_size"], saved["tracker"]["tokens_seen"]
+    config = config_of(saved, path)
+    refuse_code(config, path, trusted=trust_code)
+    plan = make_plan(config, _config_path(saved, run_dir), world_size)
+    micro_batches = saved["micro_batches"][0] or config.micro_batches.first
+    lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
+    if lr <= 0:
+        problem = f"the learning rate at step {step} is 0, at which no branch learns"
+        raise UserError("--at", problem, "choose another step")
+    batches = checkpoint.read_rank(path, 0)["data"]["batch_index"]
+    sources = []
+    for source in plan.sources:  # under its full name, with the weight that its schedule has reached
+        weight = source.weight.evaluate(step + 1 if source.weight.unit == "step" else batches)
+        sources.append(source.table.model_copy(update={"name": source.name, "weight": weight}))
+    run = load_run(run_dir)
+    return Origin(
+        run=run,
+        path=path,
+        step=step,
+        config=config.model_copy(update={"data": config.data.model_copy(update={"source": sources})}),
+        today=Fraction(micro_batches * world_size, num_ranks or world_size),
+        num_ranks=num_ranks or world_size,
+        lr=lr,
+        tokens_seen=tokens_seen,
+        # Not over steps, which may have had other numbers of micro-batches.
+        tokens_per_step=tokens_seen / batches * micro_batches,
+        sequences_per_step=[float(plan.facts.cells_per_step), *_logged(run, "gns/b_big", step)][-1],
+        marker=hashlib.sha256(read_bytes(path / checkpoint.MARKER)).hexdigest(),
+    )
+
+
+def _config_path(saved: dict[str, Any], run_dir: Path) -> Path:
+    """The file that the run's included files are relative to."""
+    command = saved.get("environment", {}).get("command", [])
+    named = [
+        word.partition("=")[2] or following
+        for word, following in zip(command, [*command[1:], ""], strict=True)
+        if word in ("--config", "-c") or word.startswith("--config=")
+    ]
+    return Path(named[-1]) if named else RunDir(run_dir).resolved_config
+
+
+@dataclass(frozen=True)
+class BranchBatch:
+    """How a branch makes its batch.
+
+    Args:
+        factor: of today's batch.
+        micro_batches: per step and rank.
+        row_share: rows of a micro-batch, as a share of today's.
+    """
+
+    factor: Fraction
+    micro_batches: int
+    row_share: Fraction = Fraction(1)
+
+    def steps(self, base_steps: int) -> int:
+        """Steps that train on as many tokens as `base_steps` steps of today's batch."""
+        steps = base_steps / self.factor
+        assert steps.denominator == 1, (base_steps, self.factor)
+        return steps.numerator
+
+
+def fit_batch(factor: Fraction, today: Fraction, sizes: Sequence[int]) -> BranchBatch | None:
+    """The batch of `factor` times today's with the most rows per micro-batch; None if there is none.
+
+    Args:
+        today: micro-batches per step and rank today; a fraction on another number of ranks.
+        sizes: rows of a micro-batch, of all sources and modalities; empty: they cannot be changed.
+    """
+    wanted = factor * today
+    if wanted.denominator == 1:
+        return BranchBatch(factor, wanted.numerator)
+    # Beyond this a micro-batch has less than a row.
+    for micro_batches in range(math.ceil(wanted), math.floor(wanted * min(sizes, default=0)) + 1):
+        share = wanted / micro_batches
+        if all((size * share).denominator == 1 for size in sizes):
+            return BranchBatch(factor, micro_batches, share)
+    return None
+
+
+def base_steps_for(tokens: float, tokens_per_step: float, factors: Sequence[Fraction]) -> int:
+    """Steps of today's batch that have at least `tokens`, and that every factor divides into whole steps."""
+    unit = _base_steps_unit(factors)
+    return max(math.ceil(tokens / tokens_per_step / unit), 1) * unit
+
+
+def _base_steps_unit(factors: Sequence[Fraction]) -> int:
+    """The least number of today's steps that is a multiple of `STEPS_UNIT` steps of every factor."""
+    return math.lcm(*((STEPS_UNIT * factor).numerator for factor in factors))
 
 
 @dataclass(frozen=True)
@@ -49,17 +224,6 @@ class Branch:
         factor = str(self.batch.factor).replace("/", "_of_")
         return f"batch_{factor}-lr_{self.lr:.6g}-seed_{self.seed}"
 
-    def to_json(self) -> dict[str, Any]:
-        """All that its result depends on, beside what the branches have in common."""
-        return {
-            "factor": str(self.batch.factor),
-            "micro_batches": self.batch.micro_batches,
-            "row_share": str(self.batch.row_share),
-            "lr": self.lr,
-            "seed": self.seed,
-            "steps": self.steps,
-        }
-
 
 @dataclass(frozen=True)
 class Study:
@@ -69,7 +233,6 @@ class Study:
         directory: `RUN_DIR/cbs/STEP`.
         base_steps: steps of today's batch whose tokens every branch trains on.
         impossible: one line on each factor that no branch can have.
-        tokens_note: why this many tokens.
     """
 
     directory: Path
@@ -79,7 +242,6 @@ class Study:
     lr_rule: LrRule
     branches: Sequence[Branch]
     impossible: Sequence[str]
-    tokens_note: str
 
     @property
     def tokens(self) -> float:
@@ -87,20 +249,20 @@ class Study:
         return self.base_steps * self.origin.tokens_per_step
 
     @property
+    def num_seeds(self) -> int:
+        """Orders of the data."""
+        return len({branch.seed for branch in self.branches})
+
+    @property
     def common(self) -> dict[str, Any]:
-        """What all results of the directory must share."""
-        return common_of(self.origin, self.base_steps, is_held_out=self.is_held_out)
-
-
-def common_of(origin: Origin, base_steps: int, *, is_held_out: bool) -> dict[str, Any]:
-    """See `Study.common`."""
-    return {
-        "checkpoint": origin.marker,
-        "num_ranks": origin.num_ranks,
-        "tokens": round(base_steps * origin.tokens_per_step),
-        "base_steps": base_steps,
-        "loss": "held-out" if is_held_out else "training",
-    }
+        """What all results of the directory must share, or their losses do not compare."""
+        return {
+            "checkpoint": self.origin.marker,
+            "num_ranks": self.origin.num_ranks,
+            "tokens": round(self.tokens),
+            "base_steps": self.base_steps,
+            "loss": "held-out" if self.is_held_out else "training",
+        }
 
 
 def make_study(
@@ -109,109 +271,79 @@ def make_study(
     *,
     factors: Sequence[Fraction],
     lr_rule: LrRule | None,
-    lr_grid: Sequence[float],
+    lr_grid: Sequence[Fraction],
     num_seeds: int,
     tokens: int | None,
-    base_steps: int | None,
+    before: Mapping[str, Any] | None,
 ) -> Study:
     """The branches of all factors that are possible.
 
+    The default rule is sqrt for optimizers that normalize their updates (Malladi et al. 2022, arXiv 2205.10287), linear for SGD
+    (Goyal et al. 2017, arXiv 1706.02677).
+
     Args:
         lr_rule: None: by the optimizer.
-        tokens: of each branch at least; None: a share of those so far.
-        base_steps: of the results that the directory has already; they count where `tokens` is None.
+        tokens: of each branch at least; None: those of the branches that are done, or else a share of those so far.
+        before: `Study.common` of the results that the directory has already.
 
     Raises:
-        UserError: fewer than two factors are possible; orders of the data are asked for that cannot be made.
+        UserError: fewer than two factors are possible; orders of the data are asked for that cannot be made; or the results
+            would not compare with those of before.
     """
-    sizes = row_sizes(origin.config)
-    fitted = {factor: fit_batch(factor, origin.today, sizes) for factor in sorted(set(factors))}
-    batches = [batch for batch in fitted.values() if batch is not None]
-    impossible = [why_impossible(factor, origin.today, sizes) for factor, batch in fitted.items() if batch is None]
-    if len(batches) < 2:
-        problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
-        raise UserError("--factors", problem, "name others, such as 1,2,4")
     own = [source.name for source in origin.config.data.source if source.target is not None]
     if own and num_seeds > 1:
         problem = f"source {own[0]} is a target of your own, whose order only it knows"
         raise UserError("--seeds", problem, "use --seeds 1, without error bars")
-    possible = [batch.factor for batch in batches]
-    note = ""
-    if tokens is None and base_steps is not None and base_steps % base_steps_unit(possible) == 0:
-        note = "as many as the branches that are done"
-    else:
-        base_steps, note = _base_steps(origin, possible, tokens)
-    rule = lr_rule or default_rule(origin.config.optimizer)
-    branches = [
-        Branch(
-            batch, scale, origin.lr * float(batch.factor) ** LR_EXPONENTS[rule] * scale, seed, batch.steps(base_steps)
-        )
-        for batch in batches
-        for seed in range(num_seeds)
-        for scale in sorted(set(lr_grid))
+    mixings = [mixing_of(origin.config, source) for source in origin.config.data.source]
+    rows = {size for each in mixings for size in (each.batch_size, *each.batch_size_by_modality.values())}
+    sizes = [] if own else sorted(rows)
+    fitted = {factor: fit_batch(factor, origin.today, sizes) for factor in sorted(set(factors))}
+    batches = [batch for batch in fitted.values() if batch is not None]
+    cut = f"rows of {', '.join(map(str, sizes))}" if sizes else "micro-batches of a source's own"
+    impossible = [
+        f"{factor} of today's batch is impossible: {factor * origin.today} of a micro-batch, and {cut} cannot be divided so"
+        for factor, batch in fitted.items()
+        if batch is None
     ]
-    return Study(
-        directory=directory,
-        origin=origin,
-        base_steps=base_steps,
-        is_held_out=origin.config.eval.holdout_fraction > 0,
-        lr_rule=rule,
-        branches=branches,
-        impossible=impossible,
-        tokens_note=note,
-    )
+    if len(batches) < 2:
+        problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
+        raise UserError("--factors", problem, "name others, such as 1,2,4")
+    base_steps = _base_steps(origin, [batch.factor for batch in batches], tokens, (before or {}).get("base_steps"))
+    rule = lr_rule or ("linear" if origin.config.optimizer.name == "sgd" else "sqrt")
+    branches = []
+    for batch in batches:
+        lr = origin.lr * float(batch.factor) ** LR_EXPONENTS[rule]
+        steps, scales = batch.steps(base_steps), sorted(set(map(float, lr_grid)))
+        branches += [Branch(batch, scale, lr * scale, n, steps) for n in range(num_seeds) for scale in scales]
+    is_held_out = origin.config.eval.holdout_fraction > 0
+    study = Study(directory, origin, base_steps, is_held_out, rule, branches, impossible)
+    if before is not None and (changed := [key for key, now in study.common.items() if before.get(key) != now]):
+        listed = ", ".join(f"{key} {before.get(key)} (now {study.common[key]})" for key in changed)
+        fix = "give the same options, or move the directory away"
+        raise UserError(str(directory), f"holds branches with {listed}; their losses do not compare", fix)
+    return study
 
 
-def _base_steps(origin: Origin, factors: Sequence[Fraction], tokens: int | None) -> tuple[int, str]:
-    """(today's steps, why so many)."""
-    per_step = origin.tokens_per_step
-    if tokens is not None:
-        return base_steps_for(
-            tokens, per_step, factors
-        ), f"--tokens {tokens:,}, rounded up to whole steps of every batch"
-    share, least = DEFAULT_SHARE * origin.tokens_seen, float(LEAST_STEPS * max(factors) * per_step)
-    if least > share:
-        return base_steps_for(least, per_step, factors), f"{LEAST_STEPS} steps of the largest batch"
-    return base_steps_for(share, per_step, factors), f"{DEFAULT_SHARE:.0%} of the {origin.tokens_seen:,} so far"
+def _base_steps(origin: Origin, factors: Sequence[Fraction], tokens: int | None, before: int | None) -> int:
+    """Today's steps whose tokens every branch trains on."""
+    if tokens is None and before is not None and before % _base_steps_unit(factors) == 0:
+        return before
+    least = LEAST_STEPS * float(max(factors)) * origin.tokens_per_step
+    wanted = max(DEFAULT_SHARE * origin.tokens_seen, least) if tokens is None else tokens
+    return base_steps_for(wanted, origin.tokens_per_step, factors)
 
 
-def default_rule(table: OptimizerTable) -> LrRule:
-    """How the learning rate follows the batch: sqrt for optimizers that normalize their updates, linear for SGD.
-
-    Malladi et al. 2022 (arXiv 2205.10287) for Adam; Goyal et al. 2017 (arXiv 1706.02677) for SGD.
-
-    Raises:
-        UserError: the optimizer is the user's own.
-    """
-    if table.target is not None:
-        problem = f"is needed: {table.target} is an optimizer of your own, of which no rule is known"
-        raise UserError("--lr-rule", problem, "name none, sqrt or linear")
-    return "linear" if table.name == "sgd" else "sqrt"
-
-
-def parse_factors(text: str) -> list[Fraction]:
-    """`1/4,0.5,2` as numbers.
+def parse_numbers(option: str, text: str) -> list[Fraction]:
+    """`1/4,0.5,2` as exact numbers.
 
     Raises:
         UserError: one is no positive number.
     """
-    return [_positive("--factors", Fraction, word) for word in text.split(",")]
-
-
-def parse_grid(text: str) -> list[float]:
-    """`0.5,1,2` as numbers.
-
-    Raises:
-        UserError: one is no positive number.
-    """
-    return [float(_positive("--lr-grid", Fraction, word)) for word in text.split(",")]
-
-
-def _positive(option: str, parse: type[Fraction], word: str) -> Fraction:
-    try:
-        number = parse(word.strip())
-    except (ValueError, ZeroDivisionError):
-        number = Fraction(0)
-    if number <= 0 or not math.isfinite(number):
+    numbers = []
+    for word in text.split(","):
+        with suppress(ValueError, ZeroDivisionError):
+            numbers.append(Fraction(word.strip()))
+            if numbers[-1] > 0:
+                continue
         raise UserError(option, f"{word!r} is no positive number", "separate numbers by commas: 1/2,1,2")
-    return number
+    return numbers

@@ -16,8 +16,7 @@ from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, Curve, make_charts
 from trainer.tools.report.figures import NUM_COLORS, encode_charts, is_near
 from trainer.tools.report.run_summary import SummaryRow, config_differences, heading, rows_text, summarize, value_text
-from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.settings import settings_by_step
+from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, number_text
 
 _MOST_STEP_BUTTONS: Final = 6

@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
-from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
-from trainer.tools.runs.settings import settings_by_step
 from trainer.wording import counted, number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.

@@ -121,8 +121,7 @@ class _Reader:
         self.restarts: list[Restart] = []
         self.steps_redone: list[int] = []
         self._num_lines = 0
-        self._num_other_versions = 0
-        self._num_damaged = 0
+        self._num_skipped = 0
         self._num_decreases = 0
         self._is_truncated = False
         self._first_error: tuple[int, PayloadError] | None = None
@@ -170,11 +169,8 @@ class _Reader:
     def _take_any(self, line: bytes) -> None:
         try:
             found = parse_line(strip_launcher_prefix(line.decode("utf-8").strip()))
-        except UnicodeDecodeError as error:
-            self._skip(PayloadError("line", f"not UTF-8 at byte {error.start}"))
-            return
-        except PayloadError as error:
-            self._skip(error)
+        except (PayloadError, UnicodeDecodeError) as error:
+            self._skip(error if isinstance(error, PayloadError) else PayloadError("line", "is not UTF-8"))
             return
         if found.global_step > MAX_STEP:
             self._skip(PayloadError("global_step", f"must be at most {MAX_STEP}"))
@@ -194,39 +190,30 @@ class _Reader:
         table.add(step, len(self.restarts), keys, values)
 
     def _skip(self, error: PayloadError) -> None:
-        if error.key == "schema_version":
-            self._num_other_versions += 1
-        else:
-            self._num_damaged += 1
-        if self._first_error is None:
-            self._first_error = self._num_lines, error
+        self._num_skipped += 1
+        self._first_error = self._first_error or (self._num_lines, error)
 
-    def check_usable(self, path: Path) -> None:
+    def check_usable(self, path: Path, *, allow_empty: bool) -> None:
         """Refuse a file without a usable row.
 
         Raises:
             UserError: naming the first invalid line.
         """
-        if len(self.train) + len(self.evals):
-            return
-        if self._first_error is None:
+        if self._first_error is not None and not (len(self.train) + len(self.evals)):
+            line, error = self._first_error
+            problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
+            raise UserError(str(path), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
+        if not (len(self.train) + len(self.evals) or allow_empty):
             raise _no_rows(path)
-        line, error = self._first_error
-        problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
-        raise UserError(str(path), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
 
     def notes(self) -> list[str]:
         """What was skipped or replaced."""
         found = []
         if self._is_truncated:
             found.append("skipped the last line, which is cut off: the run was killed or is still writing")
-        if self._num_other_versions:
-            number = counted(self._num_other_versions, "line")
-            found.append(f"skipped {number} of another schema version (this reader supports {SCHEMA_VERSION})")
-        if self._num_damaged:
-            assert self._first_error is not None
+        if self._first_error is not None:
             line, error = self._first_error
-            number = counted(self._num_damaged, "damaged line")
+            number = counted(self._num_skipped, "damaged line")
             found.append(f"skipped {number}, the first at line {line}: {error.key}: {error.reason}")
         replaced = self.train.num_replaced + self.evals.num_replaced
         if replaced:
@@ -273,8 +260,7 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
             reader.read(metrics)
     except OSError as error:
         raise UserError(str(metrics), f"cannot be read: {error.strerror}", "check the path") from None
-    if not allow_empty:
-        reader.check_usable(metrics)
+    reader.check_usable(metrics, allow_empty=allow_empty)
     notes = reader.notes()
     others = _read_others(metrics.parent, notes) if metrics.name == METRICS_NAME else {}
     return RunRecord(path, reader.train, reader.evals, reader.restarts, reader.steps_redone, notes=notes, **others)
@@ -313,3 +299,55 @@ def _json_or_none(line: bytes) -> Any:
         return parse_json(line)
     except ValueError:
         return None
+
+
+def settings_by_step(run: RunRecord) -> dict[str, Any]:
+    """For each setting that a restart names as changed, its value for the rows that count.
+
+    A mapping from the first step of each value to it, or the value itself where these rows have only one: a launch that
+    trained no step changed nothing.
+    """
+    changes = [_changes(restart.details.get("changed")) for restart in run.restarts]
+    if not any(changes):
+        return {}
+    attempts = run.train.attempts
+    last, reached = len(run.restarts), run.status.get("last_step")
+    if last and isinstance(reached, int) and reached > run.restarts[-1].global_step:
+        attempts[reached] = last  # steps that it has trained, but not logged
+    found: dict[str, Any] = {}
+    for key in sorted({key for change in changes for key in change}):
+        values = _values_of_launches(run, [change.get(key) for change in changes])
+        by_step: dict[int, Any] = {}
+        before = 0
+        for step, attempt in sorted(attempts.items()):
+            since, value = values[attempt]
+            if not by_step and since:  # it begins as the branch of another run
+                by_step[1] = values[0][1]
+            if not by_step or value != next(reversed(by_step.values())):
+                by_step[max(before, since) + 1] = value
+            before = step
+        found[key] = by_step if len(by_step) > 1 else next(iter(by_step.values()), values[-1][1])
+    return found
+
+
+def _values_of_launches(run: RunRecord, changes: list[tuple[Any, Any] | None]) -> list[tuple[int, Any]]:
+    """(the step after which it holds, value) of one setting in the first launch and after each restart.
+
+    A change is that from the checkpoint resumed from, whose value is the one in force at its step.
+    """
+    first = next(change for change in changes if change is not None)
+    history = [(0, first[0])]
+    values = list(history)
+    for restart, change in zip(run.restarts, changes, strict=True):
+        history = [history[0], *(entry for entry in history[1:] if entry[0] < restart.global_step)]
+        if change is not None:
+            history.append((restart.global_step, change[1]))
+        values.append(history[-1])
+    return values
+
+
+def _changes(recorded: Any) -> dict[str, tuple[Any, Any]]:
+    """(before, after) by key; of a damaged record what can be read."""
+    items = recorded.items() if isinstance(recorded, Mapping) else ()
+    pairs = ((key, pair) for key, pair in items if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys())
+    return {key: (pair["before"], pair["after"]) for key, pair in pairs}

@@ -1,10 +1,21 @@
-"""Logged rows as columns. Compact enough for 100,000 rows of 60 keys without numpy, which readers need not install."""
+"""Logged rows as columns, and exported as one table.
+
+Compact enough for 100,000 rows of 60 keys without numpy, which readers need not install.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.files import replacing
+from trainer.metrics.payload_contract import Mode
 
 
 class _Block:
@@ -117,3 +128,71 @@ class RowTable:
             is_ordered = len(blocks) == 1 and self._in_order
             self._orders[blocks] = array("q", (steps[rows[i]] for i in order)), None if is_ordered else order
         return self._orders[blocks]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The values of one step; if a restart made the run log the step twice, those of the later row."""
+
+    mode: Mode
+    step: int
+    values: dict[str, float]
+
+
+def rows_of(train: RowTable, evals: RowTable) -> list[Row]:
+    """All rows of a run, ordered by step, training before evaluation."""
+    rows: list[Row] = []
+    modes: tuple[Mode, Mode] = ("train", "eval")
+    for mode, table in zip(modes, (train, evals), strict=True):
+        by_step: dict[int, dict[str, float]] = {step: {} for step in table.steps}
+        for key in table.keys:
+            for step, value in zip(*table.column(key), strict=True):
+                by_step[step][key] = value
+        rows += [Row(mode, step, values) for step, values in by_step.items()]
+    return sorted(rows, key=lambda row: (row.step, row.mode == "eval"))
+
+
+def write_csv(train: RowTable, evals: RowTable, path: Path) -> int:
+    """Write `mode,global_step,<key>,...`, empty cells for absent keys; returns the number of rows.
+
+    Numbers are written with `repr`, so that reading them back gives the same float64; NaN and infinities as nan, inf, -inf.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    rows, keys = rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
+    with replacing(path, follow=True) as raw:
+        file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+        writer = csv.writer(file)
+        writer.writerow(["mode", "global_step", *keys])
+        for row in rows:
+            cells = (repr(row.values[key]).removesuffix(".0") if key in row.values else "" for key in keys)
+            writer.writerow([row.mode, row.step, *cells])
+        file.detach()  # flushes
+    return len(rows)
+
+
+def write_parquet(train: RowTable, evals: RowTable, path: Path) -> int:
+    """Write columns `mode`, `global_step` and one float64 column per key, null where absent; returns the number of rows.
+
+    Raises:
+        UserError: pyarrow is not installed.
+        OSError: the file cannot be written.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        fix = "run: pip install pyarrow, or use --format csv"
+        raise UserError("--format parquet", "needs the package pyarrow, which is not installed", fix) from None
+    rows, keys = rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
+    columns = {
+        "mode": pyarrow.array([row.mode for row in rows], pyarrow.string()),
+        "global_step": pyarrow.array([row.step for row in rows], pyarrow.int64()),
+    }
+    for key in keys:
+        # from_pandas=False keeps NaN apart from null.
+        columns[key] = pyarrow.array([row.values.get(key) for row in rows], pyarrow.float64(), from_pandas=False)
+    with replacing(path, follow=True) as file:
+        parquet.write_table(pyarrow.table(columns), file)
+    return len(rows)

@@ -1,8 +1,12 @@
-"""A trained model taken out of its run's directory (or out of what `train export` wrote), ready to be used."""
+"""A trained model taken out of its run's directory (or out of what `train export` wrote): loaded, or exported."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +15,70 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from trainer.config.load import load_config
+from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.model.weights import WEIGHTS_FILE, load_weights
+from trainer.files import write_file
+from trainer.model.families import DEFAULT
+from trainer.model.weights import WEIGHTS_FILE, check_fit, read_weights, save_weights
+from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.model_part import open_model, whole_weights
 from trainer.training.checkpointing.tensor_files import DamagedFile
 from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_PARTS = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+)
+"""What `transformers` reads beside a tokenizer.json, of which it makes the same tokenizer."""
+HUGGING_FACE_CONFIG, CARD = "config.json", "README.md"
+SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
+_USE = """\
+## Use
+
+Sample from it, or start a run of your own from these weights:
+
+```
+train sample {out} --prompt "Once" --bytes 200{option}
+train --config x.toml --set model.weights={out}
+```
+
+In Python:
+
+```python
+import torch
+from trainer.tools.trained.saved_model import load_model
+
+saved = load_model("{out}", step=None, device=torch.device("cpu"){argument})
+tokens = torch.tensor([[saved.tokenizer.bos_id, *saved.tokenizer.encode("Once")]])
+logits, state = saved.model(tokens=tokens, state=None)  # [B, T, V]; the state to continue from
+```
+"""
+_USE_HUGGING_FACE = """\
+## Use
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{out}")
+```
+
+Every document began with the id {bos}, which no tokenizer adds: put it before the ids of a text.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,37 +106,52 @@ class SavedModel:
     step: int | None
 
 
+def find_checkpoint(run_dir: str | Path, step: int | None, *, option: str = "--step") -> Path:
+    """The run's complete checkpoint after `step`; None: the latest.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = checkpoint.complete_checkpoints(Path(run_dir) / checkpoint.CHECKPOINTS)
+    if not found:
+        fix = "name a run that has saved one: checkpoint.every, keep_last and keep_every say which a run keeps"
+        raise UserError(str(run_dir), "has no complete checkpoint", fix)
+    for path in found:
+        if step in (None, checkpoint.step_of(path)):
+            return path
+    steps = ", ".join(str(checkpoint.step_of(path)) for path in reversed(found))
+    raise UserError(option, f"{run_dir} has no checkpoint after step {step}", f"use one of {steps}")
+
+
+def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
+    """The config in the state.json of the checkpoint at `path`.
+
+    Raises:
+        UserError: it is damaged, or another version's.
+    """
+    try:
+        return RunConfig.model_validate(state.get("config"))
+    except ValidationError as error:
+        first = ".".join(map(str, error.errors()[0]["loc"]))
+        problem = f"was made by another version: {first} of its config is unknown here"
+        raise UserError(str(path), problem, "use that version") from None
+
+
 def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckpoint:
     """The checkpoint after `step`, or the newest whole one.
 
     Raises:
         UserError: no run, no such checkpoint, a damaged one, or one of another version's config.
     """
-    directory = Path(run_dir) / "checkpoints"
-    names = [path.name for path in checkpoint.complete_checkpoints(directory)]
-    if not names:
-        problem = "has no whole checkpoint" if Path(run_dir).is_dir() else "is not a directory"
-        raise UserError(
-            str(run_dir), problem, "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
-        )
-    wanted = checkpoint.checkpoint_name(step) if step is not None else "auto"
-    if step is not None and wanted not in names:
-        have = ", ".join(str(checkpoint.step_of(Path(name))) for name in reversed(names))
-        raise UserError("--step", f"{run_dir} has no checkpoint after step {step}", f"use one of {have}")
-    found = checkpoint.find(directory, str(directory / wanted) if step is not None else "auto")
+    named = find_checkpoint(run_dir, step)
+    found = checkpoint.find(named.parent, "auto" if step is None else str(named))
     assert found is not None
     path, state = found
     try:
         weights = whole_weights(open_model(path, state))
-        config = RunConfig.model_validate(state["config"])
     except (DamagedFile, KeyError) as error:
         raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None
-    except ValidationError as error:
-        first = ".".join(map(str, error.errors()[0]["loc"]))
-        raise UserError(
-            str(path), f"was made by another version: {first} of its config is unknown here", "use that version"
-        ) from None
-    return SavedCheckpoint(path, state, config, weights)
+    return SavedCheckpoint(path, state, config_of(state, path), weights)
 
 
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
@@ -132,33 +204,167 @@ def load_model(
         UserError: the config names code; nothing usable is there, or the weights do not fit the model.
     """
     place = Path(directory).absolute()  # building the model may change the working directory
+    found: int | None
     if (place / WEIGHTS_FILE).is_file():
-        if not (Path(directory) / CONFIG_FILE).is_file():
+        if not (place / CONFIG_FILE).is_file():
             problem = f"has {WEIGHTS_FILE} but no {CONFIG_FILE}, which says what model they are of"
             raise UserError(str(directory), problem, "name the run, or an export with --format safetensors")
-        config = load_config(Path(directory) / CONFIG_FILE)
-        refuse_code(config, directory, "model", trusted=trust_code)
-        own = Path(directory) / "tokenizer.json"
-        words = _tokenizer(config, tokenizer or (str(own) if own.is_file() else None))
-        model = build_model(config.model, words.vocab_size, seq_len=config.data.seq_len)
-        metadata = load_weights(model, place, key=str(directory))
+        config, source = load_config(place / CONFIG_FILE), place
+        weights, metadata = read_weights(place)
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
-        return SavedModel(model.to(device).eval(), words, config, found)
-    saved = read_checkpoint(directory, step)
-    refuse_code(saved.config, saved.path, "model", trusted=trust_code)
-    words = _tokenizer(saved.config, tokenizer)
-    model = build_model(saved.config.model, words.vocab_size, seq_len=saved.config.data.seq_len)
-    try:
-        model.load_state_dict(saved.weights)
-    except RuntimeError as error:
-        problem = f"does not fit the model: {str(error).splitlines()[-1].strip()}"
-        raise UserError(str(saved.path), problem, "give the tokenizer that it was trained with (--tokenizer)") from None
-    return SavedModel(model.to(device).eval(), words, saved.config, saved.step)
-
-
-def _tokenizer(config: RunConfig, given: str | None) -> Tokenizer:
-    name = config.data.tokenizer
-    if given is None and name.endswith(".json") and not Path(name).is_file():
+        own = place / "tokenizer.json"
+        tokenizer = tokenizer or (str(own) if own.is_file() else None)
+    else:
+        saved = read_checkpoint(directory, step)
+        config, source, weights, found = saved.config, saved.path, saved.weights, saved.step
+    refuse_code(config, source, "model", trusted=trust_code)
+    name = tokenizer or config.data.tokenizer
+    if name.endswith(".json") and not Path(name).is_file():
         problem = "the tokenizer of the model is not there (paths are relative to the working directory)"
         raise UserError(name, problem, "go where the run was started, or name the file with --tokenizer")
-    return load_tokenizer(given or name, vocab_size=config.data.vocab_size)
+    words = load_tokenizer(name, vocab_size=config.data.vocab_size)
+    model = model_with(weights, config, words.vocab_size, source)
+    return SavedModel(model.to(device).eval(), words, config, found)
+
+
+def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int, source: Path) -> nn.Module:
+    """The model of a config with weights from `source`.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    model = build_model(config.model, vocab_size, seq_len=config.data.seq_len)
+    check_fit(model, weights, key=str(source), path="the file")
+    model.load_state_dict(dict(weights))
+    return model
+
+
+def copy_tokenizer(path: Path, directory: Path) -> None:
+    """Copy a tokenizer.json, and what belongs to it, for `AutoTokenizer`.
+
+    Without a `tokenizer_config.json`, `transformers` would take the tokenizer of the model's family and give it special tokens,
+    the first of which gets the id that begins documents; one that names no family is written then.
+    """
+    shutil.copyfile(path, directory / "tokenizer.json")
+    for part in (path.with_name(name) for name in TOKENIZER_PARTS if path.name == "tokenizer.json"):
+        if part.is_dir():
+            shutil.copytree(part, directory / part.name)
+        elif part.exists():
+            shutil.copyfile(part, directory / part.name)
+    if not (directory / TOKENIZER_CONFIG).exists():
+        write_file(directory / TOKENIZER_CONFIG, '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+
+
+def export_model(
+    run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
+) -> SavedCheckpoint:
+    """Write `model.safetensors`, `config.toml`, `README.md` and, if one is used, the files of the tokenizer into `out`.
+
+    All is written next to `out` first, so that `out` is complete or absent.
+
+    Args:
+        as_hugging_face: weights and `config.json` as the model's own `save_pretrained` writes them, for `from_pretrained`;
+            no `config.toml`.
+        trust_code: import the model that the config names, which `as_hugging_face` builds.
+
+    Raises:
+        UserError: the config names code; no checkpoint, a missing tokenizer or package, or a model that is none of
+            `transformers`.
+        OSError: `out` cannot be written.
+    """
+    saved = read_checkpoint(run_dir, step)
+    config = saved.config
+    tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
+    run_dir, place = run_dir.absolute(), out.absolute()
+    staging = place.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        staging.mkdir(parents=True)
+        if as_hugging_face:
+            refuse_code(config, run_dir, "model", trusted=trust_code)
+            with chdir(os.curdir):  # which the model's code may leave
+                _save_pretrained(saved, tokenizer.vocab_size, staging)
+        else:
+            metadata = {"format": "pt", "step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name}
+            save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
+            write_file(staging / CONFIG_FILE, to_toml(config))
+        if config.data.tokenizer.endswith(".json"):
+            copy_tokenizer(Path(config.data.tokenizer), staging)
+        card = _card(saved, _last_results(run_dir, saved.step), tokenizer.vocab_size, str(out), as_hugging_face)
+        write_file(staging / CARD, card)
+        shutil.rmtree(place, ignore_errors=True)
+        staging.rename(place)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return saved
+
+
+def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -> None:
+    table, seq_len = saved.config.model, saved.config.data.seq_len
+    model: Any = model_with(saved.weights, saved.config, vocab_size, saved.path)
+    if not hasattr(model, "save_pretrained"):
+        problem = f"{table.target or table.family or DEFAULT} has no save_pretrained(directory)"
+        raise UserError("--format hf", problem, "export with --format safetensors")
+    model.save_pretrained(directory)
+    file = directory / HUGGING_FACE_CONFIG
+    if (
+        not model.state_width and file.is_file()
+    ):  # a model without a state has seen as many positions together as a row has
+        found = json.loads(file.read_text())
+        if "max_position_embeddings" in found:
+            write_file(file, json.dumps({**found, "max_position_embeddings": seq_len}, indent=2) + "\n")
+
+
+def _last_results(run_dir: Path, step: int) -> dict[str, float]:
+    """The last value of the keys of the card that was logged at `step` or before; empty if the run has no record."""
+    try:
+        run = load_run(run_dir)
+    except UserError:
+        return {}
+    columns = {key: zip(*run.column(key), strict=True) for key in SHOWN_RESULTS}
+    upto = {key: [value for at, value in column if at <= step] for key, column in columns.items()}
+    return {key: values[-1] for key, values in upto.items() if values}
+
+
+def _card(saved: SavedCheckpoint, results: dict[str, float], vocab_size: int, out: str, as_hugging_face: bool) -> str:
+    """README.md of an exported model: what it is, what it was trained on, and how to load it.
+
+    Args:
+        results: the last logged value of each key.
+        out: the directory, as the commands in the card name it.
+        as_hugging_face: the directory is one for `from_pretrained`.
+    """
+    config, model, environment = saved.config, saved.config.model, saved.state.get("environment", {})
+    sizes = f"dim {model.dim}, {model.num_layers} layers"
+    if "from" in model.args:
+        sizes = f"begun from {model.args['from']}, whose sizes it has"
+    parameters = {tensor.data_ptr(): tensor.numel() for tensor in saved.weights.values() if tensor.numel()}
+    rows: list[tuple[str, Any]] = [
+        ("parameters", f"{sum(parameters.values()):,}"),
+        ("model", f"`{model.target or model.family or DEFAULT}`, {sizes}"),
+        ("tokenizer", f"`{config.data.tokenizer}`, {vocab_size:,} ids, the one that begins a document included"),
+        ("trained for", f"{saved.step:,} of {config.train.steps:,} steps in cells of {config.data.seq_len} tokens"),
+        ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),
+        ("data", ", ".join(source.name for source in config.data.source)),
+        ("precision", config.train.precision),
+        ("torch", environment.get("packages", {}).get("torch", "unknown")),
+        *((f"`{key}`", f"{value:.4f}") for key, value in results.items()),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    option, argument = (" --trust-code", ", trust_code=True") if model.target is not None else ("", "")
+    return f"""\
+---
+library_name: {"transformers" if as_hugging_face else "trainer"}
+tags: [language-model]
+---
+# {config.run.name}
+
+A causal language model, exported after step {saved.step:,} by `train export`. The values below are the last that the run
+logged up to that step{"" if as_hugging_face else "; the whole config is in `config.toml`"}.
+
+| | |
+|---|---|
+{table}
+
+What the data may be used for, and so what this model may, is for whoever publishes it to say here.
+
+{(_USE_HUGGING_FACE if as_hugging_face else _USE).format(out=out, bos=vocab_size - 1, option=option, argument=argument)}"""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trainer.cli.imports import uncollected
-from trainer.cli.options import JsonOption, TrustOption, require_run
-from trainer.cli.terminal import echo, output
+from trainer.cli.options import JsonOption, TrustOption, require_run, uncollected
+from trainer.cli.terminal import echo, output, print_json, writing
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from trainer.tools.branching.results import BranchResult
+    from trainer.tools.branching.run_branches import BranchResult
     from trainer.tools.branching.study import Branch, Study
 
 EXIT_FAILED = 1
@@ -41,7 +39,7 @@ def cbs(
     devices: Annotated[
         str | None, typer.Option(help="CUDA devices; as many branches at once as there are groups of --nproc.")
     ] = None,
-    parallel: Annotated[int | None, typer.Option(min=1, help="Branches at once, without --devices.")] = None,
+    parallel: Annotated[int, typer.Option(min=1, help="Branches at once, without --devices.")] = 1,
     out: Annotated[str | None, typer.Option(help="Picture, .html; default: cbs.html in RUN_DIR/cbs/STEP.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Start without asking.")] = False,
     trust_code: TrustOption = False,
@@ -50,39 +48,29 @@ def cbs(
     """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
     run = require_run(run_dir)
     with uncollected():
-        import torch
-
-        from trainer.tools.branching.origin import find_checkpoint, open_origin, reserved
-        from trainer.tools.branching.results import read_common, refuse_mixing
-        from trainer.tools.branching.runner import slots
-        from trainer.tools.branching.study import make_study, parse_factors, parse_grid
+        from trainer.tools.branching.run_branches import STUDY_FILE, read_kept, slots
+        from trainer.tools.branching.study import make_study, open_origin, parse_numbers, reserved
         from trainer.tools.pictures import check_page
+        from trainer.tools.trained.saved_model import find_checkpoint
     if out is not None:
         check_page(out)
-    path = find_checkpoint(run, at)
-    with reserved(run):
+    path = find_checkpoint(run, at, option="--at")
+    with writing(str(run / "cbs")), reserved(run):
         origin = open_origin(run, path, num_ranks=nproc, trust_code=trust_code)
-        if at is None:
-            echo(f"--at is not given: branching from the latest checkpoint, step {origin.step:,}", err=True)
         directory = run / "cbs" / str(origin.step)
-        before = read_common(directory)
         study = make_study(
             origin,
             directory,
-            factors=parse_factors(factors),
+            factors=parse_numbers("--factors", factors),
             lr_rule=lr_rule,
-            lr_grid=parse_grid(lr_grid),
+            lr_grid=parse_numbers("--lr-grid", lr_grid),
             num_seeds=seeds,
             tokens=tokens,
-            base_steps=None if before is None else before.get("base_steps"),
+            before=read_kept(directory / STUDY_FILE),
         )
         environments = slots(origin.num_ranks, devices, parallel)
-        if devices is not None and not torch.cuda.is_available():
-            problem = "names CUDA devices, but torch finds none here"
-            raise UserError("--devices", problem, "leave it out; --parallel runs several at once on the CPU")
-        refuse_mixing(study)
         _run(study, environments, asks=not yes and sys.stdin.isatty())
-        _tell(study, tolerance, out, as_json=as_json)
+        _print(study, tolerance, out, as_json=as_json)
 
 
 def _run(study: Study, environments: list[dict[str, str]], *, asks: bool) -> None:
@@ -92,57 +80,46 @@ def _run(study: Study, environments: list[dict[str, str]], *, asks: bool) -> Non
         typer.Exit: the user does not want to, a stop was requested, or a branch failed.
     """
     from trainer.tools.branching.answer import cost_lines
-    from trainer.tools.branching.results import claim
-    from trainer.tools.branching.runner import BranchFailed, missing, run_branches
+    from trainer.tools.branching.run_branches import BranchFailed, results_of, run_branches
     from trainer.training.signals import StopRequest
 
-    todo, done = missing(study)
+    done = results_of(study)
+    todo = [branch for branch in study.branches if branch not in done]
     for line in cost_lines(study, len(done), len(environments)):
         echo(line, err=True)
     if not todo:
         return
     if asks and not typer.confirm("Start?", err=True):
         raise typer.Exit(0)
-    claim(study)
     stop = StopRequest(lambda name: echo(f"{name}: stopping the branches at their next step", err=True))
     stop.install()
-    num_done = len(done)
 
     def on_result(branch: Branch, result: BranchResult) -> None:
-        nonlocal num_done
-        num_done += 1
+        done[branch] = result
         loss = "not finite" if result.loss is None else f"{result.loss:.4f}"
         what = f"batch {branch.batch.factor} x, learning rate {branch.lr:.3g}, seed {branch.seed}"
-        echo(f"{num_done} of {len(study.branches)}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
+        echo(f"{len(done)} of {len(study.branches)}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
 
     try:
-        is_complete = run_branches(
-            study, todo, environments=environments, should_stop=lambda: stop.requested, on_result=on_result
-        )
-    except BranchFailed as error:
+        run_branches(study, todo, environments=environments, should_stop=lambda: stop.requested, on_result=on_result)
+    except (BranchFailed, OSError) as error:
         echo(str(error), err=True)
         raise typer.Exit(EXIT_FAILED) from None
-    if not is_complete:
-        how = "the same command continues"
-        echo(f"stopped: {num_done} of {len(study.branches)} branches are done; {how}", err=True)
+    if len(done) < len(study.branches):
+        echo(f"stopped: {len(done)} of {len(study.branches)} branches are done; the same command continues", err=True)
         raise typer.Exit(0)
 
 
-def _tell(study: Study, tolerance: float, out: str | None, *, as_json: bool) -> None:
+def _print(study: Study, tolerance: float, out: str | None, *, as_json: bool) -> None:
     """Write cbs.json and the picture; print the table, or the JSON."""
     from trainer.files import write_json
-    from trainer.tools.branching.answer import make_answer, to_json
-    from trainer.tools.branching.results import ANSWER_FILE
-    from trainer.tools.branching.runner import missing
+    from trainer.tools.branching.answer import make_answer
+    from trainer.tools.branching.run_branches import ANSWER_FILE, results_of
     from trainer.tools.branching.show import draw, print_answer
 
-    answer = make_answer(study, missing(study)[1], tolerance=tolerance)
-    found = to_json(answer)
-    written = [study.directory / ANSWER_FILE]
-    try:
-        write_json(written[0], found)
-    except OSError as error:
-        raise UserError(str(written[0]), f"cannot be written: {error.strerror}", "check the disk") from None
+    answer = make_answer(study, results_of(study), tolerance=tolerance)
+    found, written = answer.to_json(), [study.directory / ANSWER_FILE]
+    write_json(written[0], found)
     picture = study.directory / "cbs.html" if out is None else Path(out)
     try:
         draw(answer, picture)
@@ -152,7 +129,7 @@ def _tell(study: Study, tolerance: float, out: str | None, *, as_json: bool) -> 
             raise
         echo(f"no picture: {error}", err=True)
     if as_json:
-        echo(json.dumps(found, indent=2, allow_nan=False))
+        print_json(found)
     else:
         print_answer(answer, output())
     echo(f"wrote {', '.join(map(str, written))}", err=True)

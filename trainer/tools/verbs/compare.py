@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trainer.cli.options import JsonOption
-from trainer.cli.terminal import COLOURS, echo, output
+from trainer.cli.options import JsonOption, RunsArgument
+from trainer.cli.terminal import COLOURS, output, print_json
 from trainer.errors import UserError
-from trainer.tools.fitted_table import folded
-
-_KEY_WIDTH = 26  # of a folded key, so that a row of two runs fits into 80 characters
-_NO_LIMIT = 10_000
+from trainer.tools.fitted_table import Column, fitted_table, needed_width
+from trainer.wording import few, number_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
+    from trainer.tools.diagnostics.diagnose import Diagnosis
     from trainer.tools.report.run_summary import KeyMean, SummaryRow
+    from trainer.tools.report.seed_groups import Excess, SeedGroup
     from trainer.tools.runs.load import RunRecord
+
+# By importance; of a narrow terminal the last are left out first.
+LOSSES = ("Held-out loss", "Final loss", "Best held-out loss", "Best loss")
+IF_ANY = ("Cold starts", "False evictions", "Rejected steps", "Restarts")
+FIRST_METRIC, FIRST_SETTING = 50, 10
 
 
 def compare(
-    paths: Annotated[
-        list[str],
-        typer.Argument(help="Two or more run directories, or metrics.jsonl files.", metavar="RUN_DIR RUN_DIR..."),
-    ],
+    paths: RunsArgument,
     last: Annotated[
         int | None, typer.Option(min=1, help="Number of final rows to average (default: the last tenth, at most 20).")
     ] = None,
@@ -40,91 +39,83 @@ def compare(
 ) -> None:
     """Compare runs: two key by key; more as a table, where runs that differ in the seed alone are one row."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.run_summary import key_means, with_distinct_names
-    from trainer.tools.report.seed_groups import reservations_of_runs, seed_groups
+    from trainer.tools.report.run_summary import with_distinct_names
+    from trainer.tools.report.seed_groups import reservations, reservations_of_runs, seed_groups
     from trainer.tools.runs.load import load_run
 
     if len(paths) < 2:
         raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
-    runs = with_distinct_names([load_run(path) for path in paths])
-    diagnoses = [diagnose(run) for run in runs]
-    if len(runs) > 2:
-        _compare_many(diagnoses, last, as_json=as_json)
-        return
-    means = key_means(runs[0], runs[1], window=last)
-    if as_json:
-        echo(json.dumps(_as_json(diagnoses, means, last), indent=2, allow_nan=False, default=str))
-        return
-    console = output()
-    for part in (_config_table(runs), _outcome_table(diagnoses, last), _fitted_means(console, runs, means, last)):
-        console.print(part)
-    for remark in reservations_of_runs(seed_groups(diagnoses, window=last)[1]):
-        console.print(Text(remark, style=COLOURS["warning"]))
-    _print_notes(runs)
+    diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in paths])]
+    label, groups = seed_groups(diagnoses, window=last)
+    if len(paths) == 2:
+        remarks = list(reservations_of_runs(groups))
+        if as_json:
+            print_json({**_two_as_json(diagnoses, last), "reservations": remarks})
+            return
+        _print_two(diagnoses, last)
+    else:
+        remarks = list(reservations(label, groups))
+        if as_json:
+            rows = [_group_as_json(*row) for row in zip(groups, _excesses(label, groups), strict=True)]
+            print_json({"ranked_by": label, "window": last, "groups": rows, "reservations": remarks})
+            return
+        _print_groups(label, groups)
+    notes = [f"{diagnosis.run.name}: {note}" for diagnosis in diagnoses for note in diagnosis.run.notes]
+    for text in [*remarks, *notes]:
+        output().print(Text(text, style=COLOURS["warning"]))
 
 
-def _compare_many(diagnoses: Sequence[Diagnosis], window: int | None, *, as_json: bool) -> None:
-    from trainer.tools.verbs.seed_table import groups_as_json, print_groups
-
-    if as_json:
-        echo(json.dumps(groups_as_json(diagnoses, window), indent=2, allow_nan=False, default=str))
-        return
-    print_groups(diagnoses, window)
-    _print_notes([diagnosis.run for diagnosis in diagnoses])
+def _run_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    run = diagnosis.run
+    verdict = {"verdict": diagnosis.verdict, "rules_judged": diagnosis.num_judged}
+    return {"name": run.name, "path": str(run.path), **verdict, "notes": run.notes}
 
 
-def _print_notes(runs: Sequence[RunRecord]) -> None:
-    for run in runs:
-        for note in run.notes:
-            output().print(Text(f"{run.name}: {note}", style=COLOURS["warning"]))
-
-
-def _as_json(diagnoses: Sequence[Diagnosis], means: Sequence[KeyMean], window: int | None) -> dict[str, Any]:
-    from trainer.tools.report.run_summary import config_differences, end_of, summarize
-    from trainer.tools.report.seed_groups import reservations_of_runs, seed_groups
+def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str, Any]:
+    from trainer.tools.report.run_summary import config_differences, end_of, key_means, summarize
 
     runs = [diagnosis.run for diagnosis in diagnoses]
-    outcomes = [summarize(run, window=window) for run in runs]
-    return {
-        "runs": [
+    rulings = [diagnosis.by_severity if diagnosis.verdict else [] for diagnosis in diagnoses]
+    remarks = [
+        [
             {
-                "name": diagnosis.run.name,
-                "path": str(diagnosis.run.path),
-                "verdict": diagnosis.verdict,
-                "rules_judged": diagnosis.num_judged,
-                "remarks": [_remark(ruling) for ruling in diagnosis.by_severity] if diagnosis.verdict else [],
-                "notes": diagnosis.run.notes,
+                "rule": ruling.rule.name,
+                "severity": ruling.severity,
+                "text": ruling.outcome.sentence,
+                "setting": ruling.fix.removeprefix("try "),
+                "steps": ruling.steps,
             }
-            for diagnosis in diagnoses
-        ],
+            for ruling in of_run
+        ]
+        for of_run in rulings
+    ]
+    outcomes = zip(*(summarize(run, window=window) for run in runs), strict=True)
+    metrics = []
+    for row in key_means(runs[0], runs[1], window=window):
+        content = asdict(row)
+        content["standard_deviations"] = content.pop("deviations")
+        metrics.append({**content, "difference": row.difference, "relative": row.relative})
+    return {
+        "runs": [{**_run_as_json(of_run), "remarks": r} for of_run, r in zip(diagnoses, remarks, strict=True)],
         "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
         "outcome": [
             {"label": a.label, "unit": a.unit, "values": [a.value, b.value], "notes": [a.note, b.note]}
-            for a, b in zip(*outcomes, strict=True)
+            for a, b in outcomes
         ],
         "window": window,
         "ends": [asdict(end_of(run, window)) for run in runs],
-        "metrics": [_metric_as_json(row) for row in means],
-        "reservations": list(reservations_of_runs(seed_groups(diagnoses, window=window)[1])),
+        "metrics": metrics,
     }
 
 
-def _metric_as_json(row: KeyMean) -> dict[str, Any]:
-    """Its fields, and what follows from them."""
-    content = asdict(row)
-    content["standard_deviations"] = content.pop("deviations")
-    return {**content, "difference": row.difference, "relative": row.relative}
+def _print_two(diagnoses: Sequence[Diagnosis], window: int | None) -> None:
+    from trainer.tools.report.run_summary import key_means
 
-
-def _remark(ruling: Ruling) -> dict[str, Any]:
-    outcome = ruling.outcome
-    return {
-        "rule": ruling.rule.name,
-        "severity": ruling.severity,
-        "text": outcome.sentence,
-        "setting": ruling.fix.removeprefix("try "),
-        "steps": ruling.steps,
-    }
+    console, runs = output(), [diagnosis.run for diagnosis in diagnoses]
+    means = key_means(runs[0], runs[1], window=window)
+    console.print(_config_table(runs))
+    console.print(_outcome_table(diagnoses, window))
+    console.print(_means_table(runs, means, window))
 
 
 def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
@@ -132,9 +123,7 @@ def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) ->
         title=title, title_justify="left", title_style="bold", header_style="", box=SIMPLE_HEAD, pad_edge=False
     )
     table.add_column(first, overflow="fold")
-    for run in runs:
-        table.add_column(Text(run.name, style="bold"), justify="right", overflow="fold")
-    for heading in more:
+    for heading in [*(Text(run.name, style="bold") for run in runs), *map(Text, more)]:
         table.add_column(heading, justify="right", overflow="fold")
     return table
 
@@ -179,17 +168,8 @@ def _fact_cell(fact: SummaryRow) -> Text:
     return Text.assemble(fact.text, (f"\n({fact.note})" if has_note else "", "dim"))
 
 
-def _fitted_means(console: Console, runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
-    """On one line per key, or, where that is too wide, with keys and scatter folded."""
-    table = _means_table(runs, means, window)
-    is_wide = console.measure(table, options=console.options.update(width=_NO_LIMIT)).maximum > console.width
-    return _means_table(runs, means, window, is_folded=True) if is_wide else table
-
-
-def _means_table(
-    runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None, *, is_folded: bool = False
-) -> Table:
-    """Keys that differ; bold where the difference exceeds the scatter of the values."""
+def _means_table(runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
+    """Keys that differ; bold where the difference exceeds both standard deviations together, which single values lack."""
     from trainer.tools.report.run_summary import end_of
 
     title = "Final mean (the last value of lr, counters and running averages)\n"
@@ -197,36 +177,130 @@ def _means_table(
     table = _new_table(title, "key", runs, "difference", "in %")
     differing = [row for row in means if row.difference != 0]
     for row in differing:
-        style = "bold" if _exceeds_scatter(row) else ""
+        scatter = [deviation for deviation in row.deviations if deviation is not None]
+        is_large = bool(scatter) and row.difference is not None and abs(row.difference) > sum(scatter)
+        shown = [
+            "–" if mean is None else number_text(mean) + (f" ± {number_text(deviation)}" if deviation else "")
+            for mean, deviation in zip(row.means, row.deviations, strict=True)
+        ]
         relative = f"{100 * row.relative:+.1f}" if row.relative is not None else ""
         difference = _signed(row.difference) if row.difference is not None else ""
-        cells = [_with_scatter(*cell) for cell in zip(row.means, row.deviations, strict=True)]
-        key = folded(row.key, _KEY_WIDTH) if is_folded else row.key
-        shown = [Text(cell.replace(" ±", "\n±") if is_folded else cell) for cell in cells]
-        table.add_row(Text(key), *shown, difference, relative, style=style)
+        table.add_row(Text(row.key), *map(Text, shown), difference, relative, style="bold" if is_large else "")
     if len(differing) < len(means):
         table.caption_justify = "left"
         table.caption = f"{len(means) - len(differing)} other keys have the same mean in both"
     return table
 
 
-def _exceeds_scatter(row: KeyMean) -> bool:
-    """Whether the means lie further apart than both standard deviations together; False for single values."""
-    if row.deviations == (None, None):
-        return False
-    scatter = sum(deviation or 0.0 for deviation in row.deviations)
-    return row.difference is not None and abs(row.difference) > scatter
-
-
-def _with_scatter(mean: float | None, deviation: float | None) -> str:
-    from trainer.wording import number_text
-
-    if mean is None:
-        return "–"
-    return number_text(mean) + (f" ± {number_text(deviation)}" if deviation else "")
-
-
 def _signed(value: float) -> str:
-    from trainer.wording import number_text
-
     return "0" if value == 0 else f"{'+' if value > 0 else '-'}{number_text(abs(value))}"
+
+
+def _print_groups(label: str, groups: Sequence[SeedGroup]) -> None:
+    """The table of rows with seeds grouped, ranked."""
+    from trainer.tools.report.seed_groups import ERRORS_WIDE
+
+    columns = _columns(label, groups)
+    title = (
+        f"By {label.lower()}: mean ± standard deviation over seeds (n - 1).\n"
+        f"Above the best: ± standard error of the difference; within {ERRORS_WIDE:g} of them it may be chance"
+    )
+    console = output(needed_width=needed_width(columns))
+    table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
+    console.print(table, highlight=False)
+
+
+def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
+    from trainer.tools.report.run_summary import value_text
+
+    labels = [label, *(name for name in LOSSES if name != label), "Speed", "Noise scale", *IF_ANY]
+    settings = [
+        Column(
+            escape(key).replace(".", ".\n"),
+            [escape(value_text(group.settings[key])) for group in groups],
+            leave_out=FIRST_SETTING + place,
+        )
+        for place, key in enumerate(groups[0].settings)
+    ]
+    units = {name: next((group.units[name] for group in groups if group.units.get(name)), "") for name in labels}
+    metrics = [
+        Column(
+            "\n".join(filter(None, (name.replace(" loss", "\nloss"), units[name]))),
+            [_spread_text(group, name) for group in groups],
+            "right",
+            leave_out=0 if name == label else FIRST_METRIC + place,
+        )
+        for place, name in enumerate(labels)
+        if any(name in group.outcome and (name not in IF_ANY or group.outcome[name].mean) for group in groups)
+    ]
+    above = [_excess_text(found) for found in _excesses(label, groups)]
+    return [
+        Column("row", [str(number) for number in range(1, len(groups) + 1)], "right"),
+        *settings,
+        Column("seeds", [str(len(group.seeds)) for group in groups], "right"),
+        *metrics[:1],
+        Column("above\nthe best", above, "right"),
+        Column("steps", [_range(group, "Steps") for group in groups], "right", leave_out=FIRST_METRIC),
+        Column("tokens", [_range(group, "Tokens seen") for group in groups], "right", leave_out=FIRST_METRIC + 20),
+        *metrics[1:],
+        Column("verdict", [_verdicts(group) for group in groups], leave_out=FIRST_METRIC + 21),
+        Column("runs", [escape(few([run.name for run in group.runs])) for group in groups], leave_out=9, wraps=True),
+    ]
+
+
+def _excesses(label: str, groups: Sequence[SeedGroup]) -> list[Excess | None]:
+    """Of each row against the first; None for the first, and where either has no value."""
+    from trainer.tools.report.seed_groups import excess
+
+    best = groups[0].outcome.get(label)
+    rest = (group.outcome.get(label) for group in groups[1:])
+    return [None, *(None if best is None or each is None else excess(best, each) for each in rest)]
+
+
+def _spread_text(group: SeedGroup, name: str) -> str:
+    if (spread := group.outcome.get(name)) is None:
+        return "–"
+    around = "" if spread.deviation is None else f" ± {number_text(spread.deviation, 2)}"
+    return number_text(spread.mean, 5) + around + (f" (n = {spread.n})" if spread.n < len(group.seeds) else "")
+
+
+def _excess_text(found: Excess | None) -> str:
+    from trainer.tools.report.seed_groups import ERRORS_WIDE
+
+    if found is None:
+        return ""
+    difference = f"+{number_text(found.difference, 3)}"
+    if found.error is None:
+        return f"{difference}\nno error bar"
+    return f"{difference} ± {number_text(found.error, 2)}" + (
+        "" if found.is_resolved else f"\nwithin {ERRORS_WIDE:g} errors"
+    )
+
+
+def _range(group: SeedGroup, label: str) -> str:
+    """The value of all runs, or the lowest and highest."""
+    ends = group.values(label)
+    return " to ".join(dict.fromkeys(f"{end:,.0f}" for end in (min(ends), max(ends)))) if ends else "–"
+
+
+def _verdicts(group: SeedGroup) -> str:
+    verdicts = [diagnosis.verdict for diagnosis in group.diagnoses]
+    if len(verdicts) == 1:
+        return "findings" if group.diagnoses[0].findings else group.diagnoses[0].brief.replace(" by ", " by\n")
+    few_rules = verdicts.count("no_findings")
+    unsure = f",\n{few_rules} without finding by few rules" if few_rules else ""
+    return f"{verdicts.count('healthy')} of {len(verdicts)} healthy{unsure}"
+
+
+def _group_as_json(group: SeedGroup, found: Excess | None) -> dict[str, Any]:
+    """Everything that the table shows, and what it leaves out to fit."""
+    return {
+        "settings": dict(group.settings),
+        "seeds": len(group.seeds),
+        "runs": [{**_run_as_json(each), "seed": each.run.setting("run.seed")} for each in group.diagnoses],
+        "outcome": [
+            {"label": name, "unit": group.units[name], "mean": of.mean, "standard_deviation": of.deviation, "n": of.n}
+            for name, of in group.outcome.items()
+        ],
+        "above_best": None if found is None else {**asdict(found), "is_resolved": found.is_resolved},
+    }

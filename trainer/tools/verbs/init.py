@@ -44,10 +44,10 @@ def init(
     ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
-    from trainer.tools.config_docs import render_config_schema
     from trainer.tools.init.starter import render_starter
     from trainer.tools.init.survey import make_starter
     from trainer.tools.init.trial import timed
+    from trainer.tools.reference_docs import render_config_schema
 
     if out is not None and Path(out).exists() and not force:
         raise UserError(out, "exists already", "name another file, or add --force")

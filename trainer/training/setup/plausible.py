@@ -32,7 +32,7 @@ def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Sour
     """Settings that work, but hardly as meant: warned about, not refused."""
     found = [*_doubted_settings(config, sources, eval_sources), *_unread(sources, eval_sources)]
     found += _leaks(sources if config.eval.holdout_fraction > 0 else [])
-    return [*trained_on(sources, eval_sources), *(UserError(*doubt) for doubt in found)]
+    return [*trained_on(sources, eval_sources), *(UserError(key, problem, fix) for key, problem, fix in found)]
 
 
 def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:

@@ -1,4 +1,4 @@
-"""Documentation of the config, generated from its models: docs/config.md, and the JSON Schema that editors use."""
+"""Generated documentation: of the config (docs/config.md, and the JSON Schema that editors use) and of the metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.schema import RunConfig
+from trainer.metrics.catalog.lookup import CATALOG
 
 _INTRODUCTION = """\
 <!-- Generated from trainer/config by `make docs`. -->
@@ -20,6 +21,20 @@ of data and runs are relative to the working directory; the path of an included 
 that includes it.
 
 Editors complete and check a file that starts with `#:schema ../docs/config.schema.json`.
+"""
+_METRICS_HEAD = """# Metrics and losses
+
+Generated from `trainer/metrics/catalog/` by `make docs`; edit the catalog, not this page.
+
+This page lists every key of a payload's `metrics`. Evaluation keys have the prefix `eval_` (`eval_loss`). A part in angle
+brackets stands for a name (`objective/<name>`: `objective/token_ce`). Keys depend on features: if a feature is off, or a
+value is unknown (MFU on an unknown device), the key is absent rather than zero. Backends show keys without a namespace
+under `train/` and `eval/` (`loss` as `train/loss`, `eval_loss` as `eval/loss`) and the others unchanged.
+
+*Window* is the reduction over micro-steps and *ranks* the reduction over ranks. `weighted_mean` sums values and counts
+before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under `<key>_max`;
+`mean_and_error` gives the mean and its standard error under `<key>_se`. Counters
+count since the last logged step.
 """
 _TYPES = {"boolean": "true or false", "object": "table"}
 _Node = dict[str, Any]
@@ -91,3 +106,19 @@ def _default(node: _Node) -> str:
     if node["default"] is None:
         return "absent"
     return "`{}`" if "$ref" in node else f"`{json.dumps(node['default'])}`"
+
+
+def render_catalog_markdown() -> str:
+    """docs/training/METRICS_LOSSES.md: every metric of the catalog."""
+    parts = [_METRICS_HEAD]
+    for group in dict.fromkeys(spec.group for spec in CATALOG):
+        parts.append(f"\n## {group}\n\n")
+        parts.append(
+            "| key | unit | kind and reduction | meaning | healthy | pathological |\n|---|---|---|---|---|---|\n"
+        )
+        for spec in CATALOG:
+            if spec.group == group:
+                how = f"{spec.kind}; window {spec.window}, ranks {spec.ranks}"
+                cells = (f"`{spec.name}`", spec.unit or "-", how, spec.description, spec.healthy, spec.pathological)
+                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(parts)

@@ -1,0 +1,353 @@
+"""What a user asks before a run: `train check`, `train preview` and `train doctor`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from trainer.cli.options import (
+    ConfigOption,
+    JsonOption,
+    ReplicasOption,
+    SetOption,
+    StrategyOption,
+    pick_device,
+    require_config,
+    uncollected,
+)
+from trainer.cli.terminal import coloured, echo, output, print_json
+from trainer.errors import UserError
+from trainer.wording import counted
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.contracts import Report
+    from trainer.tools.preview.summary import Preview
+    from trainer.training.setup.plan import Plan
+
+WorldSizeOption = Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")]
+TEMPORARY = ("gradients", "peak", "process")
+MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
+COUNTED = 20_000  # micro-batches over all ranks
+EXIT_BREACH = 3
+COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
+
+
+def check(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    world_size: WorldSizeOption = 1,
+    strategy: StrategyOption = None,
+    replicas: ReplicasOption = None,
+    no_contract: Annotated[
+        bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
+    ] = False,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="On a terminal too, print keys that are not set, with their defaults.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it."""
+    config_path = require_config(config, "train check")
+    with uncollected():
+        import torch
+
+        from trainer.config.load import load_config, located, to_toml
+        from trainer.extensions.contract_check import check_here, refuse_breaches, remarks
+        from trainer.metrics.logger import get_logger
+        from trainer.training.setup.plan import make_plan
+
+    options = {"distributed.strategy": strategy, "distributed.replicas": replicas}
+    overrides = [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    resolved = load_config(config_path, overrides)
+    with located(config_path, overrides):
+        plan = make_plan(resolved, Path(config_path), world_size)
+        _refuse_what_a_run_would(plan)
+        device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
+        preview = _preview(plan)
+        _warn(plan, preview, device)
+        facts = {**_derived(plan), **_memory(plan, device)}
+        report = "--no-contract" if no_contract else check_here(plan)
+        if not isinstance(report, str):
+            refuse_breaches(plan, report)
+    if isinstance(report, str):
+        facts["forward_pass"] = facts["contract"] = f"not tried: {report}"
+    else:
+        for line in remarks(report):
+            get_logger("check").warning("model: %s", line)
+        facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
+        facts["contract"] = report.to_json() if as_json else report.summary()
+    sources = _sources(plan, preview)
+    eval_sources = {
+        source.name: {"streams": len(source.streams), "bytes": _num_bytes(source.streams)}
+        for source in plan.eval_sources
+    }
+    if as_json:
+        facts |= {"sources": sources, "eval_sources": eval_sources}
+        print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
+        return
+    # The values are comments, so that the output is itself a config.
+    with_defaults = defaults or not sys.stdout.isatty()
+    echo(to_toml(resolved, with_defaults=with_defaults))
+    if not with_defaults:
+        echo("# All other keys have their defaults; --defaults prints them.")
+    echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
+    _print_facts(facts, sources)
+    for name, found in eval_sources.items():
+        echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
+
+
+def _num_bytes(streams: Any) -> int:
+    return sum(os.path.getsize(stream.path) for stream in streams)
+
+
+def _refuse_what_a_run_would(plan: Plan) -> None:
+    """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
+    from trainer.data.layout import refuse_empty
+    from trainer.storage import Storage, is_url
+    from trainer.training.checkpointing.resume_checks import check_resume
+
+    parent = plan.place(plan.config.run.dir)
+    if os.path.exists(parent) and not os.path.isdir(parent):
+        raise UserError("run.dir", f"{plan.config.run.dir} is not a directory", "name another one")
+    plan.check_weights()
+    plan.check_model_settings()
+    refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
+    check_resume(plan.config, plan.resume)
+    stored = plan.resume if is_url(plan.resume) else None
+    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", stored)):
+        if url is not None:
+            Storage(url, key=key)  # which sends nothing
+
+
+def _preview(plan: Plan) -> Preview | None:
+    """What the run will draw, counted over its beginning; None for one rank on much data, which opening may tokenize."""
+    from trainer.tools.preview.summary import make_preview
+
+    if plan.facts.world_size == 1 and sum(_num_bytes(source.streams) for source in plan.sources) > MOST_BYTES:
+        return None
+    return make_preview(plan, plan.facts.world_size, most=COUNTED)
+
+
+def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
+    """Log what a run on this machine would be refused for, and what the forecast shows."""
+    from trainer.metrics.logger import get_logger
+    from trainer.tools.preview.config_warnings import growth_warnings, mix_warnings, rank_warnings
+
+    logger = get_logger("check")
+    for unmet in plan.unmet_needs(device):
+        logger.warning("a run on this machine is refused: %s", unmet.message)
+    forecast = () if preview is None else (*mix_warnings(plan, preview), *rank_warnings(plan, preview))
+    for warning in [*growth_warnings(plan), *forecast]:
+        logger.warning("%s", warning.message)
+
+
+def _derived(plan: Plan) -> dict[str, Any]:
+    """What follows from the config, except memory and the model's contract.
+
+    Raises:
+        UserError: the model lacks the state that a setting needs.
+    """
+    from trainer.config.rules import check_state_rules, costs_of_carry, why_no_noise_scale
+    from trainer.training.setup.plausible import ledger_bytes
+
+    config, batches = plan.config, plan.config.micro_batches
+    facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    if not batches.is_constant:
+        words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
+        facts["micro_batches"] = words
+    if (reason := why_no_noise_scale(config, plan.facts.world_size)) is not None:
+        facts["noise_scale"] = f"not measured: {reason}"
+    check_state_rules(config, plan.state_width())
+    if plan.state_width():
+        facts["state_width"] = plan.state_width()
+        facts["ledger_megabytes"] = round(ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1)
+    return {**facts, **costs_of_carry(config)}
+
+
+def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
+    """Streams and modalities of each source, their shares, and what each of several ranks gets of them."""
+    sources: dict[str, dict[str, Any]] = {
+        source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
+        for source in plan.sources
+    }
+    for view in preview.sources if preview is not None else ():
+        if view.modalities:
+            found = sources[view.name]
+            found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
+            found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
+            if plan.facts.world_size > 1:
+                found["rank_token_shares"] = list(view.rank_token_shares)
+                found["masked_share"] = dict(view.masked_share)
+    return sources
+
+
+def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
+    """What a rank's memory will hold: of several ranks, which part of the model; in MB, or why that is not known."""
+    from trainer.distributed.env import RankInfo
+    from trainer.training.setup.sharding import describe_shape, mesh_shape
+
+    held: dict[str, Any] = {}
+    if plan.facts.world_size > 1:
+        shape = mesh_shape(plan.config.distributed, RankInfo(world_size=plan.facts.world_size))
+        held["sharding"] = "none: each rank holds the whole model" if shape is None else describe_shape(*shape)
+    return {**held, "memory_megabytes": _megabytes(plan, device)}
+
+
+def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
+    """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
+    from trainer.import_path import format_error
+    from trainer.metrics.logger import get_logger
+    from trainer.tools.memory import predict_memory, resident_bytes
+    from trainer.training.setup.plausible import memory_bytes
+    from trainer.training.setup.sharding import bypassed
+
+    try:
+        memory = predict_memory(plan)
+    except TimeoutError:
+        return "not known: it would take long to find out"
+    except Exception as error:
+        if plan.facts.world_size > 1 and plan.config.distributed.strategy != "ddp":
+            if isinstance(error, UserError):
+                raise
+            if (found := bypassed(error)) is not None:
+                raise found from None
+        return f"not known: the step cannot run without numbers ({format_error(error)})"
+    needs = {**memory.parts(), "gradients": memory.gradients, "peak": memory.peak}
+    if not memory.gradients:
+        del needs["gradients"]
+    if device.type == "cpu" and (process := resident_bytes()):
+        needs["process"] = process
+    if needs["peak"] > memory_bytes(device):
+        text = "a step's tensors take %.1f GB per rank at their most; %s has %.1f GB of memory here"
+        get_logger("check").warning(text, needs["peak"] / 1e9, device.type, memory_bytes(device) / 1e9)
+    return {name: round(size / 1e6, 1) for name, size in needs.items()}
+
+
+def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> None:
+    memory = facts.pop("memory_megabytes")
+    for name, value in facts.items():
+        echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
+    if isinstance(memory, dict):
+        parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items() if name not in TEMPORARY)
+        after = f", gradients {memory['gradients']:,.1f} after its backward)" if "gradients" in memory else ")"
+        line = f"{memory['peak']:,.1f} MB of tensors at the worst moment of a step ({parts} of them all the time{after}"
+        if (own := memory.get("process")) is not None:
+            line += f", and {own:,.0f} MB of the process itself: {memory['peak'] + own:,.0f} MB"
+        memory = line
+    echo(f"#   memory per rank: {memory}")
+    for name, found in sources.items():
+        what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
+        echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
+        for modality, share in found.get("corpus_share", {}).items():
+            echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
+        if tokens := found.get("rank_token_shares"):
+            by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found["masked_share"].items())
+            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}, in both batching modes")
+            echo(f"#     micro-batches without rows on the worst rank: {by_mode}")
+
+
+def preview(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    world_size: WorldSizeOption = 1,
+    as_json: JsonOption = False,
+    out: Annotated[
+        str | None, typer.Option(help="Also draw a picture: a page that opens from disk.", metavar="X.HTML")
+    ] = None,
+) -> None:
+    """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
+    config_path = require_config(config, "train preview")
+    from trainer.config.load import load_config, located
+    from trainer.metrics.logger import counted_warnings
+    from trainer.tools.pictures import check_page
+    from trainer.tools.preview.config_warnings import find_warnings
+    from trainer.tools.preview.picture import draw
+    from trainer.tools.preview.summary import make_preview
+    from trainer.training.setup.plan import make_plan
+
+    picture = None if out is None else check_page(out)
+    resolved = load_config(config_path, overrides or [])
+    with counted_warnings() as logged, located(config_path, overrides or []):
+        plan = make_plan(resolved, Path(config_path), world_size, logs_doubts=False)
+        forecast = make_preview(plan, world_size)
+    warnings = find_warnings(plan, forecast)
+    if picture is not None:
+        draw(forecast, picture)
+        echo(f"wrote the picture to {out}", err=True)
+    if as_json:
+        found = [{**asdict(each), "message": each.message} for each in warnings]
+        print_json({"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found})
+        return
+    from trainer.tools.preview.terminal import print_preview  # needs plotext, which JSON does not
+
+    print_preview(forecast, warnings, output(), num_logged=logged.count)
+
+
+def doctor(
+    model: Annotated[
+        str, typer.Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
+    ],
+    args: Annotated[str, typer.Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
+    vocab_size: Annotated[int, typer.Option(min=2, help="Number of token ids.")] = 257,
+    dim: Annotated[int, typer.Option(min=1, help="As model.dim.")] = 64,
+    num_layers: Annotated[int, typer.Option(min=1, help="As model.num_layers.")] = 2,
+    seq_len: Annotated[int, typer.Option(min=1, help="As data.seq_len.")] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="DEVICE")] = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
+    nothing could be checked."""
+    from trainer.config.load import parse_value
+    from trainer.config.schema import ModelTable
+    from trainer.contracts import check_model
+    from trainer.training.setup.plan import build_model
+
+    given: Any = parse_value(args)
+    if not isinstance(given, dict):
+        raise UserError("--args", f"must be a TOML table, got {args}", "write --args '{ heads = 4 }'")
+    on = pick_device(device)
+    settings: dict[str, Any] = {"target" if ":" in model else "family": model, "args": given}
+    table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
+    built = build_model(table, vocab_size, seq_len=seq_len).to(on)
+    report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
+    # A model without a state is still judged for causality.
+    is_unchecked = report["causality"] in report.unchecked
+    if as_json:
+        print_json({"model": model, "args": given, **report.to_json()})
+    else:
+        _print_report(model, report, is_unchecked=is_unchecked)
+    if report.breaches or is_unchecked:
+        raise typer.Exit(EXIT_BREACH)
+
+
+def _print_report(model: str, report: Report, *, is_unchecked: bool) -> None:
+    from trainer.tools.fitted_table import Column, fitted_table
+
+    verdicts = report.verdicts
+    columns = [
+        Column("check", [verdict.check for verdict in verdicts]),
+        Column("verdict", [coloured(COLOURS.get(v.status, "unknown"), v.status) for v in verdicts]),
+        Column("observation", [escape(verdict.text) for verdict in verdicts], wraps=True),
+    ]
+    console = output()
+    console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
+    breaches = ", ".join(verdict.check for verdict in report.breaches)
+    if breaches:
+        summary = coloured("findings", f"breaks {breaches}")
+    elif is_unchecked:
+        summary = coloured("findings", "was not checked") + f": {escape(report['causality'].text)}"
+    elif report.unchecked:
+        summary = coloured("warning", "keeps the contract, except that carry could not be checked")
+    else:
+        summary = coloured("healthy", "keeps the contract")
+    untested = sum(verdict.status == "not testable here" for verdict in verdicts)
+    tail = f"; {untested} of {len(verdicts)} checks could not be made" if untested else ""
+    console.print(f"{escape(model)} {summary}{tail} ({report.how}; {report.seconds:.1f} s)", highlight=False)

@@ -1,0 +1,263 @@
+"""Verbs on the files of runs: `train config` (schema, docs, diff), `train checkpoint` (list, verify, push), `train payload`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.cli.options import JsonOption
+from trainer.cli.terminal import echo, output, print_json, put_text, writing
+from trainer.errors import UserError, UserErrors
+
+EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
+OutOption = Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="FILE")]
+PlaceArgument = Annotated[
+    str, typer.Argument(help="A run directory, or the URL of a store (checkpoint.remote).", metavar="RUN_DIR|URL")
+]
+
+config = typer.Typer(help="The config's schema, its keys, and the differences of two configs.", no_args_is_help=True)
+checkpoint = typer.Typer(help="Checkpoints of a run.", no_args_is_help=True)
+payload = typer.Typer(help="Metrics payloads, as another program reads them.", no_args_is_help=True)
+
+
+@config.command()
+def schema(out: OutOption = None) -> None:
+    """Print the JSON Schema of a config; editors complete and check a TOML that starts with `#:schema FILE`."""
+    from trainer.tools.reference_docs import render_config_schema
+
+    put_text(render_config_schema(), out)
+
+
+@config.command()
+def docs(out: OutOption = None) -> None:
+    """Print every table and key with its type, default and meaning, as Markdown."""
+    from trainer.tools.reference_docs import render_config_markdown
+
+    put_text(render_config_markdown(), out)
+
+
+@config.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="A config, or a run directory.", metavar="A")],
+    second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    as_json: JsonOption = False,
+) -> None:
+    """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
+    from trainer.config.load import differences, load_config, render_differences
+
+    files = [Path(given) / "config.resolved.toml" if Path(given).is_dir() else given for given in (first, second)]
+    found = differences(*(load_config(str(file)) for file in files))
+    if as_json:
+        print_json({d.key: {"a": d.first, "b": d.second} for d in found})
+    elif found:
+        echo(render_differences(found, first, second))
+    else:
+        echo(f"{first} and {second} do not differ", err=True)
+    if found:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+@payload.command()
+def validate(
+    file: Annotated[str, typer.Argument(help="A metrics.jsonl or captured stdout; - for stdin.")],
+    count_all: Annotated[bool, typer.Option("--all", help="Report and count all violations.")] = False,
+) -> None:
+    """Check that every line is a payload of a supported schema version; exit with 1 at a violation."""
+    from trainer.metrics.payload_contract import validate_stream
+
+    violations = 0
+    for violation in validate_stream(_lines(file)):
+        echo(f"{file}:{violation.line}: {violation.key}: {violation.reason}", err=True)
+        violations += 1
+        if not count_all:
+            break
+    if violations:
+        if count_all:
+            echo(f"{violations} violations", err=True)
+        raise typer.Exit(EXIT_INVALID)
+    echo(f"{file}: every line is a valid payload", err=True)
+
+
+def _lines(file: str) -> Iterator[bytes]:
+    if file == "-":
+        yield from sys.stdin.buffer
+        return
+    with writing(file), Path(file).open("rb") as opened:
+        yield from opened
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One checkpoint of a run."""
+
+    step: int
+    path: str
+    saved: str
+    """Local time, ISO 8601; that of the directory if there is no marker. `?` in a store."""
+    num_bytes: int
+    world_size: int | None
+    """None if unknown."""
+    is_latest: bool
+    problem: str | None
+    """What is wrong; None: it has its marker (list), or all its files match the marker (verify)."""
+
+
+@checkpoint.command("list")
+def list_(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
+    """List the checkpoints a run can resume from, newest first, without reading their tensors."""
+    _print(run_dir, _entries(run_dir, is_deep=False), as_json=as_json)
+
+
+@checkpoint.command()
+def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
+    """Compare every file of every checkpoint with its hash; exit with 2 if any differs."""
+    entries = _entries(run_dir, is_deep=True)
+    if not entries:
+        raise UserError(run_dir, "has no checkpoint", "set checkpoint.every, or let the run finish")
+    _print(run_dir, entries, as_json=as_json, is_deep=True)
+    fix = "resume from an older one: --resume auto does so by itself"
+    if damaged := [UserError("checkpoint", entry.problem, fix) for entry in entries if entry.problem is not None]:
+        raise UserErrors(damaged)
+
+
+@checkpoint.command()
+def push(
+    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    to: Annotated[
+        str | None, typer.Option(help="Where to; default: checkpoint.remote of the run.", metavar="URL")
+    ] = None,
+) -> None:
+    """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if that fails."""
+    from trainer.config.load import load_config
+    from trainer.extensions.mirror.checkpoints import RemoteCheckpoints
+    from trainer.extensions.mirror.claim import Claimed, claim
+    from trainer.extensions.mirror.mirror import start_mirror
+    from trainer.metrics.best_effort import Diagnostics
+    from trainer.storage import StorageError
+    from trainer.training.run_dir import RunDir
+
+    run = RunDir(Path(run_dir))
+    if not _paths(run_dir):
+        raise UserError(run_dir, "has no checkpoint", "set checkpoint.every, or let the run finish")
+    resolved = load_config(run.resolved_config)
+    url = to or resolved.checkpoint.remote
+    if url is None:
+        raise UserError(run_dir, "the run was not given a store", "name one with --to")
+    with run.lock():
+        remote = RemoteCheckpoints(url, key="--to" if to else "checkpoint.remote")
+        try:
+            owner = claim(remote, run.path, resolved.run.name, resumes=True, may_adopt=False)
+        except StorageError as error:
+            raise _unusable(url, error) from None
+        mirror = start_mirror(Claimed(remote, owner, lambda: owner), run, resolved.checkpoint, -1, Diagnostics())
+        if not mirror.wait():
+            raise typer.Exit(EXIT_NOT_PUSHED)
+
+
+def _unusable(url: str, error: Exception) -> UserError:
+    return UserError(url, f"cannot be used: {error}", "check the URL, the endpoint and the credentials")
+
+
+def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
+    """Of a run directory or a store, newest first."""
+    from trainer.storage import is_url
+
+    if is_url(place):
+        return _stored_entries(place, is_deep=is_deep)
+    return [_entry_of(path, is_deep=is_deep) for path in _paths(place)]
+
+
+def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
+    from trainer.extensions.mirror.checkpoints import RemoteCheckpoints
+    from trainer.storage import StorageError
+    from trainer.training.checkpointing.checkpoint import MARKER, STATE_FILE, checkpoint_name
+    from trainer.untrusted import parse_json
+
+    remote, entries = RemoteCheckpoints(url, key="URL"), []
+    try:
+        found = remote.files()
+
+        def read(step: int) -> Any:
+            if is_deep and MARKER in found[step]:
+                remote.verify(step)
+            return parse_json(remote.storage.read(f"{checkpoint_name(step)}/{STATE_FILE}"))
+
+        newest = max((step for step, files in found.items() if MARKER in files), default=None)
+        for step in sorted(found, reverse=True):
+            path = f"{remote.url}/{checkpoint_name(step)}"
+            problem, world_size = _state_of(path, partial(read, step))
+            if MARKER not in found[step]:
+                problem = f"{path}: is not complete (no {MARKER})"
+            num_bytes = sum(file.size for file in found[step].values())
+            entries.append(CheckpointEntry(step, path, "?", num_bytes, world_size, step == newest, problem))
+    except StorageError as error:
+        raise _unusable(url, error) from None
+    if not entries:
+        raise UserError(url, "has no checkpoint", "name what checkpoint.remote names, without the step")
+    return entries
+
+
+def _state_of(path: str, read: Callable[[], Any]) -> tuple[str | None, int | None]:
+    """(what is wrong with a checkpoint, its number of ranks), by a function that reads its state.json."""
+    from trainer.storage import StorageError
+    from trainer.training.checkpointing.checkpoint import CheckpointError
+
+    try:
+        return None, int(read()["world_size"])
+    except CheckpointError as error:
+        return str(error), None
+    except (StorageError, ValueError, KeyError, TypeError):
+        return f"{path}: its state.json is missing or damaged", None
+
+
+def _paths(run_dir: str) -> list[Path]:
+    """The run's checkpoints, complete or not, newest first."""
+    from trainer.training.checkpointing.checkpoint import step_of
+
+    directory = Path(run_dir) / "checkpoints"
+    if not directory.is_dir():
+        raise UserError(run_dir, "has no directory checkpoints", "name a run directory (runs/NAME-TIME)")
+    return sorted((path for path in directory.glob("step_*") if step_of(path) >= 0), key=step_of, reverse=True)
+
+
+def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
+    from trainer.training.checkpointing.checkpoint import LATEST, MARKER, read_state, step_of
+    from trainer.training.checkpointing.checkpoint import verify as verify_files
+
+    problem, world_size = _state_of(str(path), lambda: (verify_files if is_deep else read_state)(path))
+    marker, latest = path / MARKER, path.parent / LATEST
+    saved = (marker if marker.exists() else path).stat().st_mtime
+    return CheckpointEntry(
+        step=step_of(path),
+        path=str(path),
+        saved=datetime.fromtimestamp(saved).astimezone().isoformat(timespec="seconds"),
+        num_bytes=sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
+        world_size=world_size,
+        is_latest=latest.is_symlink() and latest.readlink().name == path.name,
+        problem=problem,
+    )
+
+
+def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool, is_deep: bool = False) -> None:
+    if as_json:
+        print_json({"run_dir": run_dir, "checkpoints": [asdict(entry) for entry in entries]})
+        return
+    table = Table(title=escape(f"checkpoints of {run_dir}"), title_justify="left")
+    for name in ("step", "saved", "MB", "ranks"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for entry in entries:
+        state = (entry.problem or ("verified" if is_deep else "complete")).removeprefix(f"{entry.path}: ")
+        ranks = "?" if entry.world_size is None else str(entry.world_size)
+        state += ", latest" if entry.is_latest else ""
+        table.add_row(f"{entry.step:,}", entry.saved, f"{entry.num_bytes / 1e6:,.1f}", ranks, escape(state))
+    output().print(table)

@@ -1,0 +1,305 @@
+"""What the records of runs say: `train ls`, `train diagnose`, `train report`, and the verdict next to the progress bar."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.cli.options import JsonOption, RunArgument, RunsArgument
+from trainer.cli.terminal import coloured, echo, output, print_json, refuse_existing
+from trainer.errors import UserError
+from trainer.files import did_you_mean
+from trainer.wording import counted, duration_text, number_text
+
+if TYPE_CHECKING:
+    from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
+    from trainer.tools.fitted_table import Column
+
+SHOWN_REASON, SHOWN_STEPS = 80, 4
+EXIT_FINDINGS = 3
+DEFAULT_OUT = "report.html"
+MIN_INTERVAL_SEC, MAX_TIME_SHARE = 20.0, 0.005  # of the live verdict
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """One run.
+
+    Args:
+        state: as in status.json; `died` where that says running but the process is gone, `unknown` if it is another machine's.
+        step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
+        loss, eval_loss: the last logged values.
+        age_sec: since the run last logged, or wrote its state if it has logged nothing.
+        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 27 rules`.
+        reason: why the run ended, from status.json; None if that has none.
+        changed: the settings that a resume changed.
+    """
+
+    run: str
+    state: str
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    age_sec: float | None = None
+    verdict: str | None = None
+    reason: str | None = None
+    changed: list[str] = field(default_factory=list)
+
+
+def ls(
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="Directories of runs, or runs [runs].", metavar="DIR...")
+    ] = None,
+    diagnose: Annotated[bool, typer.Option(help="Show the verdict of train diagnose.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """List runs, the newest last: state, step, loss, age and verdict."""
+    from trainer.tools.fitted_table import fitted_table, needed_width
+
+    given, now = paths or ["runs"], time.time()
+    entries = [entry_of(path, now=now, diagnoses=diagnose) for path in find_runs(given)]
+    entries.sort(key=lambda entry: -(entry.age_sec if entry.age_sec is not None else float("inf")))
+    if not entries:
+        raise UserError(", ".join(given), "holds no run", "start one in runs/ with: train --config x.toml")
+    if as_json:
+        print_json([asdict(entry) for entry in entries])
+        return
+    columns = _columns(entries, diagnoses=diagnose)
+    # Names are there to be copied: a pipe gets all columns without a line break in them.
+    console = output(needed_width=needed_width(columns))
+    console.print(fitted_table(columns, width=console.width, hint="; --json has all"))
+
+
+def find_runs(paths: Sequence[str]) -> list[Path]:
+    """The directories that are runs: the paths themselves, or their subdirectories.
+
+    Raises:
+        UserError: a path does not exist.
+    """
+    found: list[Path] = []
+    for given in map(Path, paths):
+        if not given.is_dir():
+            fix = did_you_mean(given) or "name a directory of runs, such as runs/"
+            raise UserError(str(given), "is not a directory", fix)
+        inside = [given, *sorted(path for path in given.iterdir() if path.is_dir())]
+        found += [p for p in inside if (p / "status.json").is_file() or (p / "metrics.jsonl").is_file()]
+    return list(dict.fromkeys(found))
+
+
+def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
+    """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
+    from trainer.metrics.run_status import run_state
+    from trainer.tools.diagnostics.diagnose import diagnose
+    from trainer.tools.runs.load import load_run, settings_by_step
+
+    status = run_state(path)
+    entry = RunEntry(str(path), str(status.get("state", "unknown")), reason=status.get("reason") or None)
+    said = status.get("last_step")
+    reached = [said] if isinstance(said, int) else []
+    times = [(path / name).stat().st_mtime for name in ("metrics.jsonl", "status.json") if (path / name).is_file()]
+    try:
+        run = load_run(path, allow_empty=True)
+    except UserError:
+        return replace(
+            entry, step=max(reached, default=None), age_sec=max(now - times[-1], 0.0), verdict="record unreadable"
+        )
+    loss, eval_loss = (next(reversed(run.column(key)[1]), None) for key in ("loss", "eval_loss"))
+    is_logged, steps = bool(run.keys), run.setting("train.steps")
+    return replace(
+        entry,
+        step=max([*run.steps[-1:], *reached], default=None),  # rows are some steps apart
+        steps=steps if isinstance(steps, int) and is_logged else None,
+        loss=loss,
+        eval_loss=eval_loss,
+        age_sec=max(now - times[0 if is_logged else -1], 0.0),
+        verdict=diagnose(run).brief if diagnoses and is_logged else None,
+        changed=[key for key, value in settings_by_step(run).items() if isinstance(value, dict)],
+    )
+
+
+def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
+    from trainer.tools.fitted_table import Column
+
+    ages = ["-" if entry.age_sec is None else duration_text(entry.age_sec) for entry in entries]
+    columns = [
+        Column("run", [escape(entry.run) for entry in entries]),
+        Column("state", [coloured(entry.state, otherwise="dim") for entry in entries]),
+        Column("step", [_steps(entry) for entry in entries], "right", leave_out=1),
+        Column("loss", [_number(entry.loss) for entry in entries], "right", leave_out=2),
+        Column("eval", [_number(entry.eval_loss) for entry in entries], "right", leave_out=4),
+        Column("age", ages, "right", leave_out=3),
+    ]
+    if any(entry.changed for entry in entries):
+        changed = [counted(len(entry.changed), "setting") if entry.changed else "" for entry in entries]
+        columns.append(Column("changed", changed, leave_out=3))
+    if diagnoses:
+        columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
+    return columns
+
+
+def _verdict_cell(entry: RunEntry) -> str:
+    from trainer.tools.diagnostics.diagnose import NO_FINDING
+
+    verdict = entry.verdict or "-"
+    if entry.state in ("failed", "died", "unknown") and entry.reason is not None:  # matters more than earlier findings
+        shown = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
+        verdict = shown if entry.verdict is None else f"{entry.verdict}: {shown}"
+    colour = "unknown" if verdict.startswith(NO_FINDING) else "warning"
+    return coloured("healthy" if verdict == "healthy" else colour, verdict)
+
+
+def _steps(entry: RunEntry) -> str:
+    if entry.step is None:
+        return "-"
+    return f"{entry.step:,}/{entry.steps:,}" if entry.steps is not None else f"{entry.step:,}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+class LiveVerdict:
+    """The verdict next to the progress bar: reads the run's record again, in at most `MAX_TIME_SHARE` of the run's time."""
+
+    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = run_dir
+        self._clock = clock
+        self._next = clock() + MIN_INTERVAL_SEC
+        self._text = ""
+
+    def __call__(self) -> str:
+        """A few words on the run so far, or nothing before the first logged row."""
+        from trainer.tools.diagnostics.diagnose import diagnose
+        from trainer.tools.runs.load import load_run
+
+        started = self._clock()
+        if started >= self._next:
+            with suppress(UserError):  # no row yet
+                self._text = diagnose(load_run(self._path)).brief
+            took = self._clock() - started
+            self._next = started + max(MIN_INTERVAL_SEC, took / MAX_TIME_SHARE)
+        return self._text
+
+
+def diagnose(
+    run_dir: RunArgument,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Say what each rule without anything to measure needs.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 3: findings."""
+    from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
+    from trainer.tools.runs.load import load_run
+
+    run = load_run(run_dir)
+    if not run.steps:
+        raise UserError(run_dir, "has no training rows to diagnose", "wait for the first logged step")
+    diagnosis = apply_rules(run)
+    if as_json:
+        print_json(diagnosis.to_json())
+    else:
+        _print_diagnosis(diagnosis, shows_all=show_all)
+    if diagnosis.findings:
+        raise typer.Exit(EXIT_FINDINGS)
+
+
+def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
+    """Findings first, then one line per rule; unless all are shown, one for those that had nothing to measure."""
+    console, steps = output(), diagnosis.run.steps
+    lines = [f"{escape(str(diagnosis.run.path))}: {len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"]
+    lines += [f"note: {escape(note)}" for note in diagnosis.run.notes]
+    for ruling in [*diagnosis.findings, *diagnosis.advice]:
+        lines += _finding_lines(ruling)
+    for line in lines:
+        console.print(line, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rule", "verdict", "observation"):
+        table.add_column(heading, overflow="fold")
+    for ruling in sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged):
+        if shows_all or not ruling.had_nothing_to_measure:
+            shown = ruling.result if ruling.severity is None else coloured(ruling.severity)
+            table.add_row(ruling.rule.name, shown, escape(ruling.outcome.sentence))
+    console.print(table)
+    unmeasured = [ruling.rule.name for ruling in diagnosis.rulings if ruling.had_nothing_to_measure]
+    if unmeasured and not shows_all:
+        text = f"nothing to measure: {', '.join(unmeasured)}; train diagnose --all says what each needs"
+        console.print(text, highlight=False)
+    names = f": {diagnosis.brief}" if diagnosis.findings else ""
+    summary = f"{coloured(str(diagnosis.verdict))}{names}; {diagnosis.coverage}"
+    if diagnosis.verdict == "no_findings":
+        summary = f"nothing wrong in what was measured: {diagnosis.coverage}"
+    console.print(summary, highlight=False)
+
+
+def _finding_lines(ruling: Ruling) -> list[str]:
+    lines = [f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]: {escape(ruling.outcome.sentence)}"]
+    for evidence in ruling.outcome.evidence:
+        pairs = list(zip(evidence.steps, evidence.values, strict=True))
+        shown = ", ".join(f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS])
+        lines.append(f"    {escape(f'{evidence.key}: {shown}')}{', ...' if len(pairs) > SHOWN_STEPS else ''}")
+    return [*lines, f"    {escape(ruling.fix)}"] if ruling.fix else lines
+
+
+def report(
+    runs: RunsArgument,
+    out: Annotated[
+        str | None, typer.Option(help=f"HTML file to write (default: {DEFAULT_OUT}).", metavar="X.HTML")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Serve a page that updates itself, for browsers on this machine, until Ctrl-C."),
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="With --follow: port to serve on (default: a free one).")
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page about a run, or about several overlaid."""
+    if follow and (out is not None or force):
+        option = "--out" if out is not None else "--force"
+        raise UserError(option, "--follow writes no file", "leave one of them out")
+    if port is not None and not follow:
+        raise UserError("--port", "without --follow, nothing is served", "add --follow")
+    if follow:
+        _follow(runs, port or 0)
+    else:
+        _write(runs, DEFAULT_OUT if out is None else out, force=force)
+
+
+def _write(runs: list[str], out: str, *, force: bool) -> None:
+    from trainer.tools.diagnostics.diagnose import diagnose
+    from trainer.tools.pictures import check_page, plotly_script, write_page
+    from trainer.tools.report.page import render_page, render_parts
+    from trainer.tools.report.run_summary import with_distinct_names
+    from trainer.tools.runs.load import load_run
+
+    target = check_page(out)
+    refuse_existing(out, force=force)
+    plotly = plotly_script()
+    diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
+    names = [diagnosis.run.name for diagnosis in diagnoses]
+    size = write_page(render_page(names, render_parts(diagnoses), plotly=plotly), target)
+    for diagnosis in diagnoses:
+        run = diagnosis.run
+        echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)
+        for note in run.notes:
+            echo(f"{run.name}: note: {note}", err=True)
+    echo(f"wrote the report to {out} ({size / 1e6:.1f} MB)", err=True)
+
+
+def _follow(runs: list[str], port: int) -> None:
+    from trainer.tools.pictures import plotly_script
+    from trainer.tools.report.live import serve
+
+    serve(runs, plotly=plotly_script(), port=port, say=lambda words: echo(words, err=True))
