@@ -1,4 +1,4 @@
-"""Checks the models that people have against the state contract, and writes docs/families.md.
+"""Checks public models against the state contract, and writes docs/families.md.
 
     pip install -e '.[families]'
     python scripts/families.py
@@ -229,10 +229,10 @@ def main() -> int:
     lines = [
         "# Families of models, checked",
         "",
-        "Models that people have, against the [state contract](contracts.md): random weights, small sizes, CPU, in float64.",
-        "*Exact*: a row read in cells equals the row read whole, and so does the gradient. *Silently wrong*: no error, but",
-        "other results; `train check` refuses such a model with the sentence of its row. Each is wrapped as a user would",
-        "wrap it: its own cache, flattened to `[B, state_width]` and back, nothing repaired.",
+        "Public models checked against the [state contract](contracts.md): random weights, small sizes, CPU, float64.",
+        "*Exact*: a row read in cells (chunks) equals the row read whole, and so does the gradient. *Silently wrong*: no",
+        "error, but other results; `train check` rejects such a model. Each is wrapped with its own cache, flattened to",
+        "`[B, state_width]` and back, nothing repaired.",
         "",
         f"Measured by `python scripts/families.py` (extra `families`) with {versions}, Python {platform.python_version()}.",
         "",

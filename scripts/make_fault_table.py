@@ -25,10 +25,20 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
 
 
 def render(records: list[dict[str, Any]]) -> str:
-    """The table in Markdown."""
-    rows = []
+    """The table in Markdown: a row for all faults of a promise that had the same outcome."""
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for record in records:
-        cells = [str(record[name]) for name in ("promise", "what", "times", "lost", "outcome")]
+        key = tuple(str(record[name]) for name in ("promise", "lost", "outcome"))
+        alike.setdefault(key, []).append(record)
+    rows = []
+    for (promise, lost, outcome), same in alike.items():
+        cases: dict[str, list[str]] = {}  # what stands before a colon is shared: "checkpoint damage: empty file"
+        for record in same:
+            kind, _, case = record["what"].partition(": ")
+            cases.setdefault(kind, []).append(case)
+        what = "; ".join(": ".join(filter(None, (kind, ", ".join(each)))) for kind, each in cases.items())
+        times = str(sum(record["times"] for record in same))
+        cells = (promise, what, times, lost, outcome)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return HEAD + "".join(rows)
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model.blocks import GatedMLP, LanguageModel, Sizes, check_sizes, init_matrix
-from trainer.model.protocol import ModelOutput
-from trainer.model.recurrence import GATE_SHARPNESS, fused_scan, gated_scan
+from trainer.model.protocol import GATE_SHARPNESS, ModelOutput
+from trainer.model.recurrence import fused_scan, gated_scan
 
 INITIAL_DECAY_RANGE = (0.9, 0.999)
 """Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.nn import Parameter
+
+GATE_SHARPNESS: Final = 8.0
+"""c of the gated recurrence (see `trainer.model.recurrence`), which its kernels in Triton read too."""
 
 
 class ModelOutput(NamedTuple):

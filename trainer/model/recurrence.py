@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.metrics.logger import get_logger
+from trainer.model.protocol import GATE_SHARPNESS
 
 logger = get_logger(__name__)
 
-GATE_SHARPNESS: Final = 8.0
 """The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)

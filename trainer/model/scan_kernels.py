@@ -16,7 +16,7 @@ the same in any batch. Formulas are those of `recurrence.gated_coefficients`, wh
 import triton
 import triton.language as tl
 
-from trainer.model.recurrence import GATE_SHARPNESS
+from trainer.model.protocol import GATE_SHARPNESS
 
 SHARPNESS = tl.constexpr(GATE_SHARPNESS)
 TINY = tl.constexpr(1.1754943508222875e-38)
