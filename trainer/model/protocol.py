@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 GATE_SHARPNESS: Final = 8.0
-"""c of the gated recurrence (see `trainer.model.recurrence`), which its kernels in Triton read too."""
+"""The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
 
 
 class ModelOutput(NamedTuple):

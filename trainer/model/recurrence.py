@@ -25,7 +25,6 @@ from trainer.model.protocol import GATE_SHARPNESS
 
 logger = get_logger(__name__)
 
-"""The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
