@@ -44,7 +44,7 @@ def test_the_trace_has_the_steps_the_report_where_their_time_went(config, nproc,
     assert program(["report", run_dir, "--out", page], capsys).returncode == 0
     html = page.read_text(encoding="utf-8")
     assert "Where the time went" in html
-    assert f"Steps {summary['first_step']} to {summary['first_step'] + 2} of rank 0" in html
+    assert f"rank 0, steps {summary['first_step']} to {summary['first_step'] + 2}: " in html
     assert summary["kernels"][0]["name"] in html
 
 

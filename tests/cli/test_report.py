@@ -268,8 +268,7 @@ def test_a_damaged_record_is_shown_with_a_note_and_hostile_names_stay_text(runs,
     with opened(make_report(tmp_path / "damaged.html", damaged)) as seen:
         notes = seen.page.locator("#about-the-record").inner_text()
         assert "cut off" in notes
-        assert "1 line of another schema version" in notes
-        assert "1 damaged line" in notes
+        assert "2 damaged lines" in notes
         assert "1 value not finite" in card(seen.page, "Loss").inner_text()
         assert "own </script><b>key" in seen.page.locator("#not-in-the-catalog").inner_text()
         assert seen.page.locator("h1").inner_text() == damaged.name

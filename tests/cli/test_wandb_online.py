@@ -168,10 +168,10 @@ def test_a_missing_key_costs_one_warning_and_asks_nobody(tmp_path):
 def test_auto_goes_online_with_a_login_and_offline_without_and_says_which(tmp_path, key):
     with WandbStub() as stub:
         said = finish(
-            start(tmp_path, stub.url, "--steps", 2, "--set", 'metrics.wandb.mode="auto"', key=key, heeds_mode=False)
+            start(tmp_path, stub.url, "--steps", 4, "--set", 'metrics.wandb.mode="auto"', key=key, heeds_mode=False)
         )
         assert len(stub.runs) == (key is not None)
-    check_finished(tmp_path / "run", said, 2, warnings=0)
+    check_finished(tmp_path / "run", said, 4, warnings=0)
     if key is None:
         assert said.count("wandb: offline, since there is no login (wandb login, or WANDB_API_KEY)") == 1
         assert f"upload with: wandb sync {tmp_path / 'run'}/wandb/offline-run-*" in said

@@ -40,6 +40,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.sinks.jsonl.JsonlSink": "the record",
     "trainer.metrics.sinks.jsonl.LineFile": "writes the record",
     "trainer.metrics.noise_scale.hooks.square_norm": "clipping needs the norm",
+    "trainer.metrics.noise_scale.hooks.square_norms": "clipping needs the norms",
     "trainer.metrics.rank_reduction.reduce_over_ranks": "a collective",
     "trainer.metrics.rank_reduction._reduce": "a collective",
     "trainer.metrics.rank_reduction._gather": "a collective",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -58,11 +59,15 @@ ImportPath = Annotated[str, Field(pattern=IMPORT_PATH, max_length=4096)]
 
 
 def _storable(args: dict[str, Any]) -> dict[str, Any]:
-    """Refuses integers that TOML does not have: some have too many digits to be written at all."""
+    """Refuses values that a checkpoint's config would give back changed, or not at all."""
     values: list[Any] = [args]
     for value in values:
         if isinstance(value, int) and value.bit_length() > 63:
             raise ValueError("holds an integer of more than 64 bits: TOML has none, write it as a string")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"holds {value}, which JSON has not: write it as a string")
+        if not isinstance(value, bool | int | float | str | list | dict):
+            raise ValueError(f"holds a {type(value).__name__}, which JSON has not: write it as a string")
         values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return args
 

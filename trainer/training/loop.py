@@ -221,9 +221,9 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
         ready_after = taken.launched.ready_at - run.tracker.step_start
         run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
     if drains:
-        for name, reporter in run.reporters.items():
+        for name, (reporter, keys) in run.reporters.items():
             drained = guard(name).run(reporter.drain_metrics)
-            run.recorder.add(dict.fromkeys(reporter.metric_keys) if drained is None else drained)
+            run.recorder.add(dict.fromkeys(keys) if drained is None else drained)
         run.recorder.add(run.extensions.drain_metrics())
     recorded = guard("metrics").run(run.recorder.drain_metrics)
     if recorded is None:  # nothing of this rank is known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -77,8 +77,8 @@ class Run:
     extensions: Extensions = field(init=False)
     saver: Saver = field(init=False)
     watchdog: Watchdog = field(init=False)
-    reporters: Mapping[str, Reporter] = field(init=False)
-    """Parts that collect metrics themselves, drained on logged steps."""
+    reporters: Mapping[str, tuple[Reporter, Sequence[str]]] = field(init=False)
+    """Parts that collect metrics themselves, drained on logged steps, and their keys."""
     operations: Operations = field(init=False)
     """How every metric of any rank combines; the same on all ranks."""
     config: RunConfig = field(init=False)

@@ -93,6 +93,7 @@ def check(
         facts |= {"sources": sources, "eval_sources": eval_sources}
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
         return
+    facts["tokens_in_run"] = _tokens_in_run(plan, preview)
     # The values are comments, so that the output is itself a config.
     with_defaults = defaults or not sys.stdout.isatty()
     echo(to_toml(resolved, with_defaults=with_defaults))
@@ -125,6 +126,17 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", stored)):
         if url is not None:
             Storage(url, key=key)  # which sends nothing
+
+
+def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
+    """The number in words: what full batches would hold, and what the forecast finds in them."""
+    most = plan.facts.tokens_in_run
+    if plan.config.train.tokens or plan.config.micro_batches.auto is not None:
+        return most
+    drawn = [source.tokens for source in preview.sources] if preview is not None else [None]
+    known = [tokens for tokens in drawn if tokens is not None]
+    forecast = f", about {sum(known):,.0f} as forecast" if len(known) == len(drawn) else ""
+    return f"at most {most:,} (with full batches{forecast})"
 
 
 def _preview(plan: Plan) -> Preview | None:

@@ -235,9 +235,9 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         diagnostics=diagnostics,
     )
     parts = {"ledger metrics": state.ledger, "gns": state.gns}
-    run.reporters = {name: part for name, part in parts.items() if part is not None}
+    run.reporters = {name: (part, tuple(part.metric_keys)) for name, part in parts.items() if part is not None}
     keys = [*HOST_KEYS, *state.dataset.metric_keys, *run.extensions.metric_keys]
-    keys += [key for part in run.reporters.values() for key in part.metric_keys]
+    keys += [key for _, own in run.reporters.values() for key in own]
     run.operations = agreed_operations(keys, info)
 
 
@@ -261,7 +261,13 @@ def _load_extensions(run: Run) -> Extensions:
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, make_details(run.plan, run.diagnostics))}
     for name, (is_on, target) in asked.items():
         if is_on:
-            found[name] = resolve_target(f"trainer.extensions.{target}", name)(run)
+            try:
+                found[name] = resolve_target(f"trainer.extensions.{target}", name)(run)
+            except UserError:
+                raise
+            except Exception as error:  # such as a profile that cannot be written
+                with run.diagnostics.best_effort(name):
+                    raise error
     with raise_on_all_ranks(world_size=run.info.world_size):
         for number, table in enumerate(config.extension):
             key = f"extension {table.target}"
