@@ -255,7 +255,7 @@ def test_states_of_a_model_of_one_s_own_that_no_memory_holds_are_refused_before_
     own = ("model.target=own_parts:gru", "ledger.capacity=1000000000", "model.dim=1600", "model.contract=false")
     ended = run_own(tmp_path, *[word for each in own for word in ("--set", each)])
     assert ended.returncode == 2, ended.stderr
-    assert "ledger.capacity: the states of the ledger take 6.4 TB per rank; cpu has " in ended.stderr
+    assert "ledger.capacity: the states of the ledger take 6,400.0 GB per rank; cpu has " in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

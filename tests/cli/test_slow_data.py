@@ -18,7 +18,7 @@ SLOW_MODULE = """
 import itertools, os, time
 import numpy as np
 from trainer.data.formats import open_documents
-from trainer.data.streams import open_stream, opener
+from trainer.data import open_stream
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.model import build as build_ours
 
@@ -31,7 +31,7 @@ def slowed(call, is_slow):
 
 stage = os.environ["SLOW_STAGE"]
 if stage == "open":
-    opener.open_stream = slowed(opener.open_stream, lambda stream: "tortoise" in stream.path)
+    open_stream.open_stream = slowed(open_stream.open_stream, lambda stream: "tortoise" in stream.path)
 if stage == "tokenize":
     together = HuggingFaceTokenizer.encode_together
     HuggingFaceTokenizer.encode_together = slowed(together, lambda _, texts: "slow" in texts[0])
@@ -63,6 +63,7 @@ device = "cpu"
 micro_batches = 2
 [data]
 seq_len = 8
+prefetch = 0  # or a machine that is busy computes longer than the slow source reads
 tokenizer = "tokenizer.json"
 [data.mixing]
 num_streams_mixed = 1

@@ -16,7 +16,7 @@ MOMENTS = {
     "before it opens the store": "trainer.distributed.env:rendezvous_store",
     "before it answers": "trainer.distributed.env:answer_ready",
     "before the process group": "torch.distributed:init_process_group",
-    "before the first collective": "trainer.training.main:choose_run_dir",
+    "before the first collective": "trainer.training.setup.open_run:choose_run_dir",
     "before the run is opened": "trainer.training.main:open_run",
 }
 

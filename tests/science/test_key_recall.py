@@ -100,7 +100,7 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
     for step in range(1, steps + 1):
         window = training.windows.read(step, 1).micros
         window = window if releases else without_release(window)
-        training.train_step.accumulate(step, window)
+        training.train_step.accumulate(step, window, is_logged=True)
         lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)
         training.train_step.finish(training.train_step.launch(lr=lr, stop=False, saved=False))
         total, count = training.extensions.drain_metrics()["token_type/digit/loss"]

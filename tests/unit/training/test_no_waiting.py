@@ -170,7 +170,7 @@ def test_layers_are_measured_without_waiting(numbers_of_a_good_step):
     step, _ = make_step(META, GuardedSgd, has_layers=True)
     for number, window in enumerate(itertools.islice(windows(META), 3), start=1):
         with NoBlockingCopies():
-            step.accumulate(number, window)
+            step.accumulate(number, window, is_logged=True)
             launched = step.launch(lr=0.1, stop=False, saved=False)
         assert launched.measured is not None
 

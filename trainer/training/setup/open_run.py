@@ -111,7 +111,7 @@ def open_run(
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device)
         if found is None:
-            position = _start(plan, state)
+            position = _start(plan, state, run_dir)
         else:
             in_flight = plan.facts.groups_in_flight
             position = restore(*found, state, config, info, device, data, groups_in_flight=in_flight)
@@ -460,9 +460,14 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
     return "auto"
 
 
-def _start(plan: Plan, state: TrainState) -> Position:
+def _start(plan: Plan, state: TrainState, run_dir: RunDir) -> Position:
     """The position of a new run, with the weights that `[model] weights` names."""
     if effective_resume(plan.config.checkpoint.resume) == "auto":
-        logger.info("--resume auto: no checkpoint found; starting at step 0")
+        reached = run_dir.status().get("last_step")
+        if isinstance(reached, int) and reached > 0:
+            text = "--resume auto: %s was at step %d and has no checkpoint; starting again at step 0"
+            logger.warning(text, run_dir.path, reached)
+        else:
+            logger.info("--resume auto: no checkpoint found; starting at step 0")
     begin_from_weights(plan, state.model)
     return Position.of(state)
