@@ -122,11 +122,11 @@ def micro_batches_of(
 
 
 def is_read_at_once(run: Run, step: int) -> bool:
-    """Whether the numbers of a step that is not logged are needed right after it; the same on all ranks."""
+    """Whether the step's numbers are needed right after it; the same on all ranks."""
     config = run.config
     is_asked = run.extensions.needs_boundary(step) or (run.growth is not None and run.growth.decides_after(step))
     is_due = any(every and step % every == 0 for every in (config.eval.every, config.checkpoint.every))
-    return is_asked or is_due
+    return run.logs(step) or is_asked or is_due
 
 
 def finish(run: Run, taken: StepInFlight) -> str | None:
@@ -241,7 +241,7 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     position, config = run.position, run.config
     if position.evaluation_is_due and not evaluate(run):
         return False
-    if run.extensions.has("at_boundary") and (run.logs(position.step) or is_read_at_once(run, position.step)):
+    if run.extensions.has("at_boundary") and is_read_at_once(run, position.step):
         run.watchdog.at("extensions", position.step)
         run.extensions.call("at_boundary", position.step, is_last=is_last)
     every = config.checkpoint.every
