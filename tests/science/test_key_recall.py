@@ -103,7 +103,7 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
         training.train_step.accumulate(step, window, is_logged=True)
         lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)
         training.train_step.finish(training.train_step.launch(lr=lr, stop=False, saved=False))
-        total, count = training.extensions.drain_metrics()["token_type/digit/loss"]
+        total, count = training.extensions.drained()["token_type/digit/loss"]
         answers.append((float(total), float(count)))
         drained = state.ledger.drain_metrics()
         result.false_by_step.append(drained[FALSE])

@@ -36,6 +36,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.best_effort": "the guards themselves",
     "trainer.metrics.logger": "what warns of a failure",
     "trainer.metrics.tracker": "holds the guards, and writes the record",
+    "trainer.metrics.run_status": "the state of a run",
     "trainer.metrics.aggregate.Recorder": "the road of every metric, which guards each value",
     "trainer.metrics.sinks.jsonl.JsonlSink": "the record",
     "trainer.metrics.sinks.jsonl.LineFile": "writes the record",

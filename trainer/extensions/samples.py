@@ -28,18 +28,15 @@ class Samples(Extension):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._table, tokenizer = run.config.sample, run.plan.tokenizer
+        self.boundary_every = self._table.every
         self._is_off = not run.strategy.runs_on(run.info.rank)
         self._draw = Draw(self._table.temperature, self._table.top_k, run.config.run.seed)
         self._prompt = prompt_ids(tokenizer, self._table.prompt, "sample.prompt")
         self._autocast = autocast_context(run.config, run.device)
 
-    def needs_boundary(self, step: int) -> bool:
-        """Whether a sample is due after the step."""
-        return step % self._table.every == 0
-
     def at_boundary(self, step: int, *, is_last: bool) -> None:
         """Generate a sample if one is due, and send it to events.jsonl and the sinks."""
-        if self._is_off or not (self.needs_boundary(step) or is_last):
+        if self._is_off or not (step % self._table.every == 0 or is_last):
             return
         with self.run.output():
             event = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": self._text()}

@@ -50,6 +50,7 @@ class Extension:
         metric_keys: the names of all metrics that it reports.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
         every_step: it measures steps that are not logged too.
+        boundary_every: every so many steps the next step waits for `at_boundary`; 0: only logged ones. The same on all ranks.
         keeps: what the noise scale's hooks keep for it in the windows that it measures: `pairs`, `by_parameter` or nothing.
     """
 
@@ -57,6 +58,7 @@ class Extension:
     num_sums: int = 0
     keeps: str = ""
     every_step: bool = False
+    boundary_every: int = 0
 
     def __init__(self, run: Run, **args: Any) -> None:
         self.run = run
@@ -106,12 +108,8 @@ class Extension:
         """On a logged step: the metrics that it does not `record` as they come."""
         return {}
 
-    def needs_boundary(self, step: int) -> bool:
-        """Whether the step's numbers must be read before the next step is launched; the same on all ranks."""
-        return False
-
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step whose successor has not begun: every logged one, and those that need it."""
+        """After a step whose successor has not begun: every logged one, and every `boundary_every`-th."""
 
     def to_exchange(self) -> Any:
         """What the other ranks get, within two steps after `run.extensions.asks = True` on any rank."""
@@ -181,6 +179,7 @@ class Extensions:
         self._measure(())
 
     def _arrange(self) -> None:
+        self._periods = {each.extension.boundary_every for each in self._riders} - {0}
         self._always = [each for each in self._riders if each.extension.every_step]
         self._by_moment = {moment: [each for each in self._riders if each.has(moment)] for moment in MOMENTS}
 
@@ -248,14 +247,14 @@ class Extensions:
                 self._arrange()
 
     def needs_boundary(self, step: int) -> bool:
-        """Whether any extension needs the step's numbers before the next one."""
-        return any(each.extension.needs_boundary(step) for each in self._by_moment["needs_boundary"])
+        """Whether the next step must wait for an extension."""
+        return any(step % period == 0 for period in self._periods)
 
     def has(self, moment: str) -> bool:
         """Whether any extension has this moment."""
         return bool(self._by_moment[moment])
 
-    def drain_metrics(self) -> dict[str, Reported]:
+    def drained(self) -> dict[str, Reported]:
         """The metrics of all; None for those of one that has failed."""
         found: dict[str, Reported] = {}
         for each in self._by_moment["drain_metrics"]:

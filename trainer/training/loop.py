@@ -224,7 +224,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
         for name, (reporter, keys) in run.reporters.items():
             drained = guard(name).run(reporter.drain_metrics)
             run.recorder.add(dict.fromkeys(keys) if drained is None else drained)
-        run.recorder.add(run.extensions.drain_metrics())
+        run.recorder.add(run.extensions.drained())
     recorded = guard("metrics").run(run.recorder.drain_metrics)
     if recorded is None:  # nothing of this rank is known
         recorded = dict.fromkeys(run.operations)
