@@ -36,7 +36,7 @@ help:
 	@echo "make test       the test suite (make test-slow: the long ones)"
 	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
 	@echo "make mutants    mutate one module, MODULE=file, and run its tests, TESTS=files, against each mutant"
-	@echo "make check      lint, types, layers, generated docs, and that every test file imports"
+	@echo "make check      lint, types, layers, generated docs, budgets, and that every test file imports"
 	@echo "make docs       regenerate the generated docs"
 	@echo "make site       the documentation as a site, with the API reference, in build/site"
 	@echo "make bench      what the instruments cost, as ratios"
@@ -106,6 +106,7 @@ check: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/make_docs.py --check
+	@$(BIN)/python scripts/check_budgets.py
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || { $(BIN)/python -m pytest --collect-only -q | tail -n 40 >&2; exit 1; }
 
 format: setup

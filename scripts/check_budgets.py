@@ -27,24 +27,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 AROUND = ("extensions", "contracts", "tools")
 MOST_PARAMETERS = 10
+# Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": 21_000,
-    "core: files": 125,
-    "trainer: lines": 33_000,
-    "trainer: files": 210,
-    "tests: lines": 30_000,
-    "scripts: lines": 5_000,
-    "words of documentation": 38_000,
-    "functions with more than 10 parameters": 4,
-    "places that make a UserError": 250,
-    "steady step: modules": 24,
-    "steady step: classes": 20,
-    "steady step: functions": 80,
-    "steady step: switches": 650,
-    "logged step: modules": 34,
-    "logged step: classes": 30,
-    "logged step: functions": 130,
-    "logged step: switches": 950,
+    "core: lines": (25_750, 21_000),
+    "core: files": (154, 125),
+    "trainer: lines": (42_850, 33_000),
+    "trainer: files": (251, 210),
+    "tests: lines": (44_700, 30_000),
+    "scripts: lines": (6_080, 5_000),
+    "words of documentation": (49_300, 38_000),
+    "functions with more than 10 parameters": (14, 4),
+    "places that make a UserError": (339, 250),
+    "steady step: modules": (35, 24),
+    "steady step: classes": (33, 20),
+    "steady step: functions": (118, 80),
+    "steady step: switches": (650, 650),
+    "logged step: modules": (51, 34),
+    "logged step: classes": (53, 30),
+    "logged step: functions": (236, 130),
+    "logged step: switches": (950, 950),
 }
 SETTINGS = (
     "train.device=cpu",
@@ -188,10 +189,11 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(count_step(arguments[1])))
         return 0
     found = collections.ChainMap({} if arguments == ["--no-steps"] else dict(steps()), sizes())
-    above = [name for name, ceiling in CEILINGS.items() if found.get(name, 0) > ceiling]
+    above = [name for name, (ceiling, _) in CEILINGS.items() if found.get(name, 0) > ceiling]
     for name in above or CEILINGS:
+        ceiling, goal = CEILINGS[name]
         if name in found:
-            print(f"{name}: {found[name]:,} of {CEILINGS[name]:,}")
+            print(f"{name}: {found[name]:,} of {ceiling:,}" + (f" (goal: {goal:,})" if goal < ceiling else ""))
     if above:
         print("above the ceilings: take as much out as comes in (CONTRIBUTING.md, Budgets)")
     return bool(above)
