@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
+from trainer.metrics.best_effort import SkipBatch
 from trainer.metrics.noise_scale import components, estimate
 from trainer.metrics.noise_scale.components import Piece, normal_equations
 from trainer.training.extension import Extension
@@ -49,7 +50,7 @@ class NoiseSources(Extension):
         gns = self.run.gns
         norms = None if gns is None else gns.pair_norms()
         if gns is None or norms is None:
-            raise RuntimeError("the noise scale did not measure the halves")
+            raise SkipBatch("the noise scale did not measure the halves")
         kappas, squares, sums = norms.T.tolist()
         equations = normal_equations([_piece(micro) for micro in self._halves], kappas, squares, sums)
         return torch.cat([gns.local_sums(), torch.from_numpy(equations).to(norms.device)])
