@@ -101,9 +101,9 @@ def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
     if missing := [key for key in ("tokens", "targets") if key not in batch]:
         has = ", ".join(sorted(map(str, batch)))
         yield f"has no {' and no '.join(missing)}; it has {has or 'nothing'}", "add it, as int64 [B, T]"
-    shape = np.shape(batch["targets"])
-    if len(shape) != 2 or 0 in shape or np.shape(batch["tokens"])[:1] != shape[:1]:
-        shapes = f"has tokens {list(np.shape(batch['tokens']))} and targets {list(shape)}"
+    shape, given = np.shape(batch["targets"]), np.shape(batch["tokens"])
+    if len(shape) != 2 or 0 in shape or given[:1] != shape[:1] or (len(given) == 2 and given != shape):
+        shapes = f"has tokens {list(given)} and targets {list(shape)}"
         yield shapes, "give both as [B, T], with at least one row"
     for key in ("tokens", "targets"):
         array = _on_host(batch[key])

@@ -117,6 +117,8 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
         lines.append(f"  checkpoints/    {_next_command(run, run_dir, state)}")
+    elif state == "stopped":
+        lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
     if any((run_dir.path / "wandb").glob("offline-run-*")):
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")

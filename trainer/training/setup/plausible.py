@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.config.data_tables import SourceTable
+from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.rules import largest_batch, mixing_of
 from trainer.config.schema import FIRST_PROFILED, LedgerTable, RunConfig
 from trainer.data.layout import unread_parts
@@ -63,7 +63,9 @@ def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Se
         yield "objective.chunk_tokens", problem, f"set it to {max(tokens // 8, 1):,} or so, or to 0"
     for source in sources:
         own, streams = source.table.mixing.num_streams_mixed, len(source.streams)
-        is_given = own is not None or "num_streams_mixed" in config.data.mixing.model_fields_set
+        # The default is no wish; a resolved config has it written out.
+        default = MixingTable.model_fields["num_streams_mixed"].default
+        is_given = own is not None or config.data.mixing.num_streams_mixed != default
         wanted = mixing_of(config, source.table).num_streams_mixed
         if streams and is_given and wanted > streams:
             has = counted(streams, "stream")
