@@ -285,6 +285,13 @@ class Extensions:
         finally:
             self.call("after_output")
 
+    def close(self) -> None:
+        """Close all of them, and let go of them: they refer to the run."""
+        self.call("closed")
+        self._riders.clear()
+        self._arrange()
+        self._measure(())
+
     def state_dict(self) -> dict[str, Any]:
         """The states of the extensions that have one, by name."""
         return {each.name: each.call("state_dict") for each in self._by_moment["state_dict"]}

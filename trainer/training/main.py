@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 
+import torch
+
 from trainer.config.schema import RunConfig
-from trainer.distributed.env import pick_backend, pick_device, process_group, rank_info
+from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.startup import GroupError
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError
@@ -23,7 +25,7 @@ from trainer.training.messages import summarize
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.setup.open_run import Launch, open_run
-from trainer.training.setup.plan import make_plan
+from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.tokens import Stopped, tokenize_once
 from trainer.training.signals import exits_as_errors
@@ -68,9 +70,7 @@ def train(config: RunConfig, launch: Launch) -> int:
             try:
                 with process_group(info, backend=backend, timeout_sec=timeout, device=device):
                     try:
-                        with ExitStack() as stack:
-                            run = open_run(plan, launch, info, device, stack, after_group)
-                            return 0 if run is None else _run_to_end(run)
+                        return _train_in_group(plan, launch, info, device, after_group)
                     except UserError:
                         stop.mute()
                         raise
@@ -82,6 +82,12 @@ def train(config: RunConfig, launch: Launch) -> int:
                 text = "rank %d: another rank has ended or does not answer, see its messages (here: %s)"
                 every_rank_logger.error(text, info.rank, shorten(str(error), 150))
                 return EXIT_FAILED
+
+
+def _train_in_group(plan: Plan, launch: Launch, info: RankInfo, device: torch.device, after_group: ExitStack) -> int:
+    with ExitStack() as stack:
+        run = open_run(plan, launch, info, device, stack, after_group)
+        return 0 if run is None else _run_to_end(run)
 
 
 def _run_to_end(run: Run) -> int:

@@ -153,7 +153,7 @@ def open_run(
             FINGERPRINT_KEY: data.now.to_state(),
         },
         last_saved=position.step if found is not None else -1,
-        on_saving=lambda seconds: run.record("checkpoint/save_sec", seconds),
+        on_saving=partial(run.recorder.record, "checkpoint/save_sec"),
         retain=retain,
     )
     if contract is not None:
@@ -192,13 +192,15 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
     guard = diagnostics.best_effort("data metrics")
     loader = Loader(state.dataset, device=device, prefetch=config.data.prefetch, guard=guard)
     stack.callback(loader.close)
+    run_dir, stop = run.run_dir, run.stop
+    # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
     run.watchdog = start_watchdog(
         info,
         timeout_sec=config.distributed.timeout_sec,
-        log=run.run_dir.log_file(info.rank),
-        on_end=lambda reason: run.run_dir.leave_status(info, "failed", reason=reason, step=position.step),
+        log=run_dir.log_file(info.rank),
+        on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
         reading=lambda: loader.reading,
-        is_asked=lambda: run.stop.is_heard or run.stop.requested,
+        is_asked=lambda: stop.is_heard or stop.requested,
         groups=run.strategy.groups,
     )
     stack.callback(run.watchdog.close)
@@ -218,7 +220,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         )
     run.growth = _growth(run)
     run.extensions = _load_extensions(run)
-    stack.callback(run.extensions.call, "closed")
+    stack.callback(run.extensions.close)
     run.train_step = TrainStep(
         model=step_model,
         ledger=state.ledger,
