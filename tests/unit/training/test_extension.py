@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 
 from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
+from trainer.config.load import load_config
 from trainer.metrics.best_effort import Diagnostics
+from trainer.training import main
 from trainer.training.extension import Extension, Extensions
+from trainer.training.setup.open_run import Launch
 
 OWN = '''
 import torch
@@ -184,3 +189,23 @@ def test_moments_that_nobody_has_are_empty():
     assert not extensions.has("step_finished")
     extensions.call("closed")
     assert shy.is_closed
+
+
+def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch):
+    # It would keep the process group, whose threads can abort the process at exit or disturb the next group.
+    runs = []
+    run_to_end = main._run_to_end
+
+    def watched(run):
+        runs.append(weakref.ref(run))
+        return run_to_end(run)
+
+    monkeypatch.setattr(main, "_run_to_end", watched)
+    path = write_tiny_config(tmp_path)
+    sets = ["train.steps=4", "ledger.probe_every=2", "metrics.per_layer=true", "sample.every=2"]
+    gc.disable()
+    try:
+        assert main.train(load_config(path, sets), Launch(config_path=path, run_dir=str(tmp_path / "run"))) == 0
+        assert runs[0]() is None
+    finally:
+        gc.enable()

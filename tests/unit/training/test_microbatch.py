@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from trainer.errors import UserError
-from trainer.extensions.noise_components import split as in_halves
-from trainer.training.step.microbatch import accepted_inputs, masked_copy, split
+from trainer.training.step.microbatch import MicroBatch, accepted_inputs, halves, masked_copy, split
+
+
+def in_halves(window: list[MicroBatch]) -> list[MicroBatch]:
+    return [half for micro in window for half in halves(micro)]
 
 
 def batch(**more: object) -> dict[str, object]:
