@@ -104,7 +104,7 @@ def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
         "ledger.wipe_mode=full",
         "ledger.wipe_every=2",
     ]
-    assert train(load_config(path, settings), path, str(tmp_path / "whole")) == 0
+    assert train(load_config(path, settings), Launch(config_path=path, run_dir=str(tmp_path / "whole"))) == 0
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert rows["train", 5]["ledger_wipe_count"] == 2
     assert rows["train", 5]["ledger/cold_starts"] > 0
