@@ -82,10 +82,6 @@ class CallsBack(Extension):
 
     told = EachStep()
 
-    def measures(self, step: int) -> bool:
-        """No step."""
-        return False
-
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
         """Tell it."""
         CallsBack.told.update(taken.step, outcome.loss)

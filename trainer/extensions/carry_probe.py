@@ -291,6 +291,7 @@ class StepProbe(Extension):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        self.measure_every = run.config.ledger.probe_every
         self._probe = CarryProbe(
             run.row_model,
             token_loss=lambda output, targets: run.loss(output, targets).token_loss,
@@ -300,10 +301,6 @@ class StepProbe(Extension):
             autocast=autocast_context(run.config, run.device),
         )
         self._seconds = 0.0
-
-    def measures(self, step: int) -> bool:
-        """Every `ledger.probe_every` steps that log."""
-        return step % self.run.config.ledger.probe_every == 0
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Measure a micro-batch, outside of the step's times."""

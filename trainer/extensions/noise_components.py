@@ -28,14 +28,11 @@ class NoiseSources(Extension):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        self.measure_every = run.config.gns.components_every
         # The same within each source: the probability that two of its rows come from one stream.
         self._concentrations = [source.concentration for source in run.plan.sources]
         self._coincidence = 0.0
         self._halves: list[MicroBatch] = []
-
-    def measures(self, step: int) -> bool:
-        """Every `gns.components_every` steps that log."""
-        return step % self.run.config.gns.components_every == 0
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The window in halves."""

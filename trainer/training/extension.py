@@ -49,7 +49,8 @@ class Extension:
     Attributes:
         metric_keys: the names of all metrics that it reports.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
-        every_step: it measures steps that are not logged too.
+        every_step: it measures steps that are not logged too; to measure is to call the moments from `window_read` to `summed`.
+        measure_every: it measures steps that are multiples of this. The same on all ranks, as `every_step` is.
         boundary_every: every so many steps the next step waits for `at_boundary`; 0: only logged ones. The same on all ranks.
         keeps: what the noise scale's hooks keep for it in the windows that it measures: `pairs`, `by_parameter` or nothing.
     """
@@ -58,17 +59,13 @@ class Extension:
     num_sums: int = 0
     keeps: str = ""
     every_step: bool = False
+    measure_every: int = 1
     boundary_every: int = 0
 
     def __init__(self, run: Run, **args: Any) -> None:
         self.run = run
         if args:
             raise UserError("extension.args", f"{type(self).__name__} takes no {', '.join(args)}", "take them out")
-
-    def measures(self, step: int) -> bool:
-        """Whether this step calls the moments from `window_read` to `summed`; the same on all ranks. Asked of logged steps, and
-        with `every_step` of all."""
-        return True
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch] | None:
         """Before a step's first forward pass. Returns micro-batches to run instead, or None."""
@@ -194,11 +191,11 @@ class Extensions:
             each.call(moment, *args, **kwargs)
 
     def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> Sequence[MicroBatch]:
-        """Ask which extensions measure the step. Returns its micro-batches."""
-        # One that has failed on this rank keeps its place in the sums until all ranks know.
+        """Note which extensions measure the step. Returns its micro-batches."""
+        # By numbers alone, the same on all ranks: one that has failed here keeps its place in the sums until all ranks know.
         asked = self._riders if is_logged else self._always
         if asked or self._measuring:
-            self._measure([each for each in asked if each.call("measures", step) is not False])
+            self._measure([each for each in asked if step % each.extension.measure_every == 0])
         for each in self._measuring:
             if each.has("window_read"):
                 window = each.call("window_read", step, window) or window

@@ -73,10 +73,6 @@ class Breaks(Extension):
         if moment == self.at and self.run.info.rank == self.rank:
             raise RuntimeError("broken on purpose")
 
-    def measures(self, step):
-        self.breaks("measures")
-        return True
-
     def window_read(self, step, window):
         self.breaks("window_read")
 
@@ -132,7 +128,7 @@ def test_an_extension_of_ones_own_reports_sums_exchanges_and_resumes(own):
     assert [each for each in state["extensions"].values() if "steps" in (each or {})] == [{"steps": 8}]
 
 
-@pytest.mark.parametrize("moment", ["measures", "window_read", "micro_done", "updated", "summed", "drain_metrics"])
+@pytest.mark.parametrize("moment", ["window_read", "micro_done", "updated", "summed", "drain_metrics"])
 def test_one_that_fails_on_one_rank_costs_itself_alone(own, moment):
     place, said = own(table("Breaks", at=moment, rank=1), table("Counts"), nproc=2)
     rows = read_rows(place / "metrics.jsonl")
