@@ -1,1 +1,0 @@
-"""Verbs on a trained model."""
