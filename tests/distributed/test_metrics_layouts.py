@@ -64,10 +64,13 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
         gns=None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(max_tokens_per_micro=50, clip_grad_norm=1.0),
-        world_size=world,
-        device=torch.device("cpu"),
-        autocast=nullcontext,
+        settings=StepSettings(
+            max_tokens_per_micro=50,
+            clip_grad_norm=1.0,
+            world_size=world,
+            device=torch.device("cpu"),
+            autocast=nullcontext,
+        ),
         extensions=Extensions(
             {"details": LoggedDetails(EVERY_STEP, details)}, Diagnostics(), device=torch.device("cpu"), world_size=world
         ),

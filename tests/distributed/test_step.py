@@ -58,11 +58,10 @@ def make_step(
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(max_tokens_per_micro=max_tokens, clip_grad_norm=clip),
+        settings=StepSettings(
+            max_tokens_per_micro=max_tokens, clip_grad_norm=clip, world_size=world, device=CPU, autocast=nullcontext
+        ),
         strategy=strategy,
-        world_size=world,
-        device=CPU,
-        autocast=nullcontext,
     )
 
 

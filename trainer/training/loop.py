@@ -123,10 +123,7 @@ def micro_batches_of(
 
 def is_read_at_once(run: Run, step: int) -> bool:
     """Whether the step's numbers are needed right after it; the same on all ranks."""
-    config = run.config
-    is_asked = run.extensions.needs_boundary(step) or (run.growth is not None and run.growth.decides_after(step))
-    is_due = any(every and step % every == 0 for every in (config.eval.every, config.checkpoint.every))
-    return run.logs(step) or is_asked or is_due
+    return run.logs(step) or any(step % every == 0 for every in run.periods)
 
 
 def finish(run: Run, taken: StepInFlight) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,8 @@ class Run:
     loss: Loss = field(init=False)
     train_step: TrainStep = field(init=False)
     extensions: Extensions = field(init=False)
+    periods: Set[int] = field(init=False)
+    """A step that is a multiple of one of these is read before the next is launched."""
     saver: Saver = field(init=False)
     watchdog: Watchdog = field(init=False)
     reporters: Mapping[str, tuple[Reporter, Sequence[str]]] = field(init=False)

@@ -221,6 +221,8 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
     run.growth = _growth(run)
     run.extensions = _load_extensions(run)
     stack.callback(run.extensions.close)
+    decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
+    run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
     run.train_step = TrainStep(
         model=step_model,
         ledger=state.ledger,
@@ -228,11 +230,14 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        settings=StepSettings(
+            max_tokens_per_micro(plan),
+            config.train.clip_grad_norm,
+            world_size=info.world_size,
+            device=device,
+            autocast=autocast_context(config, device),
+        ),
         strategy=run.strategy,
-        world_size=info.world_size,
-        device=device,
-        autocast=autocast_context(config, device),
         extensions=run.extensions,
         diagnostics=diagnostics,
     )
