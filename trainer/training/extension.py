@@ -33,7 +33,7 @@ from trainer.training.step.on_device import HostCopy
 
 if TYPE_CHECKING:
     from trainer.metrics.aggregate import Reported
-    from trainer.objective.compose import ObjectiveOutput
+    from trainer.objective.loss import ObjectiveOutput
     from trainer.training.run import Run, StepInFlight
     from trainer.training.step.microbatch import Carry, MicroBatch
     from trainer.training.step.step import StepOutcome

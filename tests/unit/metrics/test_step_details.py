@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.metrics.best_effort import BestEffort, Diagnostics
-from trainer.objective.compose import Objective
+from trainer.objective.loss import Objective
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import MicroBatch, masked_copy, split
 
