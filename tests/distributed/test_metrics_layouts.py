@@ -12,11 +12,10 @@ import torch
 from tests.support.gloo import run_on_ranks
 from trainer.data.batch import MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.model import build
-from trainer.objective.components import CoordSettings
-from trainer.objective.compose import Objective
+from trainer.objective.loss import CoordSettings, Objective
 from trainer.training.extension import Extensions
 from trainer.training.step.details import LoggedDetails, StepDetails
 from trainer.training.step.step import StepSettings, TrainStep

@@ -14,7 +14,7 @@ from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective.compose import Objective
+from trainer.objective.loss import Objective
 from trainer.training.step.step import StepOutcome, StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11

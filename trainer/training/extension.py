@@ -34,7 +34,7 @@ from trainer.on_device import HostCopy
 if TYPE_CHECKING:
     from trainer.data.batch import Carry, MicroBatch
     from trainer.metrics.aggregate import Reported
-    from trainer.objective.compose import ObjectiveOutput
+    from trainer.objective.loss import ObjectiveOutput
     from trainer.training.run import Run, StepInFlight
     from trainer.training.step.step import StepOutcome
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.watchdog import DATA
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.logger import get_logger
-from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.training.run import Run, StepInFlight
 from trainer.training.signals import StopNow
 from trainer.training.step.step import StepOutcome

@@ -16,13 +16,12 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import Recorder, Reported
+from trainer.metrics.aggregate import Operations, Recorder, Reported, Reporter
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.rank_reduction import Operations, Reporter
-from trainer.metrics.sinks.jsonl import EventWriter
+from trainer.metrics.sinks import EventWriter
 from trainer.metrics.tracker import MetricsTracker
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluation.evaluator import Evaluator

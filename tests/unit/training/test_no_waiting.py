@@ -31,8 +31,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective.components import CoordSettings
-from trainer.objective.compose import Objective
+from trainer.objective.loss import CoordSettings, Objective
 from trainer.on_device import HostCopy
 from trainer.training import loop
 from trainer.training.extension import Extensions

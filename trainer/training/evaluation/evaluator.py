@@ -12,10 +12,10 @@ from torch import nn
 from trainer.data.batch import MicroBatch
 from trainer.distributed.agree import gather_from_ranks
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
-from trainer.metrics.rank_reduction import reduce_over_ranks
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.training.evaluation.own_task import OwnTask
 from trainer.training.setup.data import EvalSet
 from trainer.training.step.details import StepDetails

@@ -11,7 +11,7 @@ from trainer.data.batch import accepted_inputs
 from trainer.distributed.env import RankInfo
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import Diagnostics
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.training.evaluation.evaluator import Evaluator
 from trainer.training.evaluation.own_task import OwnTask
 from trainer.training.setup.data import EvalSet

@@ -24,13 +24,12 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
+from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.rank_reduction import Operations, rank_operations
 from trainer.metrics.run_status import dead
-from trainer.metrics.sinks.jsonl import EventWriter
-from trainer.metrics.sinks.stdout import Output
+from trainer.metrics.sinks import EventWriter, Output
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import loading

@@ -37,7 +37,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.extension import Extensions, Measured
 from trainer.training.step.schedule import set_lr
