@@ -12,9 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.properties.test_data_mixing import PROFILE, settings_of, tokens_read, world
+from trainer.data.epochs import restart_streams
 from trainer.data.layout import Stream, discover_nested
 from trainer.data.mixing import StreamMixingDataset
-from trainer.data.mixing_state import restart_streams
 
 Documents = tuple[int, ...]  # their lengths
 corpora = st.dictionaries(

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.streams import mixing_dataset
 from trainer.data.epochs import EpochOrder, QueueKey, ReshardPoint
-from trainer.data.lanes import cut_slices
 from trainer.data.layout import Stream
 from trainer.data.mixing import StreamMixingDataset
+from trainer.data.reader import cut_slices
 from trainer.data.tokenizer import BytesTokenizer
 
 MAX_GROUP_CELLS = 64
@@ -85,12 +86,12 @@ def test_the_fullest_rank_of_a_corpus_is_near_the_average(sizes: np.ndarray, wor
 def ranks_of(streams: list[Stream], world_size: int, mode: str, **kwargs: Any) -> list[StreamMixingDataset]:
     settings = {"repeat": False, "batch_size": 2, "num_streams_mixed": 3, **kwargs}
     return [
-        StreamMixingDataset(
+        mixing_dataset(
             streams,
             name="s",
             tokenizer=BytesTokenizer(),
             seq_len=4,
-            batching_mode=mode,  # type: ignore[arg-type]
+            batching_mode=mode,
             rank=rank,
             world_size=world_size,
             **settings,

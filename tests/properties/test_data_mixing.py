@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.streams import mixing_dataset
 from trainer.data.layout import Stream, discover_nested
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
@@ -63,7 +64,7 @@ def dataset(streams: list[Stream], *, rank: int = 0, world_size: int = 1, **kwar
     kwargs.setdefault("repeat", False)
     tokenizer = Tokens()
     tokenizer.token_type_table = None
-    return StreamMixingDataset(
+    return mixing_dataset(
         streams, name="source", tokenizer=tokenizer, seq_len=SEQ_LEN, rank=rank, world_size=world_size, **kwargs
     )
 

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.streams import mixing_dataset
 from trainer.data.layout import Stream, discover_nested
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
@@ -125,7 +126,7 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
     with streams_of(layout) as streams:
 
         def fresh() -> StreamMixingDataset:
-            return StreamMixingDataset(streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, **kwargs)
+            return mixing_dataset(streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, **kwargs)
 
         batches = list(itertools.takewhile(lambda batch: key_of(batch)[0] < 2, itertools.islice(fresh(), 400)))
         if len(batches) == 400:
@@ -159,14 +160,14 @@ def sequences(pick_mode: str, epochs: int) -> Counter[str]:
     """The order of picks in each of many epochs of a closed pool: streams of 2, 2 and 1 batches."""
     seen: Counter[str] = Counter()
     with streams_of([[4] * 4, [4] * 4, [4] * 2]) as streams:
-        dataset = StreamMixingDataset(
+        dataset = mixing_dataset(
             streams,
             name="s",
             tokenizer=BytesTokenizer(),
             seq_len=4,
             num_streams_mixed=3,
             batch_size=2,
-            pick_mode=pick_mode,  # type: ignore[arg-type]
+            pick_mode=pick_mode,
         )
         for _ in range(epochs):
             seen["".join(next(dataset)["dataset_segments"][0] for _ in range(5))] += 1
@@ -190,7 +191,7 @@ def test_the_first_pick_of_each_reader_is_spread_as_in_a_shuffled_deck() -> None
     """Larger pools have too many orders to count: the mean position of every batch is that of a shuffle."""
     sizes = [20, 10, 6, 3, 1]
     with streams_of([[4] * (2 * size) for size in sizes]) as streams:
-        dataset = StreamMixingDataset(
+        dataset = mixing_dataset(
             streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, num_streams_mixed=5, batch_size=2
         )
         epochs, total = 400, sum(sizes)

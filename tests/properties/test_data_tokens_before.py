@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.streams import mixing_dataset
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import Stream, discover_nested
 from trainer.data.mixing import StreamMixingDataset
@@ -63,7 +64,7 @@ def write(folder: str, layout: list[list[int]]) -> list[Stream]:
 
 
 def dataset(streams: list[Stream], *, name: str = "source", **kwargs: Any) -> StreamMixingDataset:
-    return StreamMixingDataset(streams, name=name, tokenizer=Tokens(), **{"repeat": False, **kwargs})
+    return mixing_dataset(streams, name=name, tokenizer=Tokens(), **{"repeat": False, **kwargs})
 
 
 class Oracle:

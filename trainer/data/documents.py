@@ -159,6 +159,7 @@ class ReadOptions:
         dtype: of a headerless token file (`uint16`, ...).
         eod: the id that ends a document in a token file; None: the file is one document.
         text_split: a raw text file is one document (`file`), or one per block between blank lines (`blank_line`).
+        format: `auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function`.
 
     Raises:
         UserError: an unknown `text_split`.
@@ -168,6 +169,7 @@ class ReadOptions:
     dtype: str | None = None
     eod: int | None = None
     text_split: str = "file"
+    format: str = "auto"
 
     def __post_init__(self) -> None:
         if self.text_split not in TEXT_SPLITS:

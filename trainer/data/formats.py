@@ -187,10 +187,10 @@ def files_of(path: Path, format: str) -> list[Path]:
     return [path] if beside is None else [path, path.with_suffix(beside)]
 
 
-def load_documents(path: str | Path, format: str, options: ReadOptions) -> TokenTable:
+def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
     """The documents of a file; see `open_documents`."""
     path = Path(path)
-    name = format_name(path, format)
+    name = format_name(path, options.format)
     load = partial(load_own, name) if is_import_path(name) else FORMATS[name].load
     try:
         status = path.stat()
@@ -230,5 +230,4 @@ def open_documents(
     Raises:
         UserError: an unknown format, or an unreadable or damaged file, with path, position and fix.
     """
-    options = ReadOptions(tokenizer=tokenizer, dtype=dtype, eod=eod, text_split=text_split)
-    return load_documents(path, format, options)
+    return load_documents(path, ReadOptions(tokenizer, dtype, eod, text_split, format))

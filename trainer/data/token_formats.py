@@ -20,7 +20,6 @@ from trainer.errors import UserError
 from trainer.files import write_file
 
 CHUNK = 1 << 22  # tokens scanned at a time
-SAMPLE_BYTES = 1 << 16  # at either end of a file whose dtype is doubted
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # the format has codes of floats too
@@ -51,19 +50,6 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
     ends = _scan(tokens, options.eod, bounds)
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     return TokenTable(tokens, starts, ends - starts)
-
-
-def has_zero_halves(tokens: TokenArray) -> bool:
-    """Whether nearly every second value is 0, and not nearly all others: as when ids are read with less than their width.
-
-    Looks at both ends of the array. Values that are mostly 0 at odd and even places are no such case.
-    """
-    size = SAMPLE_BYTES // tokens.itemsize
-    if len(tokens) < 64 or tokens.itemsize == 8:
-        return False
-    last = max(len(tokens) - size, 0) // 2 * 2
-    sample = np.concatenate([tokens[:size], tokens[max(last, size) :] if last else tokens[:0]])
-    return bool((sample[1::2] == 0).mean() >= 0.99 and (sample[0::2] == 0).mean() <= 0.9)
 
 
 def load_npy(path: Path, options: ReadOptions) -> TokenTable:

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.gloo import run_on_ranks
+from tests.support.streams import mixing_dataset
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import discover_nested
-from trainer.data.mixing import EXHAUST_EVENTS, StreamMixingDataset
-from trainer.data.pool import pool_metric_keys
+from trainer.data.mixing import EXHAUST_EVENTS, pool_metric_keys
 from trainer.data.tokenizer import BytesTokenizer
 from trainer.data.weights import ConstantWeight
 
@@ -101,7 +101,7 @@ def pool_of_a_rank(rank: int, world_size: int, root: str) -> tuple[dict[str, flo
     for name in ("all_reduce", "all_gather"):
         original = getattr(dist, name)
         setattr(dist, name, lambda *args, original=original, **kw: (calls.append(""), original(*args, **kw)))
-    dataset = StreamMixingDataset(
+    dataset = mixing_dataset(
         discover_nested(root),
         name="s",
         tokenizer=BytesTokenizer(),
@@ -203,7 +203,7 @@ def test_a_pool_whose_metrics_fail_does_not_look_empty(tmp_path: Path, monkeypat
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "s.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')
     options: dict[str, Any] = {"tokenizer": BytesTokenizer(), "seq_len": 4, "batch_size": 1, "rank": 0, "world_size": 1}
-    dataset = StreamMixingDataset(discover_nested(str(tmp_path)), name="s", **options)
+    dataset = mixing_dataset(discover_nested(str(tmp_path)), name="s", **options)
     blend = BlendDataset([BlendSource("s", dataset, ConstantWeight(1.0))], seed=0)
     next(blend)
     assert blend.drain_step_metrics()[A + "modalities/a"] == 1.0

@@ -27,7 +27,7 @@ SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documen
 
 def read_all(path: Path, **kwargs: Any) -> int:
     """Read a file as a run would, to its last token."""
-    documents = load_documents(path, "auto", ReadOptions(BytesTokenizer(), **kwargs))
+    documents = load_documents(path, ReadOptions(BytesTokenizer(), **kwargs))
     return sum(len(chunk) for chunk in token_chunks(documents))
 
 
@@ -36,7 +36,7 @@ def refusal(path: Path, message: str = ".", **kwargs: Any) -> str:
         read_all(path, **kwargs)
     assert "\n" not in refused.value.message
     # `verify` comes to the same verdict.
-    verdict = verify([Stream(0, str(path), path.name, "a")], ReadOptions(BytesTokenizer(), **kwargs), format="auto")
+    verdict = verify([Stream(0, str(path), path.name, "a")], ReadOptions(BytesTokenizer(), **kwargs))
     assert [error.message for error in verdict.errors] == [refused.value.message]
     return refused.value.message
 

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.streams import mixing_dataset
 from trainer.data.formats import open_documents
+from trainer.data.groups import has_zero_halves
 from trainer.data.layout import discover_direct
 from trainer.data.mixing import StreamMixingDataset
-from trainer.data.token_formats import has_zero_halves
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
 from trainer.errors import UserError
 
 
 def dataset(*paths: Path, **settings: Any) -> StreamMixingDataset:
     given = {"tokenizer": IdsTokenizer(500), "seq_len": 4, "repeat": False, **settings}
-    return StreamMixingDataset(discover_direct(paths), name="s", **given)
+    return mixing_dataset(discover_direct(paths), name="s", **given)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

