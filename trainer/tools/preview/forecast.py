@@ -26,7 +26,7 @@ from trainer.data.epochs import QueueKey
 from trainer.data.groups import CutOptions, GroupTable, OpenStream, StreamOpener
 from trainer.data.mixing import BATCHING_MODES, ActivePool, BatchingMode, PickMode
 from trainer.data.reader import assign_lanes, cut_slices
-from trainer.data.weights import ScheduledWeight, WeightSpec, positions, zero_batches
+from trainer.data.weights import ScheduledWeight, WeightSpec, first_all_zero, positions
 from trainer.hashing import KeyedUniforms
 from trainer.micro_batches import MicroBatches
 from trainer.training.setup.plan import Plan
@@ -457,10 +457,11 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
 
 def first_zero(weight: WeightSpec, num_batches: int, micro_batches: MicroBatches) -> ZeroSpan | None:
     """The first range within the run in which the weight is zero."""
-    for first, last in zero_batches(weight, micro_batches):
-        if first < num_batches:
-            return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
-    return None
+    found = first_all_zero([weight], micro_batches=micro_batches, num_batches=num_batches)
+    if found is None:
+        return None
+    first, last = found
+    return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
 
 
 def sample_points(length: int, most: int = 240) -> Ints:
