@@ -105,14 +105,6 @@ def test_the_learning_rate_follows_the_batch_by_the_rule_that_is_named(lr: str, 
     assert [plan.lr_factor(m) for m in (2, 3, 16)] == [math.pow(m / 2, power) for m in (2, 3, 16)]
 
 
-def test_a_number_is_a_plan_without_changes() -> None:
-    plan = plan_of(3)
-    assert plan == MicroBatches.constant(3)
-    assert (plan.is_constant, plan.is_known_ahead, plan.first, plan.least, plan.most) == (True, True, 3, 3, 3)
-    assert [plan.step_of(batch) for batch in range(7)] == [1, 1, 1, 2, 2, 2, 3]
-    assert plan.by_steps(0) == plan.fastest() == plan
-
-
 class Asked:
     """A source that notes for which batches it was asked for the tokens before their cells."""
 

@@ -74,14 +74,6 @@ def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
     assert merged.drain_metrics()["ledger/false_evictions/lru"] == 0
 
 
-def test_ledger_goes_on_from_the_latest_step_of_all_shards() -> None:
-    ledger = new_ledger("lru")
-    ledger.load_state_dict([saved_by(0, [1], 1.0, step=5), saved_by(1, [2], 1.0, step=7)])
-    assert ledger.state_dict()["step"] == 7
-    with pytest.raises(RuntimeError, match="step 6 after a store at step 7"):
-        ledger.begin_step(6)
-
-
 def test_resharded_entries_keep_their_age() -> None:
     ledger = new_ledger("lru", capacity=3)
     ledger.load_state_dict([saved_by(0, [1, 2], 1.0, step=7), saved_by(1, [3], 1.0, step=5)])
