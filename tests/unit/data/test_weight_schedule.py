@@ -35,7 +35,7 @@ def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
 def test_schedules_that_say_nothing_are_refused() -> None:
     with pytest.raises(UserError, match="at least one point"):
         ScheduledWeight("linear", {})
-    with pytest.raises(UserError, match="integers"):
+    with pytest.raises(UserError, match="an integer"):
         ScheduledWeight("linear", {-1: 1.0})
     with pytest.raises(UserError, match="linear, step"):
         ScheduledWeight("cubic", {0: 1.0})  # type: ignore[arg-type]

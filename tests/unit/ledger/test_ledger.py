@@ -141,7 +141,6 @@ def test_steps_that_stored_nothing_may_begin_again(resumes: bool) -> None:
         ({"wipe_mode": "full", "wipe_every": 0}, r"ledger\.wipe_every: must be >= 1 with wipe_mode full, got 0"),
         ({"wipe_mode": "periodic_stale", "sweep_every": 0}, r"ledger\.sweep_every: must be >= 1"),
         ({"wipe_mode": "periodic_stale", "stale_threshold": 0}, r"ledger\.stale_threshold: must be >= 1"),
-        ({"ownership": "auto"}, r"ledger\.ownership: must be one of reader, exchange, got 'auto'"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], message: str) -> None:

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from trainer.errors import UserError
-from trainer.ledger import Ledger
+from trainer.ledger import Ledger, Owners
 
 WIDTH = 2
 
 
-def new_ledger(wipe_mode: str = "lru", capacity: int = 4, **settings: int) -> Ledger:
-    return Ledger(state_width=WIDTH, capacity=capacity, wipe_mode=wipe_mode, **settings)
+def new_ledger(wipe_mode: str = "lru", capacity: int = 4, rank: int = 0, world_size: int = 1) -> Ledger:
+    owners = Owners("reader", rank, world_size)
+    return Ledger(state_width=WIDTH, capacity=capacity, wipe_mode=wipe_mode, owners=owners)
 
 
 def store(ledger: Ledger, groups: list[int], value: float = 1.0) -> None:
