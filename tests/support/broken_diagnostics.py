@@ -58,7 +58,7 @@ SHOWN = (
     "trainer.training.messages.summarize",
     "trainer.training.run_dir.StatusKeeper",
     "trainer.training.step.details",
-    "trainer.data.pool.ActivePool.snapshot",
+    "trainer.data.mixing.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")
 # What a checkpoint holds is no diagnostic: a state that cannot be saved or restored must not pass for one.
