@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.extensions.profile.spans import Span, gaps, self_times
-from trainer.extensions.profile.trace import read_trace, summarize
+from trainer.extensions.trace import Span, gaps, read_trace, self_times, summarize
 
 
 def event(cat: str, name: str, start: float, end: float, tid: int = 1) -> dict[str, Any]:
