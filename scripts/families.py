@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from trainer.contracts import Report, check_model
 from trainer.model.hugging_face import HuggingFace, without_attention
-from trainer.model.protocol import ModelOutput
-from trainer.model.state_layout import carry_flat
+from trainer.model.protocol import ModelOutput, carry_flat
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 VOCAB = 64

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.model import build
 from trainer.model.gated_delta import build as build_gated_delta
-from trainer.model.state_layout import carry_flat
+from trainer.model.protocol import carry_flat
 from trainer.training.step.microbatch import accepted_inputs
 
 VOCAB = 13

@@ -19,8 +19,8 @@ from torch import nn
 from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, NestedLstm, RouterLoss, Transformer
 from tests.support.mutant_models import MUTANTS, DropState, PeekAhead
 from trainer.contracts import CHECKS, ContractError, check_model
-from trainer.contracts.report import NO_STATE
 from trainer.contracts.subject import copy_model
+from trainer.contracts.trial import NO_STATE
 from trainer.model import build
 from trainer.model.encoder import RecurrentEncoder
 
@@ -341,7 +341,7 @@ def test_a_verdict_names_position_and_size():
 
 def test_raise_if_broken_lists_all_verdicts():
     check_model(made(Gru), vocab_size=VOCAB).raise_if_broken()
-    with pytest.raises(ContractError, match="start from zero") as error:
+    with pytest.raises(ContractError, match="carry: broken: cells of 6 tokens differ") as error:
         check_model(made(DropState), vocab_size=VOCAB).raise_if_broken()
     assert all(check in str(error.value) for check in CHECKS)
 
