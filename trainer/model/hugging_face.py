@@ -170,17 +170,15 @@ def _new(
 
 
 def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str, Any]) -> Any:
-    if settings:
-        raise UserError("model.args", f"{', '.join(sorted(settings))} beside from", "the directory says the sizes")
-    if not (Path(folder) / "config.json").is_file():
-        raise UserError("model.args.from", f"{folder} has no config.json", "name a directory of save_pretrained")
+    fix = f"name a directory of save_pretrained with a {model_type}, and no other args"
     try:
+        if settings or not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"{', '.join(sorted(settings))} beside from" if settings else "it has no config.json")
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-    except Exception as error:
-        problem = f"{folder} cannot be read: {format_error(error)}"
-        raise UserError("model.args.from", problem, "write it again") from error
-    if (found := model.config.model_type) != model_type:
-        raise UserError("model.family", f"is {model_type}, but {folder} has a {found}", "name that one")
+        if (found := model.config.model_type) != model_type:
+            raise ValueError(f"it has a {found}")
+    except Exception as error:  # of a damaged directory anything
+        raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", fix) from error
     return model
 
 

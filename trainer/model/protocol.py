@@ -171,13 +171,12 @@ def find_layout(model: nn.Module, *, lengths: Sequence[int] = ()) -> StateLayout
         return None
     try:
         first, second = (StateLayout(state) for state in states)
+        for one, other in zip(first.leaves, second.leaves, strict=True):
+            if one.shape != other.shape:
+                raise ValueError(f"{one.path} has the batch in another dimension than the first")
     except ValueError as error:
         fix = "return floating-point tensors [B, ...], in any nest of tuples, lists and dicts"
         raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
-    for one, other in zip(first.leaves, second.leaves, strict=True):
-        if one.shape != other.shape:
-            problem = f"its state cannot be kept: {one.path} has the batch in another dimension than the first"
-            raise UserError("model.target", problem, "transpose it, as nn.GRU's [layers, B, width] would be")
     return first
 
 
