@@ -13,6 +13,7 @@ import importlib
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -212,7 +213,7 @@ def judged(report: Report) -> tuple[str, str]:
             f"{v.check}: {v.text}" for v in ([carry] if carry.status != "held" else []) + others
         )
     if gradient.status != "held":
-        return "forward exact", gradient.text
+        return "forward exact", textwrap.shorten(gradient.text, 200)
     return "exact", f"logits to {carry.size:.0e}, gradients to {gradient.size:.0e}"
 
 
@@ -229,9 +230,9 @@ def main() -> int:
         "# Families of models, checked",
         "",
         "Public models checked against the [state contract](contracts.md): random weights, small sizes, CPU, float64.",
-        "*Exact*: a row read in cells (chunks) equals the row read whole, and so does the gradient. *Silently wrong*: no",
-        "error, but other results; `train check` rejects such a model. Each is wrapped with its own cache, flattened to",
-        "`[B, state_width]` and back, nothing repaired.",
+        "*Exact*: a row read in cells (chunks) equals the row read whole, and so does the gradient. *Silently wrong*: other "
+        "results without an",
+        "error; `train check` rejects such a model. Each keeps its own cache as its state.",
         "",
         f"Measured by `python scripts/families.py` (extra `families`) with {versions}, Python {platform.python_version()}.",
         "",
