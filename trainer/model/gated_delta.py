@@ -269,8 +269,7 @@ def build(
 
     Args:
         heads: 0: one per 64 of `dim`, at least one. The state has dim^2 / heads numbers per layer, beside the convolution's.
-        mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
-        tie_embeddings: share one weight between the embedding and the output layer.
+        mlp_ratio, tie_embeddings: as in `check_sizes`.
 
     Raises:
         UserError: the heads do not divide `dim`.

@@ -6,13 +6,12 @@ A model's own nest of tensors becomes the one row of numbers per group that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from trainer.errors import UserError
@@ -34,7 +33,6 @@ class ModelOutput(NamedTuple):
     `state_width` may return any nest of tensors [B, ...], see `carry_flat`."""
 
 
-@runtime_checkable
 class SequenceModel(Protocol):
     """A `torch.nn.Module` that predicts the next token and may carry a state from one cell of a group to the next.
 
@@ -61,10 +59,6 @@ class SequenceModel(Protocol):
         `resets` (bool [B, T]; None: nowhere) is True where the state resets to zero inside a row. Optional: it is passed
         by name and only with packed rows, so a model for other data need not accept it.
         """
-        ...
-
-    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Same as `torch.nn.Module.parameters`."""
         ...
 
 
@@ -151,8 +145,11 @@ class StateLayout:
         return shown + (f" and {len(self.leaves) - 4} more" if len(self.leaves) > 4 else "")
 
 
-def find_layout(model: nn.Module, *, lengths: Sequence[int] = ()) -> StateLayout | None:
-    """The layout of a model's state, from forwards without gradient in `eval()`; None if it returns none.
+def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
+    """Let a model with a structured state take and return it as rows [B, state_width], by hooks of its own forward.
+
+    The module stays what it is, its parameters keep their names. `model.state_layout` and `model.state_width` are set: the
+    layout of what forwards without gradient in `eval()` return, None and 0 if that is no state.
 
     Args:
         lengths: tokens of the rows that the model is for; tried after `TRIED_TOKENS`.
@@ -167,17 +164,21 @@ def find_layout(model: nn.Module, *, lengths: Sequence[int] = ()) -> StateLayout
         states = _first_states(model, lengths)
     finally:
         model.train(was_training)
-    if any(state is None for state in states):
-        return None
-    try:
-        first, second = (StateLayout(state) for state in states)
-        for one, other in zip(first.leaves, second.leaves, strict=True):
-            if one.shape != other.shape:
-                raise ValueError(f"{one.path} has the batch in another dimension than the first")
-    except ValueError as error:
-        fix = "return floating-point tensors [B, ...], in any nest of tuples, lists and dicts"
-        raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
-    return first
+    layout = None
+    if all(state is not None for state in states):
+        try:
+            layout, other = (StateLayout(state) for state in states)
+            for leaf, again in zip(layout.leaves, other.leaves, strict=True):
+                if leaf.shape != again.shape:
+                    raise ValueError(f"{leaf.path} has the batch in another dimension than the first")
+        except ValueError as error:
+            fix = "return floating-point tensors [B, ...], in any nest of tuples, lists and dicts"
+            raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
+        model.register_forward_pre_hook(_take_rows, with_kwargs=True)
+        model.register_forward_hook(_return_rows, with_kwargs=True)
+    attributes: Any = model
+    attributes.state_layout, attributes.state_width = layout, 0 if layout is None else layout.width
+    return model
 
 
 def _first_states(model: nn.Module, lengths: Sequence[int]) -> list[Any]:
@@ -193,26 +194,6 @@ def _first_states(model: nn.Module, lengths: Sequence[int]) -> list[Any]:
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             errors[length] = error
     raise errors[lengths[0] if lengths else TRIED_TOKENS[0]]
-
-
-def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
-    """Let a model with a structured state take and return it as rows [B, state_width], by hooks of its own forward.
-
-    The module stays what it is, its parameters keep their names. `model.state_layout` and `model.state_width` are set.
-
-    Args:
-        lengths: as `find_layout`.
-
-    Raises:
-        UserError: as `find_layout`.
-    """
-    layout = find_layout(model, lengths=lengths)
-    attributes: Any = model
-    attributes.state_layout, attributes.state_width = layout, 0 if layout is None else layout.width
-    if layout is not None:
-        model.register_forward_pre_hook(_take_rows, with_kwargs=True)
-        model.register_forward_hook(_return_rows, with_kwargs=True)
-    return model
 
 
 def _take_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
