@@ -145,14 +145,6 @@ class ForgetConvolution(Convolution):
         return super().mix(x, torch.cat([state[:, :half], torch.zeros_like(state[:, half:])], 1))
 
 
-class DropLayer(Gru):
-    def __init__(self) -> None:
-        super().__init__(2)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, torch.cat([torch.zeros_like(state[:, :DIM]), state[:, DIM:]], 1))
-
-
 class OffByOne(Ema):
     """Returns the state before the last token."""
 
@@ -161,22 +153,11 @@ class OffByOne(Ema):
         return out, out[:, -2] if x.shape[1] > 1 else state
 
 
-class FirstToken(Ema):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out, _ = super().mix(x, state)
-        return out, out[:, 0]
-
-
 class NeverUpdated(Ema):
     """The state goes in and comes out."""
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return super().mix(x, state)[0], state
-
-
-class SwapRows(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x.flip(0), state)
 
 
 class SwapTokens(Gru):
@@ -199,11 +180,6 @@ class BatchNorm(Gru):
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return super().mix(self.norm(x.transpose(1, 2)).transpose(1, 2), state)
-
-
-class BatchMean(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x - 0.1 * x.mean(0, keepdim=True), state)
 
 
 class PeekAhead(Gru):
@@ -278,18 +254,6 @@ class AlwaysDropout(Gru):
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         x, end = super().mix(x, state)
         return F.dropout(x, 0.3), end
-
-
-class DropoutOfAModule(Gru):
-    """The probability of a dropout module, given to a function that knows no mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.1)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
-        return F.dropout(x, self.dropout.p), end
 
 
 class DropoutBehindZeros(AlwaysDropout):
@@ -450,9 +414,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "returns zeros": (ReturnZeros, "carry", "differ from the uncut row"),
     "drops the convolution's state": (DropConvolution, "carry", "differ from the uncut row"),
     "drops one convolution of two": (ForgetConvolution, "carry", "differ from the uncut row"),
-    "drops one layer's state": (DropLayer, "carry", "differ from the uncut row"),
     "off by one": (OffByOne, "carry", "differ from the uncut row"),
-    "state of the first token": (FirstToken, "carry", "differ from the uncut row"),
     "state is never updated": (NeverUpdated, "carry", "differ from the uncut row"),
     "single rows only": (SingleRowsOnly, "carry", "differ from the uncut row"),
     "single tokens only": (SingleTokensOnly, "carry", "differ from the uncut row"),
@@ -462,10 +424,8 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "ignores resets": (leaky_encoder, "resets", "before the reset"),
     "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "before the reset"),
     "resets too late": (LateReset, "resets", "before the reset"),
-    "swaps rows": (SwapRows, "isolation", "row"),
     "swaps rows of tokens": (SwapTokens, "isolation", "row"),
     "batch norm": (BatchNorm, "isolation", "the other rows"),
-    "mean over the batch": (BatchMean, "isolation", "the other rows"),
     "peeks one ahead": (PeekAhead, "causality", "moves the logits at position"),
     "transformer without mask": (Unmasked, "causality", "moves the logits at position"),
     "norm over time": (TimeMean, "causality", "moves the logits at position"),
@@ -473,7 +433,6 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "state hidden in the module": (HiddenState, "purity", "from call to call"),
     "state hidden with its graph": (HiddenInANest, "purity", "from call to call"),
     "dropout in eval": (AlwaysDropout, "purity", "random"),
-    "dropout in eval with a module's probability": (DropoutOfAModule, "purity", "random"),
     "dropout in eval behind zeros": (DropoutBehindZeros, "purity", "random"),
     "dropout of attention in eval": (AttentionDropout, "purity", "random"),
     "noise in eval": (AlwaysNoise, "purity", "random"),
