@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.options import uncollected
-from trainer.cli.refuse import refuse
+from trainer.cli.terminal import refuse
 from trainer.config.load import load_config, located
 from trainer.config.rules import check_sharding
 from trainer.config.schema import RunConfig

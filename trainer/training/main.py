@@ -13,8 +13,7 @@ from textwrap import shorten
 import torch
 
 from trainer.config.schema import RunConfig
-from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
-from trainer.distributed.startup import GroupError
+from trainer.distributed.env import GroupError, RankInfo, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
@@ -27,7 +26,7 @@ from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.tokens import Stopped, tokenize_once
+from trainer.training.setup.sources import Stopped, tokenize_once
 from trainer.training.signals import exits_as_errors
 from trainer.wording import error_text
 

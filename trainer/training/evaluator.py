@@ -16,8 +16,8 @@ from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.objective.compose import Loss
-from trainer.training.evaluation.own_task import OwnTask
 from trainer.training.setup.data import EvalSet
+from trainer.training.setup.evaluation import OwnTask
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import split
 
