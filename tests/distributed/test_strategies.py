@@ -17,12 +17,10 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.model.weights import read_weights
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.model_part import model_part
-from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import DataPolicy, check_data
-from trainer.training.setup.parts import make_state
+from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
+from trainer.training.checkpointing.train_state import model_part
+from trainer.training.setup.parts import make_state, make_strategy
 from trainer.training.setup.plan import make_plan
-from trainer.training.setup.sharding import make_strategy
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

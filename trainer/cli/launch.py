@@ -65,7 +65,7 @@ def run_training(
     stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
-        from trainer.training.checkpointing.resume_checks import DataPolicy
+        from trainer.training.checkpointing.restore import DataPolicy
         from trainer.training.main import train
         from trainer.training.setup.open_run import Launch
 

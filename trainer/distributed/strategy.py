@@ -14,11 +14,31 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.agree import most_of_ranks
+from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.shards import Layout
 from trainer.errors import UserError
 from trainer.wording import counted, few
 
 logger = logging.getLogger(__name__)
+
+
+def layout_for(strategy: str, replicas: int, info: RankInfo) -> Layout | None:
+    """How a run lays out its parameters; None if every rank holds the whole model.
+
+    Args:
+        strategy: `distributed.strategy`.
+        replicas: `distributed.replicas`; 0: one per node.
+
+    Raises:
+        UserError: replicas do not fit the nodes.
+    """
+    if strategy == "ddp" or info.world_size == 1:
+        return None
+    replicas = (replicas or num_nodes(info)) if strategy == "hsdp" else 1
+    if info.world_size % replicas:
+        problem = f"{replicas} nodes do not divide {info.world_size} ranks"
+        raise UserError("distributed.replicas", problem, "set it to a number that does")
+    return Layout(replicas, info.world_size // replicas)
 
 
 class Strategy:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +16,25 @@ from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.objective.compose import Loss
-from trainer.training.setup.data import EvalSet
 from trainer.training.setup.evaluation import OwnTask
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import split
 
 BITS_PER_NAT = 1 / math.log(2)
 OF_A_SET = ("loss", "accuracy", "perplexity", "bits_per_byte")  # what is logged of an [[eval.source]]
+
+
+class EvalSet(NamedTuple):
+    """What an evaluation reads.
+
+    Attributes:
+        name: of an `[[eval.source]]`; empty: the held-out documents.
+        batches: makes an iterator of this rank's micro-batches, always the same ones: as many on every rank, since
+            `per_stream` batching masks the rows of a rank whose part of a stream has ended.
+    """
+
+    name: str
+    batches: Callable[[], Iterator[dict[str, Any]]]
 
 
 class Evaluator:

@@ -15,13 +15,8 @@ from trainer.extensions.mirror.checkpoints import ABANDONED, Owner, RemoteCheckp
 from trainer.extensions.mirror.claim import claim, save_id
 from trainer.extensions.mirror.mirror import Mirror
 from trainer.storage import StorageError
-from trainer.training.checkpointing.checkpoint import (
-    MARKER,
-    CheckpointError,
-    complete_checkpoints,
-    parse_marker,
-    step_of,
-)
+from trainer.training.checkpointing.checkpoint import MARKER, complete_checkpoints, parse_marker, step_of
+from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.run_dir import ID_FILE
 
 OWNER = Owner("id", "run", "writer")

@@ -13,7 +13,8 @@ from trainer.extensions.mirror.checkpoints import RemoteCheckpoints
 from trainer.extensions.mirror.claim import claim, save_id
 from trainer.extensions.mirror.resume import find_checkpoint
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, parse_marker
+from trainer.training.checkpointing.checkpoint import MARKER, parse_marker
+from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.run_dir import RunDir
 
 

@@ -20,7 +20,7 @@ from tests.support.checkpoints import weights
 from tests.support.ranks import differences
 from tests.support.runs import ROOT, run, write_tiny_config
 from trainer.errors import UserError
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, pack, unpack, write_tensors
+from trainer.training.checkpointing.tensor_files import CheckpointError, Rows, TensorFiles, pack, unpack, write_tensors
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 TENSORS = st.sampled_from(
@@ -97,7 +97,7 @@ def test_rows_are_joined_from_any_cut_into_files(tmp_path_factory, data):
     assert torch.equal(found.read("w", low, high), whole[low:high])
     assert torch.equal(found.read("w"), whole)
     if others:
-        with pytest.raises(DamagedFile, match=r"w: rows .* are in no file|do not fit together"):
+        with pytest.raises(CheckpointError, match=r"w: rows .* are in no file|do not fit together"):
             TensorFiles([first]).read("w")
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         path.write_bytes(struct.pack("<Q", 2**62) + data[8:])
     else:
         path.write_bytes(b"")
-    with pytest.raises(DamagedFile, match=r"x\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
         TensorFiles([path]).read("w")
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
-from trainer.training.setup.data import eval_sets
+from trainer.training.setup.evaluation import eval_sets
 from trainer.training.setup.plan import make_plan
 
 

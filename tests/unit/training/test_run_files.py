@@ -18,9 +18,16 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import CheckpointError, TensorPart
-from trainer.training.checkpointing.resume_checks import check_config
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles
+from trainer.training.checkpointing.restore import check_config
+from trainer.training.checkpointing.tensor_files import (
+    CheckpointError,
+    Rows,
+    TensorFiles,
+    TensorPart,
+    model_file,
+    rank_file,
+    write_part,
+)
 from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, resume_command
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
@@ -49,8 +56,8 @@ STATE = {
 def make_checkpoint(directory, step: int, value: float = 1.0):
     staging = files.staging_dir(directory, step)
     staging.mkdir(parents=True)
-    write_content(staging / files.model_file(0), {"w": torch.full((100,), value)})
-    write_content(staging / files.rank_file(0), {"data": None})
+    write_content(staging / model_file(0), {"w": torch.full((100,), value)})
+    write_content(staging / rank_file(0), {"data": None})
     return files.finish(directory, step, {**STATE, "step": step})
 
 
@@ -58,14 +65,14 @@ def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
     path = make_checkpoint(tmp_path, 5)
     assert files.verify(path)["step"] == 5
     assert (tmp_path / "latest").resolve() == path
-    assert torch.equal(file_content(path / files.model_file(0))["w"], torch.ones(100))
+    assert torch.equal(file_content(path / model_file(0))["w"], torch.ones(100))
     assert not list(tmp_path.glob(".tmp*"))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     make_checkpoint(tmp_path, 5, 1.0)
     path = make_checkpoint(tmp_path, 5, 2.0)
-    assert float(file_content(path / files.model_file(0))["w"][0]) == 2.0
+    assert float(file_content(path / model_file(0))["w"][0]) == 2.0
 
 
 def damage_marker(path):
@@ -86,19 +93,19 @@ def damage_version(path):
 
 
 def damage_truncate(path):
-    file = path / files.model_file(0)
+    file = path / model_file(0)
     os.truncate(file, file.stat().st_size - 1)
 
 
 def damage_flip(path):
-    file = path / files.model_file(0)
+    file = path / model_file(0)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
 def damage_missing(path):
-    (path / files.model_file(0)).unlink()
+    (path / model_file(0)).unlink()
 
 
 def damage_state(path):
@@ -111,13 +118,13 @@ def damage_marker_files(path):
 
 def damage_marker_leaves_the_directory(path):
     marker = json.loads((path / files.MARKER).read_text())
-    marker["files"]["../step_00000005/model_000.safetensors"] = marker["files"][files.model_file(0)]
+    marker["files"]["../step_00000005/model_000.safetensors"] = marker["files"][model_file(0)]
     (path / files.MARKER).write_text(json.dumps(marker))
 
 
 def damage_unlisted_shard(path):
     marker = json.loads((path / files.MARKER).read_text())
-    del marker["files"][files.rank_file(0)]
+    del marker["files"][rank_file(0)]
     (path / files.MARKER).write_text(json.dumps(marker))
 
 
@@ -172,7 +179,7 @@ def test_a_pickle_in_a_checkpoint_is_not_run(tmp_path):
     torch.save({"x": Malice()}, tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(pickle.dumps(Malice()))
     for name in ("a.pt", "b.pt"):
-        with pytest.raises(DamagedFile, match=name):
+        with pytest.raises(CheckpointError, match=name):
             TensorFiles([tmp_path / name])
     assert not (tmp_path / "pwned").exists()
 
@@ -402,7 +409,7 @@ def test_what_a_save_says_it_needs_is_about_what_its_file_takes(tmp_path):
     whole = torch.zeros(500, 100)
     rows = {"a": Rows(whole[100:300], 100, (500, 100)), "b": Rows.all_of(torch.ones(3_000, dtype=torch.int64))}
     part = TensorPart(rows, {"step": 7, "of": ["x"] * 50}, {f"tensor {number}": (500, 100) for number in range(50)})
-    files.write_part(tmp_path / "x", part)
+    write_part(tmp_path / "x", part)
     size = (tmp_path / "x").stat().st_size
     assert size <= part.num_bytes < size * 1.1
 

@@ -22,9 +22,8 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import CheckpointError
-from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import DataPolicy, check_data
+from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
+from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan
 
@@ -40,7 +39,7 @@ def saved(tmp_path_factory):
     done = run("--config", config_path, "--run-dir", directory / "run", "--steps", 2)
     assert done.returncode == 0, done.stderr
     path = directory / "run" / "checkpoints" / "step_00000002"
-    parts = {name: file_content(path / name) for name in (files.model_file(0), files.rank_file(0))}
+    parts = {name: file_content(path / name) for name in (model_file(0), rank_file(0))}
     return config_path, path, json.loads((path / files.STATE_FILE).read_text()), parts
 
 
@@ -175,7 +174,7 @@ def test_so_is_a_marker_that_cannot_be(copied, place, new):
     assert "\n" not in resume(config_path, path)
 
 
-@pytest.mark.parametrize("name", [files.MARKER, files.STATE_FILE, files.model_file(0), files.rank_file(0)])
+@pytest.mark.parametrize("name", [files.MARKER, files.STATE_FILE, model_file(0), rank_file(0)])
 @pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 @pytest.mark.timeout(60)
 def test_and_what_is_no_plain_file(copied, name, plant):

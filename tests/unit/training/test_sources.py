@@ -14,7 +14,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.tools.preview.forecast import source_shape
-from trainer.training.setup.data import make_dataset
+from trainer.training.setup.parts import make_dataset
 from trainer.training.setup.plan import make_plan
 from trainer.training.setup.sources import Source, resolve_sources
 

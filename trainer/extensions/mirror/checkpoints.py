@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from trainer.files import remove_tree, sync_directory, write_file
 from trainer.storage import MissingError, Storage, StorageError, StoredFile
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, parse_marker, step_of
+from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
+from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.untrusted import open_plain, parse_json, read_bytes
 
 KEY = "checkpoint.remote"

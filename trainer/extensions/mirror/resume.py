@@ -15,7 +15,8 @@ from trainer.extensions.mirror.claim import Claimed, claim
 from trainer.metrics.logger import get_logger
 from trainer.storage import MissingError, StorageError, is_url
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, step_of
+from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, step_of
+from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.run_dir import RunDir
 from trainer.untrusted import read_bytes
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,18 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import saving_ranks
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import BackgroundWriter, Part, StatePart, TensorPart
-from trainer.training.checkpointing.model_part import model_part
-from trainer.training.checkpointing.tensor_files import Rows, pack
-from trainer.training.checkpointing.train_state import Position, TrainState, generator_states
+from trainer.training.checkpointing.tensor_files import (
+    Part,
+    Rows,
+    StatePart,
+    TensorPart,
+    model_file,
+    pack,
+    rank_file,
+    rows_file,
+    write_part,
+)
+from trainer.training.checkpointing.train_state import Position, TrainState, generator_states, model_part
 from trainer.training.extension import Extensions
 
 logger = get_logger(__name__)
@@ -169,12 +178,12 @@ class Saver:
         parts: dict[str, Part] = {}
         if state.ledger is not None:
             own["ledger"] = state.ledger.state_dict(with_rows=False)
-            parts[files.rows_file(rank)] = StatePart(state.ledger.num_row_bytes, state.ledger.held_rows())
+            parts[rows_file(rank)] = StatePart(state.ledger.num_row_bytes, state.ledger.held_rows())
         values, tensors = pack(own)
-        parts[files.rank_file(rank)] = TensorPart({name: Rows.all_of(t) for name, t in tensors.items()}, values)
+        parts[rank_file(rank)] = TensorPart({name: Rows.all_of(t) for name, t in tensors.items()}, values)
         model = model_part(state.model, state.optimizer, state.scaler, rank=rank)
         if model is not None:
-            parts[files.model_file(rank)] = model
+            parts[model_file(rank)] = model
         return parts
 
     def _make_staging(self, staging: Path, needed: int) -> None:
@@ -216,9 +225,40 @@ class Saver:
             return ""
 
 
+class BackgroundWriter:
+    """Writes one file at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: list[Future[None]] = []
+
+    def submit(self, path: Path, part: Part) -> None:
+        """Write `part`, which nobody may change until it is written, to `path`."""
+        self._pending.append(self._pool.submit(write_part, path, part))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was submitted is written (or failed)."""
+        return all(future.done() for future in self._pending)
+
+    def wait(self) -> None:
+        """Until all is written.
+
+        Raises:
+            OSError: a write failed.
+        """
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=True)
+
+
 def _write_all(staging: Path, parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
-        files.write_part(staging / name, part)
+        write_part(staging / name, part)
 
 
 class Staging:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.data.loader import Loader
+from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.env import RankInfo
@@ -16,12 +19,46 @@ from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.metrics.values import as_number, checked
 from trainer.objective.compose import Loss
-from trainer.training.evaluator import Evaluator
-from trainer.training.setup.data import EvalSet
-from trainer.training.setup.parts import autocast_context, make_eval_ledger, make_objective
+from trainer.training.evaluator import EvalSet, Evaluator
+from trainer.training.setup.parts import autocast_context, make_dataset, make_eval_ledger, make_objective
 from trainer.training.setup.plan import Plan
 from trainer.training.step.details import StepDetails
 from trainer.training.step.microbatch import accepted_inputs
+
+
+def eval_sets(plan: Plan, info: RankInfo, device: torch.device) -> list[EvalSet]:
+    """The held-out documents, the sources in turn from the beginning, and each `[[eval.source]]`; empty without evaluations.
+
+    Raises:
+        UserError: no document of a source is held out; a set has no document.
+    """
+    table, sets = plan.config.eval, []
+    if not table.every:
+        return []
+    if table.holdout_fraction > 0:
+        own = [source for source in plan.sources if source.streams]
+        datasets = [make_dataset(plan, source, info, is_holdout=True) for source in own]
+        sets.append(_eval_set("", datasets, table.batches, device))
+    for each, source in zip(table.source, plan.eval_sources, strict=True):
+        dataset = make_dataset(plan, source, info, is_holdout=True, is_whole=True)
+        sets.append(_eval_set(each.name, [dataset], each.batches or None, device))
+    return sets
+
+
+def _eval_set(name: str, datasets: list[StreamMixingDataset], limit: int | None, device: torch.device) -> EvalSet:
+    beginnings = [dataset.state_dict() for dataset in datasets]
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for dataset, beginning in zip(datasets, beginnings, strict=True):
+            dataset.load_state_dict(beginning)
+        # Generators, which have neither state nor metrics: an evaluation needs none.
+        loaders = [iter(Loader((batch for batch in each), device=device, prefetch=0)) for each in datasets]
+        in_turn = (loaded for turn in zip_longest(*loaders) for loaded in turn if loaded is not None)
+        for loaded in islice(in_turn, limit):
+            yield loaded.batch
+
+    next(batches(), None)
+    return EvalSet(name, batches)
 
 
 def make_details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:

@@ -33,20 +33,26 @@ from trainer.metrics.sinks.stdout import Output
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import loading
-from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import DataPolicy, changed_settings, check_data
+from trainer.training.checkpointing.restore import DataPolicy, changed_settings, check_data, restore
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
+from trainer.training.evaluator import EvalSet
 from trainer.training.extension import Extension, Extensions
 from trainer.training.messages import announce, say_rate_change
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir, environment
-from trainer.training.setup.data import EvalSet, eval_sets, max_tokens_per_micro
-from trainer.training.setup.evaluation import make_details, make_evaluator
-from trainer.training.setup.parts import autocast_context, in_cells, make_state, model_and_loss
+from trainer.training.setup.evaluation import eval_sets, make_details, make_evaluator
+from trainer.training.setup.parts import (
+    autocast_context,
+    in_cells,
+    make_state,
+    make_strategy,
+    max_tokens_per_micro,
+    model_and_loss,
+    refuse_bypassed_units,
+)
 from trainer.training.setup.plan import Plan, begin_from_weights, width_of
-from trainer.training.setup.sharding import make_strategy, refuse_bypassed_units
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.details import LoggedDetails

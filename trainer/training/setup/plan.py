@@ -17,7 +17,8 @@ from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import shard_units
+from trainer.distributed.shards import Layout
+from trainer.distributed.strategy import layout_for, shard_units
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
@@ -28,7 +29,6 @@ from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.model.wrappers import output_layer, recompute_blocks
 from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
-from trainer.training.setup.sharding import layout_for
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
@@ -86,6 +86,12 @@ class Plan:
         """Whether the model is a family of this package, which the tests prove."""
         return self.config.model.target is None and family_of(self.config.model).is_own
 
+    @property
+    def layout(self) -> Layout | None:
+        """How the ranks share the model; None if each holds all of it."""
+        table = self.config.distributed
+        return layout_for(table.strategy, table.replicas, RankInfo(world_size=self.facts.world_size))
+
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""
         return self._model_size[0]
@@ -132,7 +138,7 @@ class Plan:
             output_layer(model)
         if self.config.train.activation_checkpointing == "block":
             recompute_blocks(model)
-        if layout_for(self.config.distributed, RankInfo(world_size=self.facts.world_size)) is not None:
+        if self.layout is not None:
             shard_units(model)
 
     def check_weights(self) -> None:
