@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
+from trainer.data.batch import MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.rank_reduction import reduce_over_ranks
@@ -18,7 +19,6 @@ from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Objective
 from trainer.training.extension import Extensions
 from trainer.training.step.details import LoggedDetails, StepDetails
-from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.step import StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 16, 9, 13

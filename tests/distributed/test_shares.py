@@ -13,13 +13,13 @@ from torch import Tensor
 from tests.support.gloo import run_on_ranks
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.tools.memory import predict_memory
 from trainer.training.setup.parts import autocast_context, make_objective, make_state, make_strategy
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import named_state
 from trainer.training.step.step import StepSettings, TrainStep
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
+from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective.compose import Objective
-from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.step import StepOutcome, StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11

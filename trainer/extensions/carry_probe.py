@@ -41,8 +41,8 @@ from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
 
 if TYPE_CHECKING:
+    from trainer.data.batch import Carry, MicroBatch
     from trainer.training.run import Run
-    from trainer.training.step.microbatch import Carry, MicroBatch
 
 SAMPLED_KEYS = ("ledger/state_age", "ledger/state_drift", "ledger/carry_gain", "ledger/stale_gap")
 """Means over the probed cells, each with its standard error as `<key>_se`."""

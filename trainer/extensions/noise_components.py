@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import MicroBatch
 from trainer.metrics.best_effort import SkipBatch
 from trainer.metrics.noise_scale import components, estimate
 from trainer.metrics.noise_scale.components import Piece, normal_equations
 from trainer.training.extension import Extension
-from trainer.training.step.microbatch import MicroBatch, halves
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -63,6 +63,15 @@ class NoiseSources(Extension):
         ):
             num_rows = window[estimate.KAPPA] ** 2 / window[estimate.BIG_NOISE]
             self.run.gns.components.update(equations, grad_sq / grad_factor**2, num_rows, self._coincidence)
+
+
+def halves(micro: MicroBatch) -> list[MicroBatch]:
+    """The first and the second half of the rows; a single row, and that row with nothing to predict and no group.
+
+    Always two: ranks that exchange states, or synchronize in a forward, must do it equally often.
+    """
+    middle = len(micro.targets) // 2
+    return [micro.rows(slice(middle)), micro.rows(slice(middle, None))] if middle else [micro, micro.masked()]
 
 
 def _piece(micro: MicroBatch) -> Piece:

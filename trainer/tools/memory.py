@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy
@@ -45,7 +46,6 @@ from trainer.training.setup.parts import (
 )
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import ledger_bytes
-from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import StepSettings, TrainStep
 

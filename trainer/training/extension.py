@@ -32,10 +32,10 @@ from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.training.step.on_device import HostCopy
 
 if TYPE_CHECKING:
+    from trainer.data.batch import Carry, MicroBatch
     from trainer.metrics.aggregate import Reported
     from trainer.objective.compose import ObjectiveOutput
     from trainer.training.run import Run, StepInFlight
-    from trainer.training.step.microbatch import Carry, MicroBatch
     from trainer.training.step.step import StepOutcome
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config.schema import RunConfig
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
@@ -31,7 +32,7 @@ from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest
 from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
-from trainer.training.step.window import Window, WindowReader
+from trainer.training.step.window import WindowReader
 
 if TYPE_CHECKING:
     from trainer.extensions.batch_growth import BatchGrowth
@@ -44,7 +45,7 @@ class StepInFlight:
     step: int
     reached: int
     """See `Length.reached_by`."""
-    window: Window
+    window: Sequence[MicroBatch]
     launched: Launched
     lr: float
 

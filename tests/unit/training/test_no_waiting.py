@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.config.schema import GnsTable, OptimizerTable
+from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.extensions.per_layer import LayerNumbers
 from trainer.ledger.ledger import Ledger
@@ -38,7 +39,6 @@ from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
 from trainer.training.setup.open_run import Launch
 from trainer.training.signals import STOP_SIGNALS
-from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy
 from trainer.training.step.step import HEAD, StepSettings, TrainStep
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
@@ -38,7 +39,6 @@ from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
 from trainer.objective.compose import Loss
 from trainer.training.extension import Extensions, Measured
-from trainer.training.step.microbatch import Carry, MicroBatch
 from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.schedule import set_lr
 
