@@ -58,7 +58,7 @@ SHOWN = (
     "trainer.tools.verbs.records",
     "trainer.extensions",
     "trainer.objective.token_types",
-    "trainer.training.messages.summarize",
+    "trainer.training.main.summarize",
     "trainer.training.run_dir.StatusKeeper",
     "trainer.training.step.details",
     "trainer.data.pool.ActivePool.snapshot",

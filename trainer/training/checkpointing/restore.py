@@ -55,13 +55,11 @@ logger = get_logger(__name__)
 def restore(
     path: Path,
     saved: Mapping[str, Any],
+    plan: Plan,
     state: TrainState,
-    config: RunConfig,
     info: RankInfo,
     device: torch.device,
     data: DataCheck,
-    *,
-    groups_in_flight: int,
 ) -> Position:
     """Load a checkpoint into the parts of a run, and return where the run continues.
 
@@ -69,13 +67,12 @@ def restore(
         path: of the checkpoint.
         saved: its state.json.
         data: how the data differs from the checkpoint's.
-        groups_in_flight: of this rank, which need room in the ledger beside those of a checkpoint of other ranks.
 
     Raises:
         UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
     """
     with loading(path, "config"):
-        check_config(saved["config"], config)
+        check_config(saved["config"], plan.config)
     saved_world_size = saved["world_size"]
     with loading(path, "files"):
         try:
@@ -98,7 +95,8 @@ def restore(
         if saved.get("state_layout") != state.state_layout:
             problem = f"{path} holds states of {saved.get('state_layout')}, the model's are {state.state_layout}"
             raise UserError("--resume", problem, "resume with the model that it was trained with")
-        room = groups_in_flight if saved_world_size != info.world_size else 0
+        # Groups in flight here need room beside those of a checkpoint of other ranks.
+        room = plan.facts.groups_in_flight if saved_world_size != info.world_size else 0
         with loading(path, "ledger"):
             state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)
     with loading(path, "averages"):
@@ -116,7 +114,7 @@ def restore(
             blends = restart_changed(blends, state.dataset, data)
         state.dataset.load_state_dict(blends if own is None else blends[info.rank])
         position = Position.of(state, saved["step"])
-    _place(position, saved, config)
+    _place(position, saved, plan.config)
     if own is not None:
         with loading(path, "counts"):
             position.load_counts(state, own["unlogged"])

@@ -52,7 +52,6 @@ class Saver:
         on_saving: called with the seconds that training has waited for a save.
         last_saved: step of the checkpoint that the run continues from; -1 without one.
         retain: called with a new checkpoint, to remove what is not kept (rank 0); None: by `table`.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Saver:
         on_saving: Callable[[float], None],
         last_saved: int = -1,
         retain: Callable[[Path], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._table = table
@@ -84,8 +82,7 @@ class Saver:
         self._pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
         self.last_saved = last_saved
-        self._clock = clock
-        self._last_began = clock()
+        self._last_began = time.monotonic()
         self._begun_at = self.due_at = last_saved
         """`due_at`: the last step at which the ranks agreed that a save is due."""
 
@@ -95,15 +92,12 @@ class Saver:
         return self.due_at > self._begun_at
 
     @property
-    def time_is_up(self) -> bool:
-        """Whether `every_minutes` have passed since the last save began; rank 0 answers for all."""
+    def votes(self) -> tuple[bool, bool]:
+        """Whether this rank's part of a background save is on disk, and not yet published; and whether `every_minutes`
+        have passed since the last save began, for which rank 0 answers."""
         minutes = self._table.every_minutes
-        return minutes > 0 and self._info.is_main and self._clock() - self._last_began >= 60 * minutes
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank's part of a background save is on disk, and the save not yet published."""
-        return self._pending is not None and self._writer.is_idle
+        is_up = minutes > 0 and self._info.is_main and time.monotonic() - self._last_began >= 60 * minutes
+        return self._pending is not None and self._writer.is_idle, is_up
 
     def save(self, position: Position, *, in_background: bool) -> None:
         """Save the state after the last finished step; every rank must call it.
@@ -114,7 +108,7 @@ class Saver:
         started = time.monotonic()
         self._conclude()
         step = position.step
-        self._begun_at, self._last_began = step, self._clock()
+        self._begun_at, self._last_began = step, started
         staging = files.staging_dir(self._directory, step)
         parts = self._parts(position)
         needed = sum(part.num_bytes for part in parts.values())
