@@ -19,7 +19,7 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import GroupError, RankInfo, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import is_of_a_collective
-from trainer.errors import UserError
+from trainer.errors import UserError, raise_found
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks.stdout import kept_for_payloads
 from trainer.training.checkpointing import checkpoint
@@ -29,7 +29,6 @@ from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.sources import Stopped, tokenize_once
 from trainer.training.signals import exits_as_errors
 from trainer.wording import counted, error_text
@@ -66,7 +65,7 @@ def train(config: RunConfig, launch: Launch) -> int:
             logger.warning("stopped while text was tokenized; the same command continues")
             return EXIT_FAILED
         # A model of one's own may do anything while it is built: it is built once, where it is needed.
-        refuse_unmet(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
+        raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
         backend = pick_backend(config.distributed.backend, device)
         timeout = config.distributed.timeout_sec
         with ExitStack() as after_group:

@@ -32,7 +32,7 @@ from trainer.files import (
     sync_directory,
     write_json,
 )
-from trainer.import_path import format_error
+from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.components import WINDOW_LENGTH
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file, rows_file
@@ -314,10 +314,5 @@ def loading(path: Path, part: str) -> Iterator[None]:
     Raises:
         UserError: naming the part.
     """
-    try:
+    with users_code("--resume", f"{path}: its {part} cannot be restored", "resume from another checkpoint"):
         yield
-    except UserError:
-        raise
-    except Exception as error:
-        problem = f"{path}: its {part} cannot be restored: {format_error(error)}"
-        raise UserError("--resume", problem, "resume from another checkpoint") from error

@@ -30,13 +30,13 @@ from trainer.data.mixing_state import restart_streams
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import loading
-from trainer.training.checkpointing.tensor_files import CheckpointError, read_rank
+from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.checkpointing.train_state import (
-    OtherModel,
     Position,
     TrainState,
     load_optimizer,
@@ -75,29 +75,23 @@ def restore(
         check_config(saved["config"], plan.config)
     saved_world_size = saved["world_size"]
     with loading(path, "files"):
-        try:
-            tensors = open_model(path, saved, rank=info.rank)
-            parts = _read_parts(path, saved, state, info, needs_all=bool(data.change))
-        except CheckpointError as error:
-            raise UserError("--resume", str(error), "use auto, which falls back to a complete one") from None
+        tensors = open_model(path, saved, rank=info.rank)
+        parts = _read_parts(path, saved, state, info, needs_all=bool(data.change))
     with loading(path, "weights"):
-        try:
-            load_weights_of(state.model, tensors)
-        except OtherModel as error:
-            problem = f"{path} holds another model: {error}"
-            raise UserError("--resume", problem, "resume with the [model] it was trained with") from None
+        load_weights_of(state.model, tensors)
     with loading(path, "optimizer"):
         load_optimizer(state.optimizer, state.model, tensors)
     if state.scaler.is_enabled():
         with loading(path, "loss scaling"):
             state.scaler.load_state_dict(scaler_state(tensors))
     if state.ledger is not None:
-        if saved.get("state_layout") != state.state_layout:
-            problem = f"{path} holds states of {saved.get('state_layout')}, the model's are {state.state_layout}"
-            raise UserError("--resume", problem, "resume with the model that it was trained with")
         # Groups in flight here need room beside those of a checkpoint of other ranks.
         room = plan.facts.groups_in_flight if saved_world_size != info.world_size else 0
         with loading(path, "ledger"):
+            if saved.get("state_layout") != state.state_layout:
+                raise ValueError(
+                    f"it holds states of {saved.get('state_layout')}, the model's are {state.state_layout}"
+                )
             state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)
     with loading(path, "averages"):
         state.load_shared(saved)
@@ -341,10 +335,8 @@ def _say_accepted(change: DataChange) -> None:
 def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
     if saved is None:
         return None
-    try:
+    with users_code("--resume", "the checkpoint is damaged", "use another checkpoint"):
         return Fingerprint.from_state(saved.get(FINGERPRINT_KEY))
-    except ValueError as error:
-        raise UserError("--resume", f"the checkpoint is damaged: {error}", "use another checkpoint") from None
 
 
 def _marked_sources(plan: Plan) -> dict[str, Source]:

@@ -136,10 +136,6 @@ def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.devic
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-class OtherModel(Exception):
-    """A checkpoint holds the tensors of another model; the message names them."""
-
-
 def model_part(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, rank: int
 ) -> TensorPart | None:
@@ -203,13 +199,14 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
     """Load the weights that this rank holds.
 
     Raises:
-        OtherModel: they are those of another model.
+        UserError: they are those of another model.
         CheckpointError: they cannot be read.
     """
     own, shared = model.state_dict(), tied_names(model)
     problems = _misfits(own, shared, saved)
     if problems:
-        raise OtherModel(few(problems))
+        problem = f"the checkpoint holds another model: {few(problems)}"
+        raise UserError("--resume", problem, "resume with the [model] it was trained with")
     given: dict[str, Any] = {}
     for name, value in own.items():
         if name not in shared:

@@ -23,7 +23,7 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.import_path import resolve_target, users_code
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
@@ -266,15 +266,9 @@ def _load_extensions(run: Run) -> Extensions:
                     raise error
     with raise_on_all_ranks(world_size=run.info.world_size):
         for number, table in enumerate(config.extension):
-            key = f"extension {table.target}"
-            try:
-                found[f"{table.target} ({number})"] = resolve_target(table.target, "extension.target")(
-                    run, **table.args
-                )
-            except UserError:
-                raise
-            except Exception as error:
-                raise UserError(key, f"fails: {format_error(error)}", "fix it there") from error
+            with users_code(f"extension {table.target}"):
+                made = resolve_target(table.target, "extension.target")(run, **table.args)
+            found[f"{table.target} ({number})"] = made
     return Extensions(found, run.diagnostics, device=run.device, world_size=run.info.world_size)
 
 

@@ -19,8 +19,8 @@ from trainer.data.mixing import StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
-from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.errors import UserError, raise_found
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
@@ -38,7 +38,6 @@ from trainer.objective.components import CoordSettings
 from trainer.objective.compose import Loss, Objective
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.plan import Plan, build_model, width_of
-from trainer.training.setup.plausible import refuse_unmet
 from trainer.training.setup.sources import Source
 from trainer.training.step.optimizer import build_optimizer
 
@@ -62,7 +61,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     model = model.to(device)
     check_state_rules(config, width_of(model))
     if not plan.has_built_in_model:  # whose needs were not known before
-        refuse_unmet(plan.unmet_needs(device, model=model))
+        raise_found(plan.unmet_needs(device, model=model))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
     flops = getattr(model, "flops_per_token", None)
     return TrainState(
@@ -240,22 +239,16 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
     key = f"source {source.name}: target"
     assert source.table.target is not None
     target = resolve_target(source.table.target, key)
-    given = {
+    given: dict[str, Any] = {
         "rank": info.rank,
         "world_size": info.world_size,
         "seed": plan.config.run.seed,
         "seq_len": plan.config.row_tokens,
     }
-    try:
-        dataset = target(**given, **source.table.args)
-    except TypeError as error:
-        raise UserError(
-            key, f"cannot be called with {', '.join(given)} and the keys of args: {error}", "see its signature"
-        ) from error
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(key, f"fails: {format_error(error)}", "fix it there") from error
+    given |= source.table.args
+    refuse_arguments(target, source.table.target, given, key=key)
+    with users_code(key):
+        dataset = target(**given)
     if not hasattr(dataset, "__iter__"):
         raise UserError(
             key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts"

@@ -14,7 +14,7 @@ from trainer.config.schema import FIRST_PROFILED, LedgerTable, RunConfig
 from trainer.data.layout import unread_parts
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import layout_for
-from trainer.errors import UserError, UserErrors
+from trainer.errors import UserError
 from trainer.storage import is_url
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, few, printable
@@ -194,16 +194,6 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
 def ledger_bytes(table: LedgerTable, state_width: int) -> int:
     """Memory of the states of one rank's ledger."""
     return table.capacity * state_width * (2 if table.dtype == "bfloat16" else 4)
-
-
-def refuse_unmet(found: list[UserError]) -> None:
-    """Raise the unmet needs, if there are any.
-
-    Raises:
-        UserError: one or several (`UserErrors`).
-    """
-    if found:
-        raise found[0] if len(found) == 1 else UserErrors(found)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -174,18 +174,6 @@ def _found(
         return [], ()
 
 
-def refuse_missing_roots(config: RunConfig) -> None:
-    """Refuse a root that does not exist, the most common typing mistake, before any rank starts.
-
-    Raises:
-        UserError: see above.
-    """
-    cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
-    for table in config.data.source:
-        if _has_no_root(table) and not is_off(weight_spec(table.weight, "weight")):
-            _streams(table, f"source {table.name}", cache)
-
-
 def _has_no_root(table: SourceTable) -> bool:
     return table.root is not None and not is_url(table.root) and not Path(table.root).exists()
 
