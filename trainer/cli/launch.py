@@ -98,11 +98,7 @@ def _say_starting(text: str) -> None:
 
 
 def _refuse_ranks(config: RunConfig, nproc: int) -> None:
-    """Refuse a number of ranks that cannot work, before any is started.
-
-    Raises:
-        UserError: this process is itself a rank of a launcher, or the ranks cannot share the model.
-    """
+    """Refuse a number of ranks that cannot work, before any is started."""
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
     check_sharding(config, nproc)
@@ -168,11 +164,7 @@ def _leave_status(reason: str) -> bool:
 
 
 def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
-    """Start the ranks that torchrun's arguments `own` describe, and wait for their end; returns the exit code.
-
-    Raises:
-        UserError: there are CUDA devices, but fewer than ranks.
-    """
+    """Start the ranks that torchrun's arguments `own` describe, and wait for their end; returns the exit code."""
     with uncollected():
         import torch
         from torch.distributed import run as torchrun

@@ -208,9 +208,6 @@ def _refuse_ineffective(table: OptimizerTable | SchedulerTable, replaced: Collec
     """Refuse `args` without a `target`, and keys that a target replaces.
 
     A key with its default value says nothing: a config with all defaults filled in is a config too.
-
-    Raises:
-        ValueError: such a key is there.
     """
     if table.target is None and table.args:
         raise ValueError("args are those of a target of your own: name it, or use the keys of this table")

@@ -114,7 +114,6 @@ def test_any_other_value_anywhere_is_refused_in_one_line_or_restored(saved, data
         (("step",), 7),
         (("step",), ...),
         (("tracker", "tokens_seen"), None),
-        (("gns", "noise", "weight"), "x"),
         (("config",), "x"),
         (("evaluation_is_due",), 3),
     ],

@@ -34,7 +34,6 @@ from trainer.files import (
 )
 from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.components import WINDOW_LENGTH
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file, rows_file
 from trainer.untrusted import is_file_name, open_plain, parse_json, read_bytes, read_json
 from trainer.wording import counted
@@ -260,7 +259,6 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
-Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
 class _Part(BaseModel):
@@ -270,14 +268,6 @@ class _Part(BaseModel):
 class _Tracker(_Part):
     tokens_seen: Count
     smoothed: dict[str, float | None]
-
-
-class _NoiseScale(_Part):
-    noise: dict[str, float]
-    consistency: dict[str, float]
-    gauges: dict[str, float]
-    history: list[list[Pair]]
-    components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]]
 
 
 class _SavedState(_Part):
@@ -291,7 +281,7 @@ class _SavedState(_Part):
     micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)]
     evaluation_is_due: bool
     tracker: _Tracker
-    gns: _NoiseScale | None
+    gns: dict[str, Any] | None
     extensions: dict[str, dict[str, Any] | None]
     wandb_run_id: str | None = None
     config: dict[str, Any]

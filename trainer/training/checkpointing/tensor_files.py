@@ -346,11 +346,7 @@ def read_rank(path: Path, rank: int) -> dict[str, Any]:
 
 
 def _map_rows(path: Path, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """States that `write_part` wrote, [count, width], as a part of memory that is the file's.
-
-    Raises:
-        CheckpointError: there are not as many.
-    """
+    """States that `write_part` wrote, [count, width], as a part of memory that is the file's."""
     needed = count * width * dtype.itemsize
     try:
         size = path.stat().st_size

@@ -238,11 +238,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
 
 
 def _load_extensions(run: Run) -> Extensions:
-    """The extensions that the config asks for. One that is off is not imported.
-
-    Raises:
-        UserError: one of the user's own cannot be imported, or fails when it is made.
-    """
+    """The extensions that the config asks for. One that is off is not imported."""
     config = run.config
     shows_bar = run.info.is_main and sys.stderr.isatty()
     asked = {

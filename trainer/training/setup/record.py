@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainer.config.rules import why_no_noise_scale
 from trainer.config.schema import RunConfig, WandbTable
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
-from trainer.distributed.shards import layout_of, own_part
+from trainer.distributed.shards import layout_of
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics, EventCallback
@@ -36,7 +35,6 @@ from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, environment
 from trainer.training.setup.plan import Plan, width_of
-from trainer.training.setup.plausible import MOMENTS, ledger_bytes
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted, printable
 
@@ -252,37 +250,12 @@ def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDi
         run_dir.path,
     )
     if facts.world_size > 1:
-        logger.info("%s", _shares(plan, state))
+        layout = layout_of(model.parameters())
+        held = "each rank holds the whole model" if layout is None else str(layout)
+        logger.info("%s: %s", plan.config.distributed.strategy, held)
     reason = why_no_noise_scale(plan.config, facts.world_size)
     if plan.config.gns.enabled and reason is not None:
         logger.info("the gradient noise scale is not measured: %s", reason)
-
-
-def _shares(plan: Plan, state: TrainState) -> str:
-    """What one rank of several holds."""
-    parameters = list(state.model.parameters())
-    layout = layout_of(parameters)
-    trained = [p for p in parameters if p.requires_grad]
-    own, weights, gradients = (
-        sum(map(size, found)) for size, found in ((_own_bytes, parameters), (_bytes, parameters), (_own_bytes, trained))
-    )
-    sizes = {"weights": own, "gradients": gradients, "optimizer": MOMENTS[plan.config.optimizer.name] * gradients}
-    if plan.config.optimizer.target is not None:
-        del sizes["optimizer"]  # not known
-    if state.ledger is not None:
-        sizes["ledger"] = ledger_bytes(plan.config.ledger, width_of(state.model))
-    held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
-    if layout is None:
-        return f"ddp: each rank holds the whole model: {held}"
-    return f"{plan.config.distributed.strategy}: {layout} of {weights / 1e6:,.1f} MB of weights; a rank holds: {held}"
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _own_bytes(tensor: Tensor) -> int:
-    return _bytes(own_part(tensor))
 
 
 def say_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position) -> None:
