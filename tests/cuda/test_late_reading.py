@@ -15,10 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.on_device import around_steps, forbid_synchronization, synchronization_forbidden, train_here
 from trainer.data.loader import Loader
-from trainer.ledger.slab import to_device
+from trainer.on_device import HostCopy, to_device
 from trainer.training import loop
 from trainer.training.run import Run
-from trainer.training.step.on_device import HostCopy
 
 pytestmark = pytest.mark.cuda
 WARM_UP = 2  # the first steps make the optimizer's state and ask what libraries want to know

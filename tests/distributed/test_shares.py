@@ -52,11 +52,14 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(max_tokens_per_micro=64, clip_grad_norm=1.0),
+        settings=StepSettings(
+            max_tokens_per_micro=64,
+            clip_grad_norm=1.0,
+            world_size=world_size,
+            device=CPU,
+            autocast=autocast_context(plan.config, CPU),
+        ),
         strategy=strategy,
-        world_size=world_size,
-        device=CPU,
-        autocast=autocast_context(plan.config, CPU),
     )
     tokens = torch.randint(plan.vocab_size, (4, 16))
     for number in (1, 2):

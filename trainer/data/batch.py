@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.errors import UserError
+from trainer.on_device import to_device
 
 CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 MASKED_SHARE = "stream_mixing/masked_share"
@@ -54,17 +55,14 @@ class MicroBatch:
     """None: the rows have no groups, the model starts from zero."""
     extras: dict[str, Any]
     """Those of `BATCH_EXTRAS`, for monitoring alone."""
+    meta: str = "{}"
+    """What identifies the batch, as JSON."""
     state: Any = None
     """The data set's state after this batch: resuming from it gives the next one, however far a loader has read ahead."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """What the data set reported with it; None is what it should have reported and could not."""
     is_filler: bool = False
     """A masked copy, of which nothing is learnt: the data set had nothing left."""
-
-    @property
-    def meta(self) -> str:
-        """What identifies the batch, as JSON."""
-        return str(self.extras.get("instability_meta_json", "{}"))
 
     def rows(self, part: slice) -> MicroBatch:
         """These rows. What has no entry for each row stays as it is."""
@@ -95,13 +93,6 @@ class MicroBatch:
             return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in values.items()}
 
         return replace(self, inputs=moved(self.inputs), targets=self.targets.to(device), extras=moved(self.extras))
-
-
-def on_device(values: Any, device: torch.device) -> Tensor:
-    """A tensor on the device; to CUDA through pinned memory, without waiting for the copy."""
-    tensor = torch.as_tensor(values)
-    is_cuda = device.type == "cuda"
-    return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
 
 
 def accepted_inputs(model: nn.Module) -> frozenset[str] | None:
@@ -156,5 +147,5 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, bur
     if burns_in:
         inputs |= {key: extras[key] for key in ("tokens_before", "resets_before") if key in extras}
         if carry is not None:
-            inputs["continues"] = on_device((carry.cell_index > 0) & (carry.group_ids >= 0), targets.device)
-    return MicroBatch(inputs, targets, carry, extras)
+            inputs["continues"] = to_device((carry.cell_index > 0) & (carry.group_ids >= 0), targets.device)
+    return MicroBatch(inputs, targets, carry, extras, meta=str(extras.get("instability_meta_json", "{}")))

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from trainer.arrays import IGNORED
-from trainer.data.batch import MASKED_SHARE, MicroBatch, on_device, take_apart
+from trainer.data.batch import MASKED_SHARE, MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort
+from trainer.on_device import to_device
 
 CLOSE_SEC = 5.0
 TENSOR_KEYS = ("tokens", "targets", "resets", "token_types", "tokens_before", "resets_before")
@@ -126,7 +127,7 @@ class Loader:
         is_masked = _is_masked(batch.get("targets"))
         if is_masked is not None:
             metrics = {**metrics, MASKED_SHARE: float(is_masked)}
-        batch |= {key: on_device(batch[key], self._device) for key in TENSOR_KEYS if key in batch}
+        batch |= {key: to_device(batch[key], self._device) for key in TENSOR_KEYS if key in batch}
         return replace(take_apart(batch, self._accepted, burns_in=self._burns_in), state=state, metrics=metrics)
 
 

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED, Flags, Ints
-from trainer.ledger.slab import to_device
 from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import SkipBatch
+from trainer.on_device import to_device
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
 

@@ -298,11 +298,14 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
         optimizer=build_optimizer(model, config.optimizer),
         gns=gns,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
-        settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        settings=StepSettings(
+            max_tokens_per_micro(plan),
+            config.train.clip_grad_norm,
+            world_size=1,
+            device=CPU,
+            autocast=autocast_context(config, CPU),
+        ),
         strategy=strategy,
-        world_size=1,  # its own sums over ranks take no memory to speak of
-        device=CPU,
-        autocast=autocast_context(config, CPU),
     )
 
 

@@ -14,11 +14,10 @@ from trainer.data.batch import MicroBatch
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agree import gather_from_ranks
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.aggregate import reduce_over_ranks
+from trainer.metrics.best_effort import BestEffort, as_number, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
-from trainer.metrics.rank_reduction import reduce_over_ranks
-from trainer.metrics.values import as_number, checked
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.training.step.details import StepDetails
 
 BITS_PER_NAT = 1 / math.log(2)

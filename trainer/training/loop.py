@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.watchdog import DATA
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.logger import get_logger
-from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.training.run import Run, StepInFlight
 from trainer.training.signals import StopNow
 from trainer.training.step.step import StepOutcome
@@ -124,10 +124,7 @@ def micro_batches_of(
 
 def is_read_at_once(run: Run, step: int) -> bool:
     """Whether the step's numbers are needed right after it; the same on all ranks."""
-    config = run.config
-    is_asked = run.extensions.needs_boundary(step) or (run.growth is not None and run.growth.decides_after(step))
-    is_due = any(every and step % every == 0 for every in (config.eval.every, config.checkpoint.every))
-    return run.logs(step) or is_asked or is_due
+    return run.logs(step) or any(step % every == 0 for every in run.periods)
 
 
 def finish(run: Run, taken: StepInFlight) -> str | None:

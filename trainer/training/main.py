@@ -21,7 +21,7 @@ from trainer.distributed.env import GroupError, RankInfo, pick_backend, pick_dev
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
 from trainer.metrics.logger import get_logger
-from trainer.metrics.sinks.stdout import kept_for_payloads
+from trainer.metrics.sinks import kept_for_payloads
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.loop import NonFiniteError, run_loop

@@ -9,7 +9,7 @@ import torch
 
 from trainer.data.batch import MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort, Diagnostics
-from trainer.objective.compose import Objective
+from trainer.objective.loss import Objective
 from trainer.training.step.details import StepDetails
 
 TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])

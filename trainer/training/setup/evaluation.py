@@ -14,7 +14,7 @@ from trainer.data.mixing import StreamMixingDataset
 from trainer.distributed.env import RankInfo
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import Diagnostics
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
 from trainer.training.setup.parts import autocast_context, make_dataset, make_eval_ledger, make_objective
 from trainer.training.setup.plan import Plan

@@ -24,11 +24,11 @@ from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
+from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.rank_reduction import Operations, rank_operations
-from trainer.metrics.sinks.stdout import Output
+from trainer.metrics.sinks import Output
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.saver import Saver
@@ -215,6 +215,8 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
     run.growth = _growth(run)
     run.extensions = _load_extensions(run)
     stack.callback(run.extensions.close)
+    decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
+    run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
     run.train_step = TrainStep(
         model=step_model,
         ledger=state.ledger,
@@ -222,11 +224,14 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        settings=StepSettings(
+            max_tokens_per_micro(plan),
+            config.train.clip_grad_norm,
+            world_size=info.world_size,
+            device=device,
+            autocast=autocast_context(config, device),
+        ),
         strategy=run.strategy,
-        world_size=info.world_size,
-        device=device,
-        autocast=autocast_context(config, device),
         extensions=run.extensions,
         diagnostics=diagnostics,
     )

@@ -34,8 +34,7 @@ from trainer.model.wrappers import (
     run_few_tokens,
 )
 from trainer.objective.chunked import ChunkedObjective
-from trainer.objective.components import CoordSettings
-from trainer.objective.compose import Loss, Objective
+from trainer.objective.loss import CoordSettings, Loss, Objective
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.sources import Source

@@ -23,11 +23,8 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics, EventCallback
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
-from trainer.metrics.sinks.base import BackgroundSink, Sink
-from trainer.metrics.sinks.jsonl import EventWriter, JsonlSink
-from trainer.metrics.sinks.stdout import Output, StdoutSink, resolve_stdout_mode
-from trainer.metrics.sinks.tensorboard import TensorboardSink
-from trainer.metrics.sinks.wandb import CLOSE_SEC, WandbMode, WandbSink, resolve_mode
+from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbMode, WandbSink, resolve_mode
+from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import changed_settings
@@ -211,14 +208,13 @@ def make_sinks(
             entity=table.entity,
             base_url=table.base_url,
             run_dir=run_dir.path,
-            name=run_dir.path.name,
             run_id=wandb_run_id,
             config=resolved,
             on_event=on_event,
         )
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
     if config.metrics.tensorboard:
-        sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard", on_event=on_event), "tensorboard"))
+        sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard"), "tensorboard"))
     return sinks
 
 

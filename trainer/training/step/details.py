@@ -15,8 +15,7 @@ from trainer.arrays import IGNORED
 from trainer.data.batch import MicroBatch
 from trainer.metrics.aggregate import SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
-from trainer.objective.compose import ObjectiveOutput
-from trainer.objective.token_types import TokenTypeMismatch, token_type_sums
+from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.training.extension import Extension
 
 if TYPE_CHECKING:
