@@ -113,7 +113,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     from trainer.data.layout import refuse_empty
     from trainer.storage import Storage, is_url
-    from trainer.training.checkpointing.resume_checks import check_resume
+    from trainer.training.checkpointing.restore import check_resume
 
     parent = plan.place(plan.config.run.dir)
     if os.path.exists(parent) and not os.path.isdir(parent):
@@ -203,13 +203,9 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
 
 def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
     """What a rank's memory will hold: of several ranks, which part of the model; in MB, or why that is not known."""
-    from trainer.distributed.env import RankInfo
-    from trainer.training.setup.sharding import layout_for
-
     held: dict[str, Any] = {}
     if plan.facts.world_size > 1:
-        layout = layout_for(plan.config.distributed, RankInfo(world_size=plan.facts.world_size))
-        held["sharding"] = "none: each rank holds the whole model" if layout is None else str(layout)
+        held["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
     return {**held, "memory_megabytes": _megabytes(plan, device)}
 
 

@@ -208,7 +208,7 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
 def _state_of(path: str, read: Callable[[], Any]) -> tuple[str | None, int | None]:
     """(what is wrong with a checkpoint, its number of ranks), by a function that reads its state.json."""
     from trainer.storage import StorageError
-    from trainer.training.checkpointing.checkpoint import CheckpointError
+    from trainer.training.checkpointing.tensor_files import CheckpointError
 
     try:
         return None, int(read()["world_size"])
