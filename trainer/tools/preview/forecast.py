@@ -26,10 +26,9 @@ from trainer.data.epochs import QueueKey
 from trainer.data.groups import GroupTable
 from trainer.data.keyed import KeyedUniforms
 from trainer.data.lanes import assign_lanes, cut_slices
-from trainer.data.mixing import BATCHING_MODES, BatchingMode
 from trainer.data.open_stream import CutOptions, OpenStream, StreamOpener
 from trainer.data.pool import ActivePool, PickMode
-from trainer.data.weights import ScheduledWeight, WeightSpec, positions, zero_batches
+from trainer.data.weights import ScheduledWeight, WeightSpec, positions
 from trainer.micro_batches import MicroBatches
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
@@ -129,10 +128,6 @@ class SourceShape:
         if self.repeat:
             return [float(own == 0) for own in picks]
         return [1 - own / max(picks) for own in picks]
-
-    def worst_masked_shares(self) -> dict[BatchingMode, float]:
-        """The largest of `masked_shares` in each batching mode."""
-        return {mode: max(self.masked_shares(shared=mode == "per_stream")) for mode in BATCHING_MODES}
 
     def _parts_by_rank(self) -> Iterator[tuple[SliceShape, ...]]:
         return zip(*(stream.slices for stream in self.streams), strict=True)
@@ -424,14 +419,6 @@ def _count_rank(
     return most, None
 
 
-@dataclass(frozen=True)
-class ZeroSpan:
-    """The first range of batches in which the weight of a source is zero; `last` is None if it lasts to the end."""
-
-    first: int
-    last: int | None
-
-
 def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: MicroBatches) -> npt.NDArray[np.float64]:
     """The probability of each source at each batch, float64 [sources, batches]; zero where all weights are zero."""
     raw = np.array([spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in weights])
@@ -455,14 +442,6 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
         middles = start + (np.arange(count) + 0.5) * ((end - start) / count)
         sums += shares_at(weights, middles.astype(np.int64), micro_batches).mean(axis=1) * (end - start)
     return [float(total) for total in sums]
-
-
-def first_zero(weight: WeightSpec, num_batches: int, micro_batches: MicroBatches) -> ZeroSpan | None:
-    """The first range within the run in which the weight is zero."""
-    for first, last in zero_batches(weight, micro_batches):
-        if first < num_batches:
-            return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
-    return None
 
 
 def sample_points(length: int, most: int = 240) -> Ints:

@@ -281,7 +281,7 @@ def preview(
     from trainer.metrics.logger import counted_warnings
     from trainer.tools.pictures import check_page
     from trainer.tools.preview.config_warnings import find_warnings
-    from trainer.tools.preview.picture import draw
+    from trainer.tools.preview.show import draw, print_preview
     from trainer.tools.preview.summary import make_preview
     from trainer.training.setup.plan import make_plan
 
@@ -298,8 +298,6 @@ def preview(
         found = [{**asdict(each), "message": each.message} for each in warnings]
         print_json({"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found})
         return
-    from trainer.tools.preview.terminal import print_preview  # needs plotext, which JSON does not
-
     print_preview(forecast, warnings, output(), num_logged=logged.count)
 
 
