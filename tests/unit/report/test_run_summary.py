@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.tools.report.run_summary import config_differences, end_of, heading, key_means, summarize
+from trainer.tools.report.run_summary import config_differences, end_of, key_means, summarize
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.table import RowTable
 
@@ -152,17 +151,6 @@ def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_step
     assert final.note == "mean of 10 rows, steps 91 to 100"
     assert end_of(make_run("longer", {"loss": falling * 5})).rows == 20
     assert end_of(short, 400).rows == 11
-
-
-def test_the_final_loss_is_called_the_latest_while_a_run_goes_on(make_run):
-    rows = []
-    for state in ("running", "done"):
-        run = replace(make_run(state, {"loss": [3.0, 2.0]}), status={"state": state})
-        rows += [row for row in summarize(run) if row.label == "Final loss"]
-    going, ended = rows
-    assert heading([going]) == "Latest loss (nats/token)"
-    assert heading([ended, ended]) == "Final loss (nats/token)"
-    assert heading([going, ended]) == "Latest loss / Final loss (nats/token)"
 
 
 def test_the_final_loss_falls_back_to_the_last_finite_value(make_run):

@@ -30,7 +30,6 @@ class SummaryRow:
     Attributes:
         note: the rows that it was made of, or why there is no value, in words.
         digits: significant digits of `text`.
-        words: what people are shown instead of the label.
     """
 
     label: str
@@ -38,7 +37,6 @@ class SummaryRow:
     unit: str = ""
     note: str = ""
     digits: int = 5
-    words: str = ""
 
     @property
     def text(self) -> str:
@@ -47,11 +45,10 @@ class SummaryRow:
             return "–"
         return self.value if isinstance(self.value, str) else number_text(self.value, digits=self.digits)
 
-
-def heading(rows: Sequence[SummaryRow]) -> str:
-    """What people are shown as the name of one result of several runs, with its unit."""
-    words = " / ".join(dict.fromkeys(row.words or row.label for row in rows))
-    return f"{words} ({rows[0].unit})" if rows[0].unit else words
+    @property
+    def heading(self) -> str:
+        """The label with the unit."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
 @dataclass(frozen=True)
@@ -124,12 +121,10 @@ def _last_row(label: str, values: dict[int, float], unit: str, what: str = "") -
 
 
 def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> SummaryRow:
-    columns = [column for column in (_finite(run, key) for key in keys) if column]
-    if not columns:
-        return SummaryRow(label, None, unit)
-    steps = sorted(set().union(*columns))
+    columns = [_finite(run, key) for key in keys]
+    steps = sorted(set[int]().union(*columns))
     total = sum(sum(column.values()) for column in columns)
-    return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
+    return SummaryRow(label, total, unit, f"total of {rows_text(steps)}") if steps else SummaryRow(label, None, unit)
 
 
 def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
@@ -138,9 +133,9 @@ def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
     If no loss at the end is finite, the last finite one is the final one. The minimum of single rows is luck, and that of a
     running average, which lags, may lie above the final loss. These means include the final one, so the best is never worse.
     """
-    losses, words = _finite(run, "loss"), "" if run.has_ended else "Latest loss"
+    losses = _finite(run, "loss")
     if not losses:
-        return [SummaryRow("Final loss", None, "nats/token", words=words), SummaryRow("Best loss", None, "nats/token")]
+        return [SummaryRow(label, None, "nats/token") for label in ("Final loss", "Best loss")]
     steps, values = list(losses), list(losses.values())
     end = end_of(run, window)
     width = max(sum(step >= end.first for step in steps), 1)
@@ -153,7 +148,7 @@ def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
     mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
     where = ("lowest mean of " if width > 1 else "lowest row, ") + rows_text(steps[start : start + width])
     return [
-        SummaryRow("Final loss", final[0], "nats/token", final[1], words=words),
+        SummaryRow("Final loss", final[0], "nats/token", final[1]),
         SummaryRow("Best loss", mean, "nats/token", where),
     ]
 
@@ -180,11 +175,10 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     speed_note = ("median of " if len(speeds) > 1 else "") + rows_text(list(speeds)) if speeds else ""
     redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     num_evals = f"{counted(len(evals), 'evaluation')}{part}, "
+    last = float(run.steps[-1]) if run.steps else None
     return [
         SummaryRow("State", str(state) if state else None, note=": ".join(filter(None, reached))),
-        SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
-        if run.steps
-        else SummaryRow("Steps", None),
+        SummaryRow("Steps", last, note=f"the last of {rows_text(run.steps)}" if run.steps else ""),
         _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
         *_losses(run, window),
         _last_row("Held-out loss", evals, "nats/token", f"last of {num_evals}"),
