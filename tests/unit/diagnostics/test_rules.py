@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,9 @@ import pytest
 from tests.support.metric_streams import Scenario, write_run
 from trainer.metrics.catalog.lookup import is_known
 from trainer.metrics.payload_contract import Restart
-from trainer.tools import diagnostics
 from trainer.tools.diagnostics.diagnose import RULES, Ruling, diagnose
 from trainer.tools.diagnostics.loss import find_spikes
-from trainer.tools.diagnostics.rule import KNOBS, MAX_EVIDENCE, Outcome, aligned, batches_through, micro_batches, series
+from trainer.tools.diagnostics.rule import MAX_EVIDENCE, Outcome, aligned, batches_through, micro_batches, series
 from trainer.tools.diagnostics.state import FALSE_EVICTIONS
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.runs.table import RowTable
@@ -207,27 +205,6 @@ FAULTY: dict[str, RunRecord] = {
     "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[6]),
     "ending": make_run({"loss": [1.0]}, status={"state": "failed", "reason": "a reason", "last_step": 1}),
 }
-
-
-def test_every_key_to_change_is_also_known_in_words() -> None:
-    """A loop without a config gets the words. Every `Knob` names its key where it is made."""
-    sources = "".join(path.read_text(encoding="utf-8") for path in Path(diagnostics.__file__).parent.rglob("*.py"))
-    named = set(re.findall(r"\bKnob\(\s*\"([^\"]+)", sources))
-    assert named == set(KNOBS)
-    for run in FAULTY.values():
-        for ruling in diagnose(run).findings:
-            if ruling.outcome.knob is not None:
-                assert ruling.fix.startswith(f"try {ruling.outcome.knob.key} = ")
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_without_a_config_no_fix_and_no_reason_names_a_key_of_one(name: str) -> None:
-    key = re.compile(r"(?<!trainer\.)\b(gns|metrics|train|data|ledger|optimizer|checkpoint)\.[a-z_]+\b|train preview")
-    for run in (FAULTY[name], make_run({"loss": [1.0]})):
-        for ruling in diagnose(replace(run, config={})).rulings:
-            assert not key.search(ruling.outcome.sentence + ruling.fix.replace("metrics.jsonl", "")), ruling
-            if ruling.rule.name == name and run is FAULTY[name] and ruling.outcome.knob is not None:
-                assert ruling.fix.startswith("for the ")
 
 
 def test_every_rule_has_a_healthy_and_a_faulty_case() -> None:
@@ -509,11 +486,7 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**SKIPPED, "ledger/cold_starts": [0.0, 4.0]}), None),  # no capacity would have kept these
     ("cold_starts", make_run(EVICTED), ("ledger.capacity", 64, 128)),
     ("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 1.0]}, config={}), ("ledger.wipe_mode", None, "lru")),
-    (
-        "false_evictions_stale",
-        make_run({FALSE["stale"]: [1.0] * 60, **pool_rows()}),
-        ("ledger.stale_threshold", 5, 2 * 4 * (50 + 1) // 2),
-    ),
+    ("false_evictions_stale", make_run({FALSE["stale"]: [1.0]}), ("ledger.stale_threshold", 5, 20)),
     ("straggling_rank", of_ranks(BUSY, 2), None),
     (
         "restarts",
@@ -542,27 +515,6 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
 def test_a_finding_suggests_what_would_help_and_nothing_otherwise(name, run, knob) -> None:
     assert check(name, run).verdict in ("finding", "healthy")
     assert knob_of(name, run) == knob
-
-
-def test_the_suggested_stale_threshold_is_that_of_the_source_that_waits_longest() -> None:
-    """Shares 0.75 and 0.25, the second with a schedule; readers are 3 and 1 of the 4 that the rows count."""
-    weight = {"schedule": "linear", "scale": 0.5, "points": {"0": 3.0, "9": 1.0}}
-    tables = [{"weight": 3.0}, {"weight": weight, "mixing": {"num_streams_mixed": 1}}]
-    rows = {FALSE["stale"]: [1.0] * 60, **pool_rows(), "blend/max_share_error": [0.1] * 60}
-    config = {**CONFIG, "data": {"mixing": MIXING, "source": tables}}
-
-    def suggested(**changes: Any) -> Any:
-        knob = check("false_evictions_stale", make_run(rows, config={**config, **changes})).knob
-        assert knob is not None
-        return knob.suggested
-
-    assert suggested() == 2 * 3 * (50 + 1) / 0.75 / 2
-    alone = [{**table, "mixing": {"num_streams_mixed": 1}} for table in tables]
-    lone = math.ceil(math.log(1e-9) / math.log1p(-0.25) / 2)
-    assert suggested(data={"mixing": MIXING, "source": alone}) == lone == 37
-    assert suggested(data={"mixing": MIXING, "source": [{"include": "x.toml"}, *tables]}) == 4 * 5, "not known"
-    beyond = {**config["ledger"], "stale_threshold": 500}
-    assert suggested(ledger=beyond) == 2 * 500, "the bound was too low"
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -631,20 +583,6 @@ def test_micro_batches_that_depend_on_each_other_raise_a_doubt(
 ) -> None:
     rows = {**GNS, "gns/b_big": [batch] * 40, "gns/consistency": [value] * 40, "gns/consistency_se": [error] * 40}
     assert ("components_every" in check("batch_size", make_run(rows)).sentence) == doubts
-
-
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ({"on_non_finite": "skip"}, "2 steps skipped, "),
-        ({"on_non_finite": "stop", "precision": "fp16"}, "40 steps skipped, "),
-        ({"on_non_finite": "stop"}, "the loss or the gradient of 1 step was not finite, "),
-    ],
-)
-def test_only_a_run_that_skips_steps_is_said_to_have_skipped_them(table: dict[str, str], words: str) -> None:
-    count = int(re.findall(r"\d+", words)[0])
-    rows = {"loss": [2.0] * 50, "non_finite_steps": [1.0] * count + [0.0] * (50 - count)}
-    assert check("non_finite", make_run(rows, config={"train": table})).sentence.startswith(words)
 
 
 def test_a_spike_between_two_rows_is_found_by_its_flag_unless_flags_return() -> None:
@@ -724,15 +662,6 @@ def test_a_drop_of_throughput_is_dated_to_the_row_and_shown_from_there_on() -> N
     assert str(outcome.knob).startswith("data.prefetch = 4 (now 2), if steps wait longer for data than before")
 
 
-@pytest.mark.parametrize("drop", range(20, 90, 7))
-def test_the_row_of_a_drop_is_found_wherever_the_blocks_lie(drop: int) -> None:
-    speed = [*SPEED[:drop], *(0.6 * value for value in SPEED[drop:])]
-    speed[15] = 300.0
-    speed[95] = 1000.0
-    sentence = check("throughput_regression", make_run({"tokens_per_sec": speed})).sentence
-    assert f"before step {drop + 1}," in sentence
-
-
 @pytest.mark.parametrize(("row_sec", "verdict"), [(0.1, "not_measured"), (2.0, "finding")])
 def test_a_machine_that_is_busy_for_some_seconds_is_not_called_slow_yet(row_sec: float, verdict: str) -> None:
     times = {"step_time_sec": [row_sec] * 60 + [2 * row_sec] * 40}
@@ -784,12 +713,6 @@ def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     assert "100% of the time of reading went into reading" in first.outcome.sentence, "not what the first rows took"
 
 
-def test_reading_ahead_is_not_advised_for_files_that_take_as_long_as_many_steps() -> None:
-    bursts = [0.0, 0.0, 0.0, 4.0] * 20
-    assert "train data tokenize" in data_bound(bursts, tokenize=bursts).fix
-    assert data_bound(bursts, read=bursts).fix.startswith("try data.prefetch = 4")
-
-
 def test_a_state_that_is_worse_than_none_is_a_warning() -> None:
     outcome = check("carry_worthless", make_run(probes(gain=-0.1, gap=0.1)))
     assert (outcome.verdict, outcome.severity) == ("finding", "warning")
@@ -834,12 +757,6 @@ def test_a_layer_that_no_gradient_reaches_is_named() -> None:
     assert outcome.sentence.endswith("; no gradient reaches blocks.0")
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_a_layer_that_takes_all_is_said_to_shrink_the_others_where_clipping_is_on(clip: float) -> None:
-    run = changed("dominant_layer", train={"clip_grad_norm": clip})
-    assert ("clipping to 1 shrinks all others" in check("dominant_layer", run).sentence) == bool(clip)
-
-
 def test_a_batch_that_grew_counts_with_what_it_was_at_each_step() -> None:
     config = {**CONFIG, "train": {"micro_batches": {"schedule": "auto", "start": 1}}}
     run = make_run({"train/micro_batches": {1: 1.0, 10: 1.0, 20: 2.0, 30: 4.0}}, config=config)
@@ -864,6 +781,6 @@ def test_a_batch_of_a_loop_that_does_not_log_its_micro_batches_is_suggested_in_s
         return diagnose(make_run(columns, config={}), [BY_NAME["batch_size"]]).advice[0].fix
 
     small = {**GNS, "gns/b_big": [1.0] * 40}
-    assert fix(small) == "for the number of micro-batches per step, try as many as give 10 sequences per step"
-    assert fix({**small, "train/micro_batches": [3.0] * 40}).endswith("try 30 (now 3)")
+    assert fix(small) == "try train.micro_batches = as many as give 10 sequences per step"
+    assert fix({**small, "train/micro_batches": [3.0] * 40}) == "try train.micro_batches = 30 (now 3)"
     assert "20 sequences" in fix(BATCH)

@@ -117,11 +117,8 @@ def _mark(diagnosis: Diagnosis) -> Html:
 def _finding(ruling: Ruling) -> Html:
     badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
     parts: list[str] = [element("h4", ruling.title, " ", badge), element("p", ruling.outcome.sentence)]
-    knob = ruling.outcome.knob
-    if knob is not None and ruling.has_config:
-        parts.append(element("p", "Try ", _code(knob.setting), knob.remark))
-    elif ruling.fix:
-        parts.append(element("p", f"{ruling.fix[0].upper()}{ruling.fix[1:]}"))
+    if (knob := ruling.outcome.knob) is not None:
+        parts.append(element("p", "Try ", _code(f"{knob.key} = {knob.suggested}"), knob.remark))
     buttons = [
         element("button", f"step {step:,}", type="button", class_="step", data_step=step, title="Show in the charts")
         for step in ruling.steps[:_MOST_STEP_BUTTONS]
