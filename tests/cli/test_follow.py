@@ -162,9 +162,9 @@ def test_a_hidden_run_and_a_hidden_line_stay_hidden(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--follow", "--out", "x.html"], "--out: --follow writes no file; leave one of them out"),
-        (["--follow", "--force"], "--force: --follow writes no file"),
-        (["--port", "8000"], "--port: without --follow, nothing is served; add --follow"),
+        (["--follow", "--out", "x.html"], "--out: does not go with --follow; change one of them"),
+        (["--follow", "--force"], "--force: does not go with --follow"),
+        (["--port", "8000"], "--port: does not go without --follow"),
         (["--follow", "--port", "99999"], "--port"),
         (["--follow", "no/where"], "no/where: is neither a run directory nor a file"),
     ],

@@ -199,12 +199,8 @@ class _Reader:
         Raises:
             UserError: naming the first invalid line.
         """
-        if self._first_error is not None and not (len(self.train) + len(self.evals)):
-            line, error = self._first_error
-            problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
-            raise UserError(str(path), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
-        if not (len(self.train) + len(self.evals) or allow_empty):
-            raise _no_rows(path)
+        if not (len(self.train) + len(self.evals)) and (self._first_error is not None or not allow_empty):
+            raise _no_rows(path, self._first_error)
 
     def notes(self) -> list[str]:
         """What was skipped or replaced."""
@@ -224,17 +220,19 @@ class _Reader:
         return found
 
 
-def _no_rows(metrics: Path) -> UserError:
-    """The error for an empty record: the run ended before its first row, or may still log one."""
+def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None) -> UserError:
+    """The error for an empty record: damaged lines alone, a run that ended before its first row, or that may still log one."""
     status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
-    state = status.get("state")
-    if state not in ENDED_STATES:
-        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
-    reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
-    step = status.get("last_step")
-    where = f" at step {step}" if step is not None else ""
-    problem = f"has no rows: the run {ENDED_STATES[state]}{where}: {reason}"
-    return UserError(str(metrics), problem, "see logs/ in the run directory, or name another run")
+    problem, fix = "has no rows", "wait for the first logged step, or name another run"
+    if first_error is not None:
+        line, error = first_error
+        problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
+        fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
+    elif (ended := ENDED_STATES.get(str(status.get("state")))) is not None:
+        reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
+        where = f" at step {status['last_step']}" if status.get("last_step") is not None else ""
+        problem, fix = f"has no rows: the run {ended}{where}: {reason}", "see logs/ in the run directory"
+    return UserError(str(metrics), problem, fix)
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
@@ -249,17 +247,19 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     path = Path(path)
     metrics = path / METRICS_NAME if path.is_dir() else path
     has_begun = metrics.exists() if path.is_dir() else path.is_file()
+    problem = ""
     if not has_begun and not (allow_empty and path.is_dir()):
         if (path / STATUS_NAME).is_file():
             raise _no_rows(metrics)
         problem = f"has no {METRICS_NAME}" if path.is_dir() else "is neither a run directory nor a file"
-        raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
     reader = _Reader()
     try:
         if has_begun:
             reader.read(metrics)
     except OSError as error:
-        raise UserError(str(metrics), f"cannot be read: {error.strerror}", "check the path") from None
+        problem = f"cannot be read: {error.strerror}"
+    if problem:
+        raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
     reader.check_usable(metrics, allow_empty=allow_empty)
     notes = reader.notes()
     others = _read_others(metrics.parent, notes) if metrics.name == METRICS_NAME else {}
@@ -308,9 +308,7 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
     trained no step changed nothing.
     """
     changes = [_changes(restart.details.get("changed")) for restart in run.restarts]
-    if not any(changes):
-        return {}
-    attempts = run.train.attempts
+    attempts = run.train.attempts if any(changes) else {}
     last, reached = len(run.restarts), run.status.get("last_step")
     if last and isinstance(reached, int) and reached > run.restarts[-1].global_step:
         attempts[reached] = last  # steps that it has trained, but not logged
