@@ -101,7 +101,8 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
 
 def _longer_threshold(run: RunRecord) -> Knob:
     current = run.setting("ledger.stale_threshold")
-    return Knob("ledger.stale_threshold", current, 4 * current if current else "four times as long")
+    longer = 4 * current if current else "four times as long"
+    return Knob("ledger.stale_threshold", current, longer, "or the bound that train preview prints")
 
 
 @rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
