@@ -68,20 +68,6 @@ def test_a_good_config_has_no_warnings(tmp_path: Path) -> None:
     assert [each.message for each in warnings] == []
 
 
-def test_a_stale_threshold_is_compared_with_the_counted_waits(tmp_path: Path) -> None:
-    faulty = ["ledger.wipe_mode=periodic_stale", "train.steps=40", "ledger.stale_threshold=1"]
-    preview, warnings = preview_of(tmp_path, *faulty)
-    assert preview.ledger is not None
-    assert preview.ledger.waits_beyond_threshold
-    assert "evicted while they are needed" in warnings[0].message
-    longest = preview.ledger.counted_wait_steps
-    between, warnings = preview_of(tmp_path, *faulty[:2], f"ledger.stale_threshold={longest}")
-    assert between.ledger is not None
-    assert between.ledger.waits_beyond_threshold == 0
-    assert longest < 40 <= between.ledger.wait_bound_steps
-    assert "another seed" in warnings[0].message
-
-
 def test_slices_of_few_picks_cause_churn(tmp_path: Path) -> None:
     short = ["data.mixing.batch_size=100", "ledger.capacity=400", "data.max_group_cells=1"]
     preview, warnings = preview_of(tmp_path, *short)

@@ -20,7 +20,6 @@ from trainer.tools.preview.forecast import (
     count_run,
     expected_batches,
     group_tokens,
-    sample_points,
     source_shape,
 )
 from trainer.tools.preview.summary import _source_view, make_preview
@@ -116,14 +115,6 @@ def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
         (tmp_path / "corpus" / modality / "empty.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="source first: has no document to train on"):
         make_preview(plan_of(tmp_path), 2)
-
-
-@pytest.mark.parametrize(("length", "most"), [(1, 240), (2, 240), (240, 240), (1000, 240)])
-def test_sample_points_include_both_ends(length: int, most: int) -> None:
-    points = sample_points(length, most)
-    assert points[0] == 0
-    assert points[-1] == length - 1
-    assert len(points) <= min(length, most)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.charts import make_charts, make_curve, points_per_curve, variant_of
+from trainer.tools.report.charts import make_charts, make_curve, points_per_curve
 from trainer.tools.report.run_summary import summarize, with_distinct_names
-from trainer.tools.verbs.compare import _fact_cell
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
 WITH_WORST = [f"{spec.name}_max" for spec in CATALOG if spec.ranks == "sum_and_worst"]
@@ -45,30 +44,6 @@ def test_every_value_is_in_the_range_of_the_one_point_that_covers_its_step(colum
         assert (curve.first[1:] > curve.last[:-1]).all()
 
 
-@given(columns())
-def test_few_values_are_kept_exactly(column):
-    steps, numbers = column
-    curve = make_curve(steps, numbers, limit=len(steps))
-    assert not curve.is_reduced
-    assert curve.mean.tolist() == [value for value in numbers if math.isfinite(value)]
-    assert (curve.first == curve.last).all()
-
-
-def test_the_mean_of_a_bucket_is_the_mean_of_its_values():
-    generator = np.random.Generator(np.random.Philox(3))
-    steps, numbers = np.arange(1, 1001), generator.normal(size=1000)
-    curve = make_curve(steps, numbers, limit=7)
-    assert len(curve.mean) == 7
-    for first, last, mean in zip(curve.first, curve.last, curve.mean, strict=True):
-        assert mean == pytest.approx(numbers[(steps >= first) & (steps <= last)].mean())
-
-
-def test_a_constant_with_a_nan_is_not_constant():
-    assert make_curve([1, 2], [3.0, 3.0], limit=5).is_constant
-    assert not make_curve([1, 2, 3], [3.0, math.nan, 3.0], limit=5).is_constant
-    assert not make_curve([1], [math.nan], limit=5).is_constant
-
-
 @pytest.mark.parametrize("num_runs", [1, 2, 3])
 def test_every_key_of_the_catalog_and_every_unknown_key_is_in_a_chart(make_run, num_runs):
     train = {key: [1.0, 2.0, 3.0] for key in [*KEYS, *WITH_WORST, "my_own/key"]}
@@ -92,12 +67,6 @@ def test_colors_stand_for_lines_of_one_run_or_for_several_runs(make_run):
 def test_evaluation_is_drawn_with_training_in_another_dash(make_run):
     (chart,) = make_charts([make_run("a", {"loss": [3.0, 2.0]}, {2: {"eval_loss": 2.5}})])
     assert [(line.label, line.dash) for line in chart.lines] == [("train", 0), ("held out", 1)]
-
-
-def test_variants_follow_the_catalog_and_not_the_spelling():
-    assert variant_of("eval_loss") == ("loss", 1)
-    assert variant_of("ledger/cold_starts_max") == ("ledger/cold_starts", 2)
-    assert variant_of("stream_mixing/active/remaining_max") == ("stream_mixing/active/remaining_max", 0)
 
 
 def test_references_come_from_the_config(make_run):
@@ -132,17 +101,6 @@ def test_tile_diagnosis_and_chart_read_the_noise_scale_of_the_same_key_and_row(m
         assert f"({key} at step 3" in ruling.outcome.sentence
     titles = [chart.title for chart in make_charts([now, drawn]) if chart.title.startswith("Noise scale and batch")]
     assert titles == ["Noise scale and batch size (gns/b_drawn)", "Noise scale and batch size (gns/b_now)"]
-
-
-def test_tile_comparison_and_diagnosis_say_alike_why_a_noise_scale_is_not_known(make_run):
-    run = make_run("a", {"gns/b_now_low": [0.0] * 3, "gns/b_now_steps": [40.0] * 3, "gns/b_big": [16.0] * 3})
-    why = "not known yet: neither a lower nor an upper bound (gns/b_now at step 3, from the last 40 steps)"
-    row = next(row for row in summarize(run) if row.label == "Noise scale")
-    assert (row.text, row.note) == ("–", why)
-    ruling = next(ruling for ruling in diagnose(run).rulings if ruling.rule.name == "batch_size")
-    assert ruling.outcome.verdict == "not_measured"
-    assert ruling.outcome.sentence == f"the noise scale is {why}"
-    assert _fact_cell(row).plain == f"–\n({why})"
 
 
 def test_layers_of_one_run_are_heat_maps_in_the_order_of_their_numbers(make_run):

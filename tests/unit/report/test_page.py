@@ -82,16 +82,6 @@ def test_the_verdict_says_how_many_rules_judged_the_run(make_run, loss, words, c
     assert 'class="verdict good"' not in page
 
 
-def test_a_run_without_training_rows_is_not_called_healthy(make_run):
-    run = make_run("a", {"loss": [None]}, {1: {"eval_loss": 2.0}})
-    diagnosis = diagnose(run)
-    assert diagnosis.verdict is None
-    page = rendered(run)
-    assert diagnosis.summary in page
-    assert "Healthy" not in Elements(page).headings
-    assert 'class="verdict good"' not in page
-
-
 def test_what_is_not_drawn_is_said_with_its_values_its_steps_and_its_keys(make_run):
     zeros = {key: [0.0, 0.0] for key in ("ledger/evictions/lru", "ledger/evictions/stale", "ledger/refused_rows")}
     sets = {f"eval/{name}/loss": loss for name, loss in {"books": 3.5, "code": 2.5, "news": 3.5}.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from dataclasses import replace
@@ -98,10 +97,3 @@ def test_runs_without_recorded_settings_are_not_pooled(make_run):
     assert label == "Final loss"
     assert [group.runs[0].name for group in groups] == ["b", "a"]
     assert remarks[0] == "no config.resolved.toml, hence a row of its own: b, a"
-
-
-def test_other_numbers_of_ranks_are_other_rows_and_all_lists_are_json(make):
-    runs = [make("a", 1, 2.0, environment={"world_size": 1}), make("b", 2, 2.0, environment={"world_size": 2})]
-    _, groups, _ = grouped(*runs)
-    assert [group.settings for group in groups] == [{"env.world_size": 1}, {"env.world_size": 2}]
-    json.dumps([dict(group.settings) for group in groups])
